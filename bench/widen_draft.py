@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speq.drafts.draft_source import gptq_beside
+from speq.drafts.draft_source import gptq_path
 from speq.errors import SpeqError
 from speq.experts.int4 import group_size_of
 from speq.files.checkpoint import INDEX
@@ -26,7 +26,7 @@ from speq.kernels.windows import codes_and_scales, escapes, words_of
 from speq.models.dense_parts import HEAD
 from speq.models.families import family_of
 from speq.models.shape import config_in, shape_of
-from speq.quantizing.checkpoint_folder import Shards, packed, quantization_config
+from speq.quantizing.checkpoint_folder import LayerShards, pack_matrix, quantization_config
 from speq.quantizing.gptq import MAX_CODE, ZERO_POINT, QuantisedMatrix
 from speq.quantizing.settings import GROUP_SIZES, QuantizeSettings
 from speq.version import __version__
@@ -123,7 +123,7 @@ class DraftFolder:
     """The draft beside a widened model, as a GPTQ checkpoint; config.json comes last."""
 
     def __init__(self, model: Path, group_size: int) -> None:
-        self.path = gptq_beside(model)
+        self.path = gptq_path(model)
         self.group_size = group_size
         self.moves = Moves()
         self._weight_map: dict[str, str] = {}
@@ -136,7 +136,7 @@ class DraftFolder:
         groups = torch.arange(wide.shape[1], dtype=torch.int32) // self.group_size
         inputs_first = (codes + ZERO_POINT).to(torch.uint8).t().contiguous()
         matrix = QuantisedMatrix(inputs_first, scales.t().contiguous(), groups)
-        return dict(zip(names_of(name), packed(matrix, slice(None)), strict=True))
+        return dict(zip(names_of(name), pack_matrix(matrix, slice(None)), strict=True))
 
     def shard(self, file: str, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, self.path / file, metadata={"format": "pt"})
@@ -150,7 +150,7 @@ class DraftFolder:
         layers = tuple(layer for layer in shape.draft_layers if layer.part != HEAD)
         settings = QuantizeSettings(group_size=self.group_size, method="rtn")
         packed_as = quantization_config(
-            settings, __version__, Shards(shape.experts, settings, layers).left
+            settings, __version__, LayerShards(shape.experts, settings, layers).left
         )
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         (self.path / INDEX).write_text(json.dumps(index, indent=1))

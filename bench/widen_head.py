@@ -13,7 +13,7 @@ from torch import Tensor
 from speq.bench.widen_words import drawn_for, shared_out
 from speq.errors import SpeqError
 from speq.files.checkpoint import Checkpoint
-from speq.heads.head_file import head_beside, model_digest, read_head, write_head
+from speq.heads.head_file import head_path, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape
 from speq.heads.moe_head import MoEHead
 from speq.models.families import Family
@@ -28,7 +28,7 @@ def widen_head(
 
     Raises SpeqError where the source's is damaged, another model's, or of sizes that do not widen.
     """
-    path = head_beside(source.path)
+    path = head_path(source.path)
     if not path.exists():
         return False
     head = read_head(path, model_digest(source, family.names), source.config["hidden_size"])
@@ -38,7 +38,7 @@ def widen_head(
         digest = model_digest(made, family.names)
     finally:
         made.close()
-    out = head_beside(target)
+    out = head_path(target)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_head(out, wide, digest, head.weight("enter").dtype)
     return True
@@ -73,7 +73,7 @@ def widened(head: MoEHead, hidden: int, noise: float, seed: int, tied: bool) -> 
         weight = weight * scales.get(kind, 1 / scale if kind == "down" else 1)
         drawn = drawn_for(name, seed)
         weights[name] = _widened(kind, weight, hidden, shape.head_width, noise, drawn)
-    return MoEHead(wide, weights, head.stand).requires_grad_(False)
+    return MoEHead(wide, weights, head.acceptance_rates).requires_grad_(False)
 
 
 def _widened(

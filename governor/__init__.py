@@ -1,1 +1,1 @@
-"""Chooses how many tokens to draft. Numbers in, a length and a reason out; imports no torch."""
+"""Chooses how many tokens to draft, from numbers alone. Imports no torch."""

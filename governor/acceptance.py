@@ -1,55 +1,54 @@
-"""Learns the tokens that a draft yields, position by position (MoE-SpeQ 3.2.2)."""
+"""Learns the acceptance probability of drafted tokens by position (MoE-SpeQ 3.2.2)."""
 
 import math
 from dataclasses import dataclass, field
 
-# An average remembers at most so many tokens. Until then it is the mean (the warm-up); from then on
-# it is an exponential moving average.
+# Tokens that an average remembers. Up to then it is the mean (the warm-up); afterwards it is an
+# exponential moving average.
 HORIZON = 80.0
-# The acceptance assumed first, and the number of tokens it weighs as much as.
+# Acceptance assumed first, and its weight in tokens.
 PRIOR, PRIOR_TOKENS = 0.7, 2.0
-# It never weighs less than so many: a weight that has faded for days says nothing any more.
+# Least weight of the assumption, so that no share is ever 0 / 0.
 LEAST_TOKENS = 1e-9
-# All positions together weigh as much as so many tokens of one position.
+# Weight of the mean over all positions, in tokens of one position.
 SHRINKAGE = 8.0
-# Each cycle takes away this share of the weight: texts change.
+# Share of the weight that each step removes, since sequences change.
 FADING = 1 / 250
 
 
 @dataclass(slots=True)
 class _Share:
-    """A decayed share of tokens that stood."""
+    """A decayed share of accepted tokens."""
 
     tokens: float = 0.0
-    stood: float = 0.0
+    accepted: float = 0.0
 
-    def add(self, tokens: float, stood: float) -> None:
+    def add(self, tokens: float, accepted: float) -> None:
         kept = min(1.0, HORIZON / (self.tokens + tokens))
         self.tokens = (self.tokens + tokens) * kept
-        self.stood = (self.stood + stood) * kept
+        self.accepted = (self.accepted + accepted) * kept
 
     def fade(self) -> None:
         self.tokens *= 1 - FADING
-        self.stood *= 1 - FADING
+        self.accepted *= 1 - FADING
 
     @property
     def value(self) -> float:
-        """Above 0, whatever was seen: what is forgotten is as it was assumed first."""
-        return (self.stood + LEAST_TOKENS * PRIOR) / (self.tokens + LEAST_TOKENS)
+        """The share, always above 0; without tokens it is the prior."""
+        return (self.accepted + LEAST_TOKENS * PRIOR) / (self.tokens + LEAST_TOKENS)
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """p_i: the probability that a draft has a token i and that it stands, given that those before
-    it did.
+    """p_i: the probability that a draft has a token i and it is accepted, given those before it.
 
-    Let a of a draft's k tokens stand. If a < k, the first a positions stood and the next one
-    failed; the draft says nothing of later positions. If a = k, nothing failed, but for a draft
-    that was stopped: that has no next token, and one was decided on.
+    Let a of a draft's k tokens be accepted. If a < k, the first a positions succeeded and the next
+    one failed; later positions are unknown. If a = k, nothing failed, except that a stopped draft
+    lacks its next token.
     """
 
     longest: int
-    # Of the tokens that were drafted.
+    # Tokens that were drafted.
     _drafted: _Share = field(default_factory=lambda: _Share(PRIOR_TOKENS, PRIOR * PRIOR_TOKENS))
     _all: _Share = field(default_factory=lambda: _Share(PRIOR_TOKENS, PRIOR * PRIOR_TOKENS))
     _positions: list[_Share] = field(init=False)
@@ -58,14 +57,14 @@ class Acceptance:
         self._positions = [_Share() for _ in range(self.longest)]
 
     def believe(self, acceptance: float, tokens: float) -> None:
-        """Begin with an acceptance that weighs as much as so many tokens."""
+        """Begin with an acceptance that has the weight of `tokens` tokens."""
         self._all = _Share(tokens, acceptance * tokens)
         self._drafted = _Share(tokens, acceptance * tokens)
 
     def observe(self, draft_length: int, accepted: int, stopped: bool = False) -> None:
-        """Learn from a cycle; one without a draft only lets time pass.
+        """Learn from a step; one without a draft only decays the weights.
 
-        stopped  whether the draft ended before the length decided on
+        stopped  True if the draft ended before the chosen length
         """
         self._all.fade()
         self._drafted.fade()
@@ -82,21 +81,21 @@ class Acceptance:
 
     @property
     def accepted(self) -> float:
-        """The share of drafted tokens that stand, given that those before them did."""
+        """Share of drafted tokens that are accepted, given those before them."""
         return self._drafted.value
 
     @property
     def overall(self) -> float:
-        """p_i of all positions together."""
+        """Mean p_i over all positions."""
         return self._all.value
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the estimate `overall`; it grows while nothing is drafted."""
+        """Standard deviation of `overall`; it grows while nothing is drafted."""
         overall = self.overall
         return math.sqrt(max(overall * (1 - overall), 0.02) / (self._all.tokens + 1))
 
     def probabilities(self) -> list[float]:
-        """p_1 to p_longest."""
+        """Return p_1 to p_longest."""
         prior = SHRINKAGE * self.overall
-        return [(share.stood + prior) / (share.tokens + SHRINKAGE) for share in self._positions]
+        return [(share.accepted + prior) / (share.tokens + SHRINKAGE) for share in self._positions]

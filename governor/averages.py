@@ -1,10 +1,10 @@
-"""Averages that forget: a mean, a ratio of sums and a line, which the governor learns by."""
+"""Decayed averages of the governor: a mean, a ratio of sums and a line."""
 
 from dataclasses import dataclass
 
-# Cycles that averages remember.
+# Steps that averages remember.
 HORIZON = 60.0
-# Before a line's slope is known: the share of y that grows with x, and what it weighs.
+# Before a line's slope is known: the share of y that grows with x, and its weight.
 PRIOR_SHARE, PRIOR_FIRMNESS = 0.5, 0.1
 
 
@@ -22,7 +22,7 @@ class Mean:
 
 @dataclass(slots=True)
 class Ratio:
-    """A decayed sum over another one."""
+    """A quotient of two decayed sums."""
 
     part: float = 0.0
     whole: float = 0.0
@@ -42,7 +42,7 @@ class Ratio:
 
 @dataclass(slots=True)
 class LinearFit:
-    """y over x by decayed least squares; as long as all x are alike, with the slope of a prior."""
+    """A line by decayed least squares; while all x are alike, its slope is a prior's."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -61,7 +61,7 @@ class LinearFit:
 
     @property
     def slope(self) -> float:
-        """Both it and the intercept are times, and not negative."""
+        """The slope. Neither it nor the intercept is negative: both are times."""
         steepest = self.y / self.x
         firmness = PRIOR_FIRMNESS * self.x * self.x
         slope = (self.xy + firmness * PRIOR_SHARE * steepest) / (self.xx + firmness)
@@ -71,7 +71,7 @@ class LinearFit:
         return self.y + self.slope * (x - self.x)
 
     def seen_at(self, x: float) -> "LinearFit":
-        """The same line known by two points alone, half of x to either side of it."""
+        """Return the same line, known only by two points at half of x to either side."""
         y, slope = self.at(x), self.slope
         spread = 2 * (x / 2) ** 2
         firmness = PRIOR_FIRMNESS * x * x

@@ -1,4 +1,4 @@
-"""A governor for each size of batch: what a cycle takes depends on the texts that share it."""
+"""Governors by batch size, since a step's time depends on the requests that share it."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,13 @@ from speq.governor.draft_length import Governor
 
 @dataclass(slots=True)
 class Governors:
-    """Governors of batches of 1, 2, 3 to 4, 5 to 8 texts, and so on. A batch has one draft length,
-    and cycles are measured for each of these sizes apart. A size that was never met begins with
-    what is known of the nearest one. What is known of acceptance is common.
+    """Governors of batches of 1, 2, 3 to 4, 5 to 8 requests, and so on.
 
-    alone      the governor of single texts
-    most_rows  that a verification may have
+    A batch has one draft length. Steps are measured by size; a new size begins with the
+    measurements of the nearest one. All sizes share the acceptance.
+
+    alone      governor of batches of one
+    most_rows  most rows of a verification
     """
 
     alone: Governor
@@ -21,7 +22,7 @@ class Governors:
     _others: dict[int, AdaptiveDraftLength] = field(default_factory=dict, init=False)
 
     def of(self, batch_size: int) -> Governor:
-        """The governor of batches of so many texts."""
+        """Return the governor of batches of this size."""
         if batch_size == 1 or not isinstance(self.alone, AdaptiveDraftLength):
             return self.alone
         size = (batch_size - 1).bit_length()
@@ -33,15 +34,15 @@ class Governors:
                 default=0,
             )
             longest = longest_draft(self.most_rows, 1 << size)
-            self._others[size] = known[near].beside(longest, 2.0 ** (size - near))
+            self._others[size] = known[near].for_batch(longest, 2.0 ** (size - near))
         return self._others[size]
 
     def begin(self) -> None:
-        """Hear that a prompt was run: slots hold what it left in them."""
+        """Note that a prefill ran, so that slots hold its experts."""
         for governor in (self.alone, *self._others.values()):
             governor.begin()
 
 
 def longest_draft(most_rows: int, batch_size: int) -> int:
-    """Tokens that each of so many texts may draft, at most, with so many rows in all."""
+    """Most tokens that each request of a batch may draft, with `most_rows` rows in all."""
     return max(most_rows // batch_size - 1, 0)

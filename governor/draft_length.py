@@ -9,10 +9,10 @@ from speq.stats import Forecast, StepStats
 # Lengths that `auto` chooses from. Neighbours among longer drafts differ too little to measure.
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
 LONGEST = LENGTHS[-1]
-# Of a drafter beside the run's own: it takes no memory, and each row of a verification does.
-LONGEST_SIDE = 6
+# Longest draft of a secondary drafter: it takes no memory, but each row of a verification does.
+LONGEST_SECONDARY = 6
 # fixed: no choice was made. best: the highest expected throughput. probe: another length, to learn
-# its cost. bound: a latency objective or the end of the request left no better one.
+# its cost. bound: no better one meets a latency objective or fits the request's end.
 DecisionReason = Literal["fixed", "best", "probe", "bound"]
 
 
@@ -20,8 +20,8 @@ DecisionReason = Literal["fixed", "best", "probe", "bound"]
 class Decision:
     """A draft length (0: decode plainly) and the reason for it.
 
-    nodes    tokens of a tree at most; None: the draft is a chain
-    drafter  who drafts; None: the run's own drafter
+    nodes    most tokens of a tree; None: the draft is a chain
+    drafter  name of the drafter; None: the run's own
     """
 
     draft_length: int
@@ -34,38 +34,38 @@ class Decision:
 
 class Governor(Protocol):
     def begin(self) -> None:
-        """Hear that a prompt was run: slots hold what it left in them."""
+        """Note that a prefill ran, so that slots hold its experts."""
 
     @property
     def secondary(self) -> str | None:
-        """A drafter besides the run's own that it may choose; None: there is none."""
+        """Name of a secondary drafter that it may choose; None: there is none."""
 
     def decide(self, offered: bool = False) -> Decision:
-        """Choose the next cycle's draft length, and who drafts.
+        """Choose the next step's draft length and drafter.
 
-        offered  whether the drafter beside the run's own has a draft
+        offered  True if the secondary drafter has a draft
         """
 
     def continue_draft(self, drafted: int, new_experts: int, accept_prob: float) -> bool:
         """Tell whether to draft one more token after `drafted` tokens.
 
-        new_experts  number of (layer, expert) pairs that the draft named and that were neither in
-                     slots nor under way at that time
-        reach        probability that all these tokens stand
+        new_experts  number of (layer, expert) pairs that the draft named and that were neither
+                     resident nor under way at that time
+        accept_prob  probability that all these tokens are accepted
         """
 
     def observe(self, step: StepStats) -> None:
-        """Learn from a finished cycle."""
+        """Learn from a finished step."""
 
     def outlook(self) -> list[StepEstimate]:
-        """The cycle of each length as it was weighed last; none where none was."""
+        """Return the last estimate for each length, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedDraftLength:
-    """Always the same length.
+    """Chooses always the same length.
 
-    nodes  tokens of a tree at most; None: drafts are chains
+    nodes  most tokens of a tree; None: drafts are chains
     """
 
     draft_length: int

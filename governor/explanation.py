@@ -9,17 +9,17 @@ from speq.stats import Forecast, StepStats, ratio
 
 @dataclass(slots=True)
 class ExplanationRow:
-    """The cycles of one draft length.
+    """The steps of one draft length.
 
-    branching  of trees
-    drafter    who drafted in place of the run's own drafter; empty: nobody did
+    branching  True for trees
+    drafter    that drafted instead of the run's own; empty: none did
     reason     the last one given for it
     """
 
     draft_length: int
     branching: bool = False
     drafter: str = ""
-    cycles: int = 0
+    steps: int = 0
     tokens: int = 0
     time_s: float = 0.0
     grounds: dict[str, int] = field(default_factory=dict)
@@ -32,13 +32,13 @@ class ExplanationRow:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A run's decisions. Drafts that were stopped do not count for the errors.
+    """A run's decisions. Stopped drafts do not count for the errors.
 
-    choices           by the length of the draft, the shortest first, chains before trees, and the
-                      run's own drafter before another
-    serial_error      mean size of the error of Eq. 3, relative to the cycle's time
-    overlapped_error  the same of the overlapped form
-    error             the same of the times that decisions were based on
+    choices           by draft length, the shortest first; chains before trees, and the run's own
+                      drafter before another
+    serial_error      mean absolute error of Eq. 3, relative to the step's time
+    overlapped_error  the same for the overlapped form
+    error             the same for the times that decisions were based on
 
     Errors are None for a run without forecasts.
     """
@@ -59,7 +59,7 @@ def explain(steps: Iterable[StepStats]) -> Explanation:
         time_s = step.end_s - step.start_s
         kind = step.deepest, step.branches > 0, step.drafter or ""
         choice = choices.setdefault(kind, ExplanationRow(*kind))
-        choice.cycles += 1
+        choice.steps += 1
         choice.tokens += step.emitted
         choice.time_s += time_s
         choice.grounds[step.ground] = choice.grounds.get(step.ground, 0) + 1

@@ -1,4 +1,4 @@
-"""Corrects modelled cycle times by measured ones, also at lengths that were not measured."""
+"""Corrects modelled step times by measured ones, also at lengths that were not measured."""
 
 import math
 from collections.abc import Sequence
@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-# A mean remembers so many cycles. Each token takes a share of the weight of all means: times drift
-# with texts, so an old measurement says little.
+# Steps that a mean remembers. Each token removes a share of the weight of all means: times drift
+# with the sequence, so an old measurement says little.
 HORIZON = 40.0
 FADING = 1 / 200
 # Variance of the model's logarithmic error: at k = 0, and added for each further unit of ln(k + 1).
 LEVEL, WANDER = 0.05, 0.04
-# A cycle's squared relative deviation from its mean, assumed first; and the assumption's weight.
-NOISE, NOISE_CYCLES = 0.06, 4.0
-# A doubted measurement counts for so many cycles.
+# A step's squared relative deviation from its mean, assumed first; and the assumption's weight.
+NOISE, NOISE_STEPS = 0.06, 4.0
+# Weight of a doubted measurement, in steps.
 DOUBTED = 0.5
-# Misses come in stretches, so neighbouring cycles deviate alike. So many of them say as much as one
-# independent cycle.
+# Misses come in stretches, so neighbouring steps deviate alike. This many of them say as much as
+# one independent step.
 STRETCH = 2.0
 
 
 class Correction(NamedTuple):
-    """Mean and variance of ln(true / modelled) of a draft length's cycle."""
+    """Mean and variance of ln(true / modelled) of a draft length's step."""
 
     mean: float
     variance: float
@@ -30,13 +30,13 @@ class Correction(NamedTuple):
 
 @dataclass(slots=True)
 class MeasuredSteps:
-    """Corrects a model of cycle times by measured ones.
+    """Corrects a model of step times by measured ones.
 
     The model's error is assumed to be a random walk along ln(k + 1). So a measurement counts in
     full at its own length, and less at lengths farther away. With noise of known variance the best
     estimate is Kalman's, smoothed from both ends (Rauch, Tung and Striebel, 1965).
 
-    lengths  the draft lengths that are measured apart, rising
+    lengths  the draft lengths that are measured, rising
     """
 
     lengths: tuple[int, ...]
@@ -52,37 +52,37 @@ class MeasuredSteps:
         logs = [math.log(length + 1) for length in self.lengths]
         self._steps = [WANDER * (right - left) for left, right in pairwise(logs)]
 
-    def observe(self, draft_length: int, cycle_s: float, tokens: float) -> None:
-        """Learn from a cycle. A cycle of another length only lets time pass."""
+    def observe(self, draft_length: int, step_s: float, tokens: float) -> None:
+        """Learn from a step. A step of another length only decays the weights."""
         kept = (1 - FADING) ** tokens
         self._weight = [weight * kept for weight in self._weight]
-        if draft_length not in self.lengths or cycle_s <= 0:
+        if draft_length not in self.lengths or step_s <= 0:
             return
         at = self.lengths.index(draft_length)
         weight, mean_s = self._weight[at], self._time_s[at]
         if weight >= 1:
-            error = min(max(cycle_s / mean_s - 1, -1.0), 1.0)
-            share = 1 / min(weight + NOISE_CYCLES, HORIZON)
+            error = min(max(step_s / mean_s - 1, -1.0), 1.0)
+            share = 1 / min(weight + NOISE_STEPS, HORIZON)
             self._noise[at] += (error * error - self._noise[at]) * share
         weight = min(weight + 1, HORIZON)
-        self._time_s[at] = mean_s + (cycle_s - mean_s) / weight
+        self._time_s[at] = mean_s + (step_s - mean_s) / weight
         self._weight[at] = weight
 
     def doubt(self, draft_length: int) -> None:
-        """Doubt the measurements of a length: its next cycle counts more."""
+        """Reduce the weight of a length's measurements, so that its next step counts more."""
         at = self.lengths.index(draft_length)
         self._weight[at] = min(self._weight[at], DOUBTED)
 
     def weight(self, draft_length: int) -> float:
-        """The number of cycles of that length that are remembered."""
+        """Number of steps of that length that are remembered."""
         return self._weight[self.lengths.index(draft_length)]
 
     def farthest(self, least: float) -> int:
-        """Index of the longest length with more than `least` remembered cycles, or else 0."""
+        """Index of the longest length with more than `least` remembered steps, or else 0."""
         return max((at for at, weight in enumerate(self._weight) if weight > least), default=0)
 
     def corrections(self, modelled_s: Sequence[float]) -> list[Correction]:
-        """A correction for each of `lengths`, given the model's times."""
+        """Compute a correction for each of `lengths`, given the model's times."""
         mean, variance = 0.0, LEVEL
         ahead: list[tuple[float, float]] = []
         for at, weight in enumerate(self._weight):

@@ -1,4 +1,4 @@
-"""Latency objectives, and the draft lengths they leave (MoE-SpeQ 3.2.3)."""
+"""Latency objectives, and the draft lengths that meet them (MoE-SpeQ 3.2.3)."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ class Objectives:
     """Upper limits in seconds.
 
     tpot_s     for the mean time per token
-    latency_s  for one cycle, which is the wait between bursts of tokens
+    latency_s  for one step, which is the wait between bursts of tokens
     """
 
     tpot_s: float = math.inf
@@ -24,14 +24,14 @@ class Objectives:
             if not getattr(self, name) > 0:
                 raise SpeqError(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
 
-    def met(self, cycle_s: float, tokens: float) -> bool:
-        return cycle_s <= self.latency_s and cycle_s <= self.tpot_s * tokens
+    def met(self, step_s: float, tokens: float) -> bool:
+        return step_s <= self.latency_s and step_s <= self.tpot_s * tokens
 
 
-def longest_within(objectives: Objectives, cycles: Iterable[StepEstimate]) -> int | None:
-    """k_SLO: the longest draft whose expected cycle meets the objectives, or None.
+def longest_within(objectives: Objectives, estimates: Iterable[StepEstimate]) -> int | None:
+    """k_SLO: the longest draft whose expected step meets the objectives, or None.
 
-    Transfers count in full (Eq. 3): a bound must hold on a bad day.
+    Transfers count in full (Eq. 3), so that the bound holds in the worst case.
     """
-    lengths = (c.draft_length for c in cycles if objectives.met(c.serial_s, c.tokens))
+    lengths = (e.draft_length for e in estimates if objectives.met(e.serial_s, e.tokens))
     return max(lengths, default=None)

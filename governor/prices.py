@@ -1,4 +1,4 @@
-"""What a missing expert and a token cost in time, as the last steps had it."""
+"""Measures the time that a missing expert and a token cost in recent steps."""
 
 from dataclasses import dataclass, field
 
@@ -8,10 +8,9 @@ from speq.stats import StepStats
 
 @dataclass(slots=True)
 class Prices:
-    """Learnt from finished steps of any draft length.
+    """Costs learnt from finished steps of any draft length.
 
-    An expert is charged with the link's time for it, for the share of that time in which the
-    computation waited.
+    An expert costs the part of its transfer time in which the computation waited.
     """
 
     _link: Ratio = field(default_factory=Ratio)

@@ -1,7 +1,7 @@
-"""MoESD: what speculation gains over batches (Huang et al., NeurIPS 2025).
+"""MoESD: the speed-up of speculation by batch size (Huang et al., NeurIPS 2025).
 
-Counts of experts assume that tokens choose them independently, which real routes do not (they share
-more); where routes were measured, their own counts stand in for N(t), and both are reported.
+N(t) assumes that tokens choose experts independently; real routes share more. If routes were
+measured, their counts replace N(t), and both are reported.
 """
 
 import math
@@ -30,8 +30,9 @@ def tokens_per_expert(num_experts: int, top_k: int, tokens: float) -> float:
 
 
 def target_efficiency(single_s: float, verify_s: float) -> float:
-    """T_T(B, 1) / T_T(B, gamma): what the exact model's pass over a token costs, beside its pass
-    over a draft. 1: verifying is free.
+    """T_T(B, 1) / T_T(B, gamma): time of a pass over one token over that of a verification.
+
+    1: verification is free.
     """
     return single_s / verify_s
 
@@ -39,15 +40,15 @@ def target_efficiency(single_s: float, verify_s: float) -> float:
 def speedup(
     emitted: float, draft_length: int, single_s: float, draft_s: float, verify_s: float
 ) -> float:
-    """T_AR / T_SD, where a round emits so many tokens; draft_s: of one drafted token."""
+    """T_AR / T_SD of a step that emits `emitted` tokens; draft_s: time of one drafted token."""
     return emitted * single_s / (draft_length * draft_s + verify_s)
 
 
 @dataclass(frozen=True, slots=True)
 class DistinctExperts:
-    """Distinct experts of a layer over tokens, as N(t) says and as routes were measured.
+    """Distinct experts of a layer by number of tokens, by N(t) and as measured.
 
-    measured  (tokens, distinct experts) in rising order; empty where there are no routes
+    measured  (tokens, distinct experts) in rising order; empty without routes
     """
 
     num_experts: int
@@ -58,11 +59,11 @@ class DistinctExperts:
         return activated_experts(self.num_experts, self.top_k, tokens)
 
     def of_routes(self, tokens: int) -> float | None:
-        """As measured, or None where so many tokens were not."""
+        """Measured number, or None if that many tokens were not measured."""
         return dict(self.measured).get(tokens)
 
     def best_known(self, tokens: int) -> float:
-        """Measured, or else N(t)."""
+        """Measured number, or else N(t)."""
         measured = self.of_routes(tokens)
         return self.independent(tokens) if measured is None else measured
 
@@ -70,8 +71,9 @@ class DistinctExperts:
 def distinct_of_routes(
     routes: Sequence[Sequence[Sequence[int]]], num_experts: int, longest: int
 ) -> DistinctExperts:
-    """Count what windows of 1 to `longest` consecutive tokens choose, averaged over windows that do
-    not overlap and over layers.
+    """Count distinct experts of windows of 1 to `longest` tokens, averaged over windows and layers.
+
+    Windows do not overlap.
 
     routes  expert ids by layer and token
     """
@@ -95,7 +97,7 @@ class Measurement(NamedTuple):
     """One measured setting of Algorithm 1.
 
     batch, draft_length, top_k, num_experts  B, gamma, K, E
-    accepted_share  sigma: emitted tokens of a round over the most it could emit, gamma + 1
+    accepted_share  sigma: emitted tokens of a step over the most it could emit, gamma + 1
     speedup         measured T_AR / T_SD
     """
 
@@ -111,10 +113,10 @@ class Measurement(NamedTuple):
 class SpeedupParameters:
     """The parameters that Algorithm 1 fits. Times are in any one unit: a speed-up is a ratio.
 
-    bias, token, expert, load  of a pass: constant; of its tokens, as `roofline_time` counts them;
-                    of the experts it reads; of the tokens of an expert (k_1, k_2, k_3)
+    bias, token, expert, load  of a pass: constant; by its tokens, as `roofline_time` counts them;
+                    by the experts it reads; by the tokens of an expert (k_1, k_2, k_3)
     draft_bias, draft_token    of a drafted token
-    reject_bias, reject_token  of choosing what stands
+    reject_bias, reject_token  of acceptance
     ridge           lambda RP: tokens at which arithmetic takes as long as reading weights
     sharpness       s: how sharply time turns from constant to rising there
     """
@@ -135,11 +137,10 @@ class SpeedupParameters:
 
 
 def roofline_time(tokens: float, ridge: float, sharpness: float) -> float:
-    """G(t; lambda RP, s): about constant below the ridge, where a pass waits for memory, and rising
-    in proportion to tokens above it.
+    """G(t; lambda RP, s): about constant below the ridge, and proportional to tokens above it.
 
-    The slides name G without writing it out; this is ridge + the integral of a logistic step,
-    smooth as least squares wants it: ln_s(s^ridge + s^t).
+    Below the ridge a pass waits for memory. The slides name G without a formula; this is ridge +
+    the integral of a logistic step, smooth for least squares: ln_s(s^ridge + s^t).
     """
     log = math.log(sharpness)
     longer, shorter = max(tokens, ridge), min(tokens, ridge)
@@ -149,8 +150,8 @@ def roofline_time(tokens: float, ridge: float, sharpness: float) -> float:
 def modelled_speedup(parameters: SpeedupParameters, setting: Measurement) -> float:
     """ComputeSpeedup of Algorithm 1: gamma drafted tokens and their verification.
 
-    A verification has gamma + 1 rows of each sequence here, the pending token's among them, where
-    the slides count gamma.
+    A verification has gamma + 1 rows of each sequence here, with the pending token's; the slides
+    count gamma.
     """
     p = parameters
 
@@ -175,25 +176,24 @@ def modelled_speedup(parameters: SpeedupParameters, setting: Measurement) -> flo
 def fit_speedup(
     measurements: Sequence[Measurement], start: SpeedupParameters | None = None
 ) -> SpeedupParameters:
-    """The parameters whose speed-ups come closest to the measured ones, by least squares.
+    """Fit the parameters to measured speed-ups by least squares.
 
-    Raises SpeqError for fewer measurements than there are parameters to tell apart, and without
-    scipy.
+    Raises SpeqError for fewer measurements than parameters, and without scipy.
     """
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
         raise SpeqError(
-            "speed-ups are fitted by scipy, which is not installed; pip install scipy"
+            "fitting speed-ups needs scipy, which is not installed; pip install scipy"
         ) from error
 
     start = start or SpeedupParameters()
     names = [field.name for field in fields(SpeedupParameters)]
-    # Ratios of times say nothing of their unit: `bias` sets it, and is not fitted.
+    # A ratio of times has no unit, so `bias` is not fitted.
     if len(measurements) < len(names) - 1:
         raise SpeqError(
             f"{len(measurements)} measurements were given; the speed-up model has "
-            f"{len(names) - 1} parameters and needs as many at least"
+            f"{len(names) - 1} parameters and needs at least as many"
         )
 
     def parameters(logs: Sequence[float]) -> SpeedupParameters:

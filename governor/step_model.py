@@ -1,9 +1,9 @@
-"""Learns the terms of a cycle's time from the cycles themselves (MoE-SpeQ 3.2.2).
+"""Learns the terms of a step's time from finished steps (MoE-SpeQ 3.2.2).
 
 The roofline model has four terms:
 
 1. drafting, linear in k;
-2. verification, linear in the distinct experts it asks for;
+2. verification, linear in the distinct experts it requests;
 3. experts to move, in proportion to these;
 4. the share of their transfer that is not hidden.
 
@@ -24,7 +24,7 @@ from speq.stats import StepStats
 # unions measured on trained models (b = 0.8) and N(t) of MoESD (b = 1.0) within some percent, for
 # as many rows as are ever verified.
 BEND, SPREAD = 0.1, 0.85
-# Assumed first: a draft token's time over a plain token's, and tokens of a tree for each pass.
+# Assumed first: a drafted token's time over a plain token's, and tokens of a tree for each pass.
 DRAFT_SHARE, FAN = 0.6, 3.0
 
 
@@ -32,8 +32,8 @@ DRAFT_SHARE, FAN = 0.6, 3.0
 class Traffic:
     """Shares that the link's time depends on.
 
-    missed   experts moved over experts that a verification asks for
-    exposed  share of the transfers that computation might have hidden and did not
+    missed   experts moved over experts that a verification requests
+    exposed  share of the hideable transfer time that was not hidden
     """
 
     missed: Ratio = field(default_factory=Ratio)
@@ -41,8 +41,8 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class Apart:
-    """What is known apart of a drafter beside the run's own: its token's time, and its traffic."""
+class SecondaryModel:
+    """Terms of a secondary drafter: its token's time, and its traffic."""
 
     draft_token: Mean = field(default_factory=lambda: Mean(0.0))
     traffic: Traffic = field(default_factory=Traffic)
@@ -50,14 +50,14 @@ class Apart:
 
 @dataclass(slots=True)
 class StepModel:
-    """Expects the time of a cycle of each draft length.
+    """Estimates the time of a step of each draft length.
 
-    It is ready once it has seen a cycle of plain decoding, or was made from what was known before.
+    It is ready once it has observed a plain step, or if it was made from a prior.
     """
 
-    single: float = 0.0  # distinct experts of one row of each text, in all layers
-    drafts: int = 0  # cycles with one that were observed
-    draft_base_s: float = 0.0  # of each draft, whatever its length; known beforehand or not at all
+    single: float = 0.0  # distinct experts of one row of each request, in all layers
+    drafts: int = 0  # observed steps with a draft
+    draft_base_s: float = 0.0  # of each draft, whatever its length; from a prior
     draft_token: Mean = field(default_factory=lambda: Mean(0.0))
     compute: LinearFit = field(default_factory=LinearFit)
     spread: Mean = field(default_factory=lambda: Mean(SPREAD))
@@ -69,10 +69,7 @@ class StepModel:
 
     @classmethod
     def of(cls, prior: Prior) -> "StepModel":
-        """A model that begins with what is believed.
-
-        Without `distinct` too little is known of experts: the model is then not ready.
-        """
+        """Make a model from a prior; without `distinct` it is not ready."""
         model = cls()
         if prior.draft_token_s:
             model.draft_base_s = prior.draft_base_s
@@ -92,17 +89,17 @@ class StepModel:
                 traffic.exposed.add(exposed * prior.transfer_s, prior.transfer_s)
         return model
 
-    def beside(self, times: float) -> "StepModel":
-        """A model of batches of so many times as many texts, by what this one knows. Each term
-        weighs as much as a cycle or two: what texts share is a guess.
+    def for_batch(self, times: float) -> "StepModel":
+        """Make a model of batches with `times` as many requests from this one's terms.
 
-        Texts of a batch are taken to share experts as rows of one text do.
+        Each term has the weight of a step or two, since it rests on an assumption: requests of a
+        batch share experts as rows of one request do.
         """
         made = StepModel(draft_base_s=self.draft_base_s)
         if not self.ready:
             return made
         made.single = self.distinct(times)
-        # b ln(nt) - BEND (ln(nt))^2 less what n texts of one row have, over ln t.
+        # b ln(nt) - BEND (ln(nt))^2 less that of n requests of one row, over ln t.
         made.spread = Mean(max(self.spread.value - 2 * BEND * math.log(times), 0.0), 1)
         made.compute = self.compute.seen_at(made.single)
         if self.draft_token.weight:
@@ -124,20 +121,20 @@ class StepModel:
     def ready(self) -> bool:
         return self.compute.weight > 0
 
-    def observe(self, step: StepStats, apart: Apart | None = None) -> None:
-        """Learn from a finished cycle.
+    def observe(self, step: StepStats, secondary: SecondaryModel | None = None) -> None:
+        """Learn from a finished step.
 
-        apart  of the drafter that drafted, which learns its part; None: the run's own
+        secondary  terms of the drafter that drafted; None: it was the run's own
         """
-        # Of a batch all is counted by the rows of each of its texts.
+        # A batch counts by the rows of each of its requests.
         rows = step.rows / step.sequences
         if not step.requests or not (self.single or rows == 1):
             return
         self._learn_spread(rows, step.requests)
         traffic = self.drafting if step.draft_length else self.plain
-        if step.draft_length and apart is not None:
-            apart.draft_token.add(step.draft_s / step.deepest)
-            traffic = apart.traffic
+        if step.draft_length and secondary is not None:
+            secondary.draft_token.add(step.draft_s / step.deepest)
+            traffic = secondary.traffic
         elif step.draft_length:
             self.drafts += 1
             tokens_s = max(step.draft_s - self.draft_base_s, 0.0)
@@ -164,14 +161,14 @@ class StepModel:
             self.spread.add((math.log(experts / self.single) + BEND * log_rows**2) / log_rows)
 
     def distinct(self, rows: float) -> float:
-        """The distinct experts, in all layers together, that `rows` rows ask for."""
+        """Distinct experts that `rows` rows request, in all layers together."""
         return self._distinct(math.log(rows))
 
     def _distinct(self, log_rows: float) -> float:
         return self.single * math.exp(log_rows * (self.spread.value - BEND * log_rows))
 
     def new_experts(self, rows: float) -> float:
-        """|E_new|: the experts to move among the distinct ones of `rows` rows."""
+        """|E_new|: experts to move among the distinct ones of `rows` rows."""
         return self.distinct(rows) * self._missed(self.drafting if rows > 1 else self.plain)
 
     def _missed(self, traffic: Traffic) -> float:
@@ -183,7 +180,7 @@ class StepModel:
         return min(max(known.value, 0.0), 1.0) if known.known else 1.0
 
     def nodes(self, passes: int, most: int | None) -> float:
-        """Drafted tokens of so many passes: in a tree of `most` at most, or in a chain."""
+        """Drafted tokens of `passes` passes, in a tree of at most `most` tokens or in a chain."""
         return passes if most is None else min(passes * self.fan.value, most)
 
     @property
@@ -193,26 +190,26 @@ class StepModel:
         return DRAFT_SHARE * self.verify_s(self.single)
 
     def verify_s(self, experts: float) -> float:
-        """Time of a verification that asks for so many distinct experts, all in slots."""
+        """Time of a verification that requests `experts` distinct experts, all resident."""
         return self.compute.at(experts)
 
-    def cycles(
+    def estimates(
         self,
         lengths: Iterable[int],
         tokens: Iterable[float],
         most_nodes: int | None = None,
-        apart: Apart | None = None,
+        secondary: SecondaryModel | None = None,
     ) -> list[StepEstimate]:
-        """The expected cycles of some draft lengths, given the tokens that each will yield.
+        """Estimate the steps of some draft lengths, given the tokens that each yields.
 
-        most_nodes  of a tree that so many passes draft; None: the drafts are chains
-        apart       of who drafts; None: the run's own drafter
+        most_nodes  most tokens of a tree; None: the drafts are chains
+        secondary   terms of the drafter; None: the run's own drafts
 
         T_pcie,init is part of the exposed share.
         """
         draft_token_s, base_s, traffic = self.draft_token_s, self.draft_base_s, self.drafting
-        if apart is not None:
-            draft_token_s, base_s, traffic = apart.draft_token.value, 0.0, apart.traffic
+        if secondary is not None:
+            draft_token_s, base_s, traffic = secondary.draft_token.value, 0.0, secondary.traffic
         transfer_s, expert_bytes = self.link.value, self.expert_bytes.value
         plain, drafting = (
             (self._missed(each), self._exposed(each)) for each in (self.plain, traffic)

@@ -1,1 +1,4 @@
-"""Which exact experts lie on the device, which are fetched next, and how. Never imports models."""
+"""Schedules experts' transfers: which experts a device holds, and which are loaded next.
+
+Imports no model.
+"""

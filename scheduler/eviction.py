@@ -1,4 +1,4 @@
-"""Which resident expert makes room for the next: the protocol, and a class for each policy."""
+"""Policies that choose the resident expert to evict: the protocol, and a class for each."""
 
 import math
 from collections import OrderedDict
@@ -11,25 +11,24 @@ from numpy.typing import NDArray
 from speq.errors import Broken
 from speq.scheduler.expert_key import ExpertKey
 
-# Of an expert's frequency, of its weight, and of the probability that a visit wants it, so much is
-# the last token's, or the last visit's where it matters little how many tokens that had.
+# Weight of the newest token (or visit) in the moving averages of an expert's frequency, routing
+# weight and probability.
 RECENCY = 0.05
-# A visit of many tokens, such as a prompt's, is no more than so much of the probability: it wants
-# nearly all experts, and says little of visits of a few.
+# Largest weight of one visit. A visit of many tokens, as in prefill, uses nearly all experts and
+# says little about visits of a few tokens.
 MOST_OF_A_VISIT = 0.5
-# Prefetches may evict so many times what will have gone by the end of the pass anyway, as far as
-# can be told. Replaying recorded routes, 1 keeps to the bytes of fetching on demand and leaves the
-# link idle while the draft computes; 3 has it busy, and moves a fifth more.
+# Prefetches may evict this many times the experts that the pass is expected to evict anyway. In
+# replays of recorded routes, 1 moves the bytes of fetching on demand and leaves the link idle while
+# the draft computes; 3 keeps it busy and moves a fifth more.
 DARING = 1.75
 
 
 class EvictionPolicy(Protocol):
-    """Says how many slots a layer may fill, and orders residents by how soon they may go.
+    """Limits the slots of each layer and orders residents for eviction.
 
-    A policy is made for so many slots, MoE layers and experts of a layer, with no key resident.
-    `speq.registries.CACHE_POLICIES` has the policies by name.
+    A new policy has no resident. `speq.registries.CACHE_POLICIES` has the policies by name.
 
-    keeps_all  whether nobody ever makes room, so that it need not be told what is wanted
+    keeps_all  True if nothing is ever evicted, so that the policy needs no hints
     """
 
     keeps_all: ClassVar[bool]
@@ -37,48 +36,49 @@ class EvictionPolicy(Protocol):
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None: ...
 
     def divide(self, num_slots: int) -> None:
-        """Share so many slots among the layers from now on."""
+        """Divide this number of slots among the layers from now on."""
 
     def quota(self, layer: int) -> int:
         """Slots the layer may fill at a time, at least one."""
 
     def touch(self, key: ExpertKey) -> None:
-        """`key` was asked for and is, or is about to be, resident."""
+        """Note a use of `key`, which is resident or about to be."""
 
     def forget(self, key: ExpertKey) -> None:
-        """`key` is no longer resident."""
+        """Note that `key` is no longer resident."""
 
     def clear(self) -> None:
-        """No key is resident."""
+        """Note that no key is resident."""
 
     def observe(
         self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
     ) -> None:
-        """The exact model's route at `layer`, before the visit: ids and weights, both [T, K]."""
+        """Note the exact model's route at `layer`, before the visit: ids and weights, [T, K]."""
 
     def visit(self, layer: int, experts: list[int]) -> None:
-        """The exact model is at `layer` and wants these."""
+        """Note that the exact model is at `layer` and uses these experts."""
 
     def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
-        """These are wanted at the next visit to `layer`; known: the share of the visit's tokens
-        of which that is all.
+        """Note experts of the next visit to `layer`.
+
+        known  share of the visit's tokens whose experts are all hinted by now
         """
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
-        """Residents of a layer, or of all (None), in the order in which they may be evicted.
+        """Residents of a layer, or of all layers (None), in the order of eviction.
 
-        ahead: for a prefetch, which evicts nothing that is known to be needed sooner.
+        ahead  True for a prefetch, which evicts no expert that is known to be needed sooner
         """
 
 
 class KeepAllPolicy:
-    """For as many slots as there are experts: nobody makes room."""
+    """Evicts nothing: there are as many slots as experts."""
 
     keeps_all: ClassVar[bool] = True
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
         if num_slots < num_layers * num_experts:
-            raise Broken(f"{num_slots} slots are to keep {num_layers * num_experts} experts")
+            raise Broken(f"{num_slots} slots cannot hold all {num_layers * num_experts} experts")
         self._num_experts = num_experts
 
     def divide(self, num_slots: int) -> None:
@@ -112,11 +112,11 @@ class KeepAllPolicy:
 
 
 class LruPolicy:
-    """An equal share of slots for each layer, least recently used out first.
+    """Evicts the least recently used expert; each layer has an equal share of slots.
 
-    The policy of Mixtral-Offloading (arXiv:2312.17238). A single order over all layers would be
-    useless below the experts of a whole pass: layers are visited in turn, so that each would find
-    its experts evicted by the layers since.
+    The policy of Mixtral-Offloading (arXiv:2312.17238). One order over all layers would be useless
+    if slots are fewer than the experts of a pass: layers are visited in turn, so each would find
+    its experts evicted by the other layers.
     """
 
     keeps_all: ClassVar[bool] = False
@@ -160,13 +160,15 @@ class LruPolicy:
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
         if layer is not None:
             return self._own[layer]
-        # What another layer needs sooner is not to be told from the past.
+        # The past does not tell which expert another layer needs sooner.
         return () if ahead else self._all
 
 
 class LfuPolicy(LruPolicy):
-    """As LRU, but who was wanted by the fewest visits lately goes first (MoE-Infinity's kind of
-    count, arXiv:2401.14361, aged so that a new text is not judged by an old one).
+    """Evicts the expert that the fewest recent visits used.
+
+    Counts are MoE-Infinity's (arXiv:2401.14361), with decay, so that a new sequence is not judged
+    by an old one.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
@@ -178,15 +180,14 @@ class LfuPolicy(LruPolicy):
         self._frequency[layer, experts] += RECENCY
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
-        # Among equals the least recently used: the order of LRU, sorted stably.
+        # Ties are broken by LRU: the sort is stable.
         return sorted(super().candidates(layer, ahead), key=lambda key: self._frequency[key])
 
 
 class WeightMeanPolicy(LruPolicy):
-    """As LRU, but who had the least routing weight of late goes first.
+    """Evicts the expert with the least recent routing weight.
 
-    The running mean of an expert's weight over tokens, 0 for those that did not choose it, tells
-    experts that many want, and want much, from those that are last choices.
+    The weight is a running mean over tokens, 0 for tokens that did not choose the expert.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
@@ -207,11 +208,11 @@ class WeightMeanPolicy(LruPolicy):
 
 
 class SpreadShares:
-    """Shares out slots to layers by how many experts their routing spreads over.
+    """Divides slots among layers by the number of experts that their routing spreads over.
 
-    That number is the exponential of the entropy of a layer's recent choices: a layer that keeps
-    to a few experts lends its slots to those that use many. Shares change once a pass, and no layer
-    has less than half an equal one.
+    That number is the exponential of the entropy of a layer's recent choices: a layer that uses
+    few experts lends slots to layers that use many. Shares change once a pass. No layer has less
+    than half an equal share.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
@@ -233,11 +234,11 @@ class SpreadShares:
             self._share_out()
 
     def _share_out(self) -> None:
-        """Slots by spread, whole ones: what rounding leaves goes to the largest remainders."""
+        """Divide the slots by spread; rounding gives the rest to the largest remainders."""
         share = self._frequency / self._frequency.sum(axis=1, keepdims=True)
         logs = np.log(share, out=np.zeros_like(share), where=share > 0)
         spread = np.exp(-(share * logs).sum(axis=1))
-        # One each as far as there are so many.
+        # One slot for each layer, if there are enough.
         least = max(
             self._num_slots // (2 * self._num_layers), min(1, self._num_slots // self._num_layers)
         )
@@ -249,7 +250,7 @@ class SpreadShares:
 
 
 class EntropyPolicy(LruPolicy):
-    """As LRU, but layers share slots as `SpreadShares` has it."""
+    """LRU whose layers share slots by `SpreadShares`."""
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
         self._shares = SpreadShares(num_slots, num_layers, num_experts)
@@ -268,17 +269,17 @@ class EntropyPolicy(LruPolicy):
         found = super().candidates(layer, ahead)
         if layer is not None:
             return found
-        # Whoever has more than its share gives first.
+        # Layers beyond their share give first.
         over = [len(own) > self.quota(at) for at, own in enumerate(self._own)]
         return sorted(found, key=lambda key: not over[key.layer])
 
 
 class LookaheadPolicy:
-    """All slots for all layers; whoever is expected to be needed last goes first.
+    """Evicts the expert whose next use is expected last; all layers share all slots.
 
-    Time is counted in visits to layers, which take turns. An expert that was foretold is needed at
-    that visit of its layer. Any other is expected to let as many of the visits that are not known
-    pass as lay between those that wanted it (a running mean).
+    Time is counted in visits to layers, which take turns. A hinted expert is needed at the next
+    visit to its layer. Any other expert is expected after the mean number of visits between its
+    uses so far.
     """
 
     keeps_all: ClassVar[bool] = False
@@ -287,8 +288,8 @@ class LookaheadPolicy:
         self._num_layers = num_layers
         shape = (num_layers, num_experts)
         self._probability = np.full(shape, 1 / num_experts)
-        self._foretold = np.zeros(shape, dtype=bool)  # of the layer's next visit
-        self._known = np.zeros(num_layers)  # of the next visit's tokens, the share foretold
+        self._hinted = np.zeros(shape, dtype=bool)  # for the layer's next visit
+        self._known = np.zeros(num_layers)  # share of the next visit's tokens that are hinted
         self._recency = RECENCY  # of the next visit
         self._layer = num_layers - 1
         self.divide(num_slots)
@@ -310,14 +311,11 @@ class LookaheadPolicy:
             self._order = None
 
     def forget(self, key: ExpertKey) -> None:
-        self._resident[key] = False  # its place in the order is passed over
+        self._resident[key] = False  # `candidates` skips its place in the order
 
     def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
-        """The layer's next visit wants these, and perhaps others; known: the share of its tokens of
-        which all is foretold by now.
-        """
         self._known[layer] = known
-        self._foretold[layer, list(experts)] = True
+        self._hinted[layer, list(experts)] = True
         self._order = None
 
     def observe(
@@ -326,12 +324,11 @@ class LookaheadPolicy:
         self._recency = min(1 - (1 - RECENCY) ** len(topk_ids), MOST_OF_A_VISIT)
 
     def visit(self, layer: int, experts: list[int]) -> None:
-        """The layer is visited and wants these; what was foretold of it has come or has not."""
         self._layer = layer
         self._known[layer] = 0.0
         self._probability[layer] *= 1 - self._recency
         self._probability[layer, experts] += self._recency
-        self._foretold[layer] = False
+        self._hinted[layer] = False
         self._order = None
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterator[ExpertKey]:
@@ -347,45 +344,44 @@ class LookaheadPolicy:
                 yield key
 
     def _eviction_candidates(self) -> Iterator[ExpertKey]:
-        """Residents that a prefetch may evict: not wanted in this pass, and among those that are
-        needed last of all that are there or still come before it ends.
+        """Residents that a prefetch may evict.
 
-        Belady's choices made early (Cao et al., "A study of integrated prefetching and caching
-        strategies", 1995: conservative prefetching).
+        They are not hinted for this pass, and are among the last needed of all experts that are
+        resident or hinted. These are Belady's choices made early (Cao et al., "A study of
+        integrated prefetching and caching strategies", 1995: conservative prefetching).
         """
-        count = 1 + math.ceil(DARING * (self._foretold & ~self._resident).sum())
-        layers, experts = np.nonzero(self._resident | self._foretold)
-        wanted = self._foretold[layers, experts]
-        # Whoever is wanted in this pass is needed again in a later one, as is, the more the more is
-        # known of this one, whoever was not foretold.
+        count = 1 + math.ceil(DARING * (self._hinted & ~self._resident).sum())
+        layers, experts = np.nonzero(self._resident | self._hinted)
+        wanted = self._hinted[layers, experts]
+        # A hinted expert is needed again in a later pass. So is one without a hint, as far as the
+        # experts of this pass are known.
         passed = np.where(wanted, 1.0, self._known[layers])
         visits = 1 / self._probability[layers, experts] - 1 + passed
         order = np.argsort(-self._expected(layers, visits), kind="stable")[:count]
         for at in order[~wanted[order]]:
             key = ExpertKey(int(layers[at]), int(experts[at]))
-            if self._resident[key]:  # it may have gone since
+            if self._resident[key]:  # it may have been evicted since
                 yield key
 
     def _expected(
         self, layers: NDArray[np.int64], visits: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Visits of any layer until those layers have let so many of their own pass."""
+        """Visits to any layer until each of `layers` had `visits` more of its own."""
         return (layers - self._layer - 1) % self._num_layers + 1 + self._num_layers * visits
 
     def _sorted(self) -> list[tuple[float, ExpertKey]]:
         layers, experts = np.nonzero(self._resident)
         unknown = 1 / self._probability[layers, experts] - 1
-        visits = np.where(self._foretold[layers, experts], 0.0, unknown)
+        visits = np.where(self._hinted[layers, experts], 0.0, unknown)
         expected = self._expected(layers, visits)
         order = np.argsort(-expected, kind="stable")
         return [(float(expected[at]), ExpertKey(int(layers[at]), int(experts[at]))) for at in order]
 
 
 class EntropyLookaheadPolicy(LookaheadPolicy):
-    """As `lookahead`, but layers share slots as `SpreadShares` has it (MoE-SpeQ 3.3.3).
+    """Lookahead whose layers share slots by `SpreadShares` (MoE-SpeQ 3.3.3).
 
-    A layer that fills its share makes room among its own experts; one that does not takes from
-    layers that fill more than theirs.
+    A layer that fills its share evicts its own experts; any other evicts from layers beyond theirs.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""Which expert lies in which slot, and which one makes room for the next."""
+"""Maps experts to slots and evicts by a policy."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,32 +9,32 @@ from speq.scheduler.expert_key import ExpertKey
 
 
 class ExpertCache:
-    """One arena of slots, divided among layers by the policy. Bookkeeping only: it moves no bytes.
+    """One arena of slots, divided among layers by the policy. It moves no bytes.
 
-    A slot is free, being filled (claimed, not yet published) or holds an expert; experts in use
-    or about to be are pinned and are not evicted.
+    A slot is free, being filled (claimed, not yet published) or holds an expert. Pinned experts
+    are not evicted.
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         if num_slots < 1:
-            raise Broken("experts are to be held in no slot")
+            raise Broken("an expert cache needs at least one slot")
         self.num_slots = num_slots
         self.policy = policy
         self._spare = 0
-        # By layer: experts brought ahead of their need that were used, and evicted before it came.
+        # By layer: prefetched experts that were used, and that were evicted unused.
         self.used: Counter[int] = Counter()
         self.wasted: Counter[int] = Counter()
         self.clear()
 
     def reserve(self, spare: int) -> None:
-        """Keep so many slots out of the layers' shares, for experts that pass through."""
+        """Keep `spare` slots out of the layers' shares, for experts that pass through."""
         self._spare = spare
         self.policy.divide(self.num_slots - spare)
         for layer in list(self._filled):
             self.trim(layer)
 
     def clear(self) -> None:
-        """Empty every slot, whatever was in it or under way to it."""
+        """Empty every slot, also those being filled."""
         self.policy.clear()
         self._slots: dict[ExpertKey, int] = {}
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -46,7 +46,7 @@ class ExpertCache:
         return len(self._slots)
 
     def __contains__(self, key: ExpertKey) -> bool:
-        """Whether a slot holds `key`; asking is no use of it."""
+        """Tell whether a slot holds `key`, without counting a use."""
         return key in self._slots
 
     @property
@@ -54,15 +54,15 @@ class ExpertCache:
         return len(self._free)
 
     def residents(self) -> list[ExpertKey]:
-        """The experts in slots, in no order; asking is no use of them."""
+        """List the experts in slots, in no order, without counting a use."""
         return list(self._slots)
 
     def slot_of(self, key: ExpertKey) -> int:
-        """The slot of an expert that lies in one; asking is no use of it."""
+        """Return the slot of a resident expert, without counting a use."""
         return self._slots[key]
 
     def lookup(self, key: ExpertKey) -> int | None:
-        """The slot that holds `key`, which counts as a use, or None."""
+        """Return the slot that holds `key`, or None, and count a use."""
         slot = self._slots.get(key)
         if slot is not None:
             self.policy.touch(key)
@@ -72,11 +72,12 @@ class ExpertCache:
         return slot
 
     def claim(self, layer: int, ahead: bool = False) -> int | None:
-        """A slot for an expert of `layer`, emptied if need be; None where none can go now.
+        """Claim a slot for an expert of `layer`, evicting if necessary; None if nothing can go.
 
-        Publish it or release it. Short of its quota with no slot free (there are fewer slots than
-        layers, or they were filled by other layers), the layer may take one of another's. ahead:
-        the expert is not wanted yet, and nobody who is needed sooner makes room.
+        The caller publishes or releases it. A layer below its quota takes another layer's slot if
+        none is free.
+
+        ahead  True for a prefetch, which evicts no expert that is needed sooner
         """
         full = self._filled[layer] >= self.policy.quota(layer)
         if self._free and (self._spare or not full):
@@ -98,33 +99,33 @@ class ExpertCache:
         return self._slots.pop(key)
 
     def trim(self, layer: int) -> None:
-        """Empty slots that a layer fills beyond its share, as far as they are not pinned."""
+        """Evict unpinned experts that a layer has beyond its share."""
         over = self._filled[layer] - self.policy.quota(layer)
         if over > 0:
             unpinned = [key for key in self.policy.candidates(layer) if key not in self._pins]
             self._free += [self._evict(key) for key in unpinned[:over]]
 
     def publish(self, key: ExpertKey, slot: int, ahead: bool = False) -> None:
-        """`slot`, claimed for its layer before, now holds `key`, perhaps ahead of its need."""
+        """Enter that `slot`, claimed before, holds `key`; ahead: it was prefetched."""
         if key in self._slots:
-            raise Broken(f"{key} lies in slot {self._slots[key]} and is published in slot {slot}")
+            raise Broken(f"{key} is in slot {self._slots[key]} and was published in slot {slot}")
         self._slots[key] = slot
         self.policy.touch(key)
         if ahead:
             self._unused.add(key)
 
     def release(self, layer: int, slot: int) -> None:
-        """Give back a slot claimed for `layer` that was not filled."""
+        """Free a slot claimed for `layer` that was not filled."""
         self._filled[layer] -= 1
         self._free.append(slot)
 
     def pin(self, keys: Iterable[ExpertKey]) -> None:
-        """Keep `keys` from eviction, once for each call, whether they are resident yet or not."""
+        """Keep `keys` from eviction, once for each call, resident or not."""
         for key in keys:  # Counter.update takes several times as long for so few
             self._pins[key] += 1
 
     def unpin(self, keys: Iterable[ExpertKey]) -> None:
-        """Take back one `pin`."""
+        """Undo one `pin`."""
         for key in keys:
             if self._pins[key] > 1:
                 self._pins[key] -= 1

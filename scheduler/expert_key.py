@@ -1,10 +1,10 @@
-"""The name of an expert."""
+"""An expert's identity."""
 
 from typing import NamedTuple
 
 
 class ExpertKey(NamedTuple):
-    """An expert of the model: its MoE layer (counted among MoE layers) and its index there."""
+    """An expert: its MoE layer (counted among MoE layers) and its index there."""
 
     layer: int
     expert: int

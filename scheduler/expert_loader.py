@@ -1,4 +1,4 @@
-"""Keeps the cache of slots and the transfers into them in step."""
+"""Loads experts into the slots of the expert cache."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,7 +12,7 @@ from speq.stats import Recorder
 
 
 class ExpertLoader:
-    """Serves layers out of slots and loads what is missing.
+    """Serves layers from slots and loads missing experts.
 
     An expert is resident, under way (its slot claimed, its ticket open) or neither.
     """
@@ -35,12 +35,12 @@ class ExpertLoader:
     ) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once.
 
-        A wave's slots stay valid until the caller asks for the next wave. Experts already in slots
-        come first, while the others are read; the others follow as they arrive. Later waves use the
-        slots of past waves, so a layer may ask for more experts than there are slots.
+        A wave's slots are valid until the caller asks for the next wave. Resident experts come
+        first; the others follow as they arrive. Later waves reuse the slots of past waves, so a
+        layer may use more experts than there are slots.
 
-        meanwhile  called whenever the layer has asked for what it can, to look further ahead
-        wave       most experts of a wave; smaller waves give their slots back sooner
+        meanwhile  called when the layer has requested what it can, to prefetch for later layers
+        wave       most experts of a wave; smaller waves free their slots sooner
         """
         if self._unsettled:
             self.forget()
@@ -77,11 +77,11 @@ class ExpertLoader:
         meanwhile()
 
     def held_below(self) -> list[ExpertKey] | None:
-        """As `TransferEngine.held_below`."""
+        """Return `TransferEngine.held_below`."""
         return self._transfer.held_below()
 
     def load(self, key: ExpertKey, priority: Priority) -> bool:
-        """See that `key` is in a slot or under way; False if no slot can be had for it now."""
+        """Request `key` if it is neither resident nor under way; False if no slot is free now."""
         if key in self._under_way:
             if priority is Priority.DEMAND:
                 self._transfer.hasten(self._under_way[key])
@@ -106,13 +106,11 @@ class ExpertLoader:
         return key in self.cache or key in self._under_way
 
     def at_hand(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Those of a layer's experts that are in slots or under way."""
+        """List those of a layer's experts that are resident or under way."""
         return [expert for expert in experts if self.has(ExpertKey(layer, expert))]
 
     def residents(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Those of a layer's experts that lie in slots, the ones that have just arrived included.
-        Asking is no use of them.
-        """
+        """List those of a layer's experts that are resident, without counting a use."""
         if self._unsettled:
             self.forget()
         self.collect_finished()
@@ -120,9 +118,10 @@ class ExpertLoader:
 
     @contextmanager
     def lend(self, layer: int, experts: Sequence[int]) -> Iterator[dict[int, int]]:
-        """{expert: slot} of experts that lie in slots. Inside the block they stay there, whatever
-        is fetched, and nothing overwrites them before kernels launched there have ended. It is no
-        use of them: who was brought for a verification still waits for it.
+        """Yield {expert: slot} of resident experts and keep them there inside the block.
+
+        Nothing overwrites them before kernels launched in the block have ended. No use is counted:
+        an expert prefetched for a verification still waits for it.
         """
         keys = [ExpertKey(layer, expert) for expert in experts]
         slots = {key.expert: self.cache.slot_of(key) for key in keys}
@@ -134,14 +133,14 @@ class ExpertLoader:
             self.cache.unpin(keys)
 
     def missing(self, layer: int, experts: list[int]) -> set[ExpertKey]:
-        """The given experts of a layer that are neither in slots nor under way."""
+        """List those of a layer's experts that are neither resident nor under way."""
         keys = (ExpertKey(layer, expert) for expert in experts)
         return {key for key in keys if not self.has(key)}
 
     def load_ahead(self, keys: list[ExpertKey], room: int) -> int:
-        """Prefetch missing experts, at most `room`, while slots can be had; return how many.
+        """Prefetch missing experts, at most `room`, while slots are free; return their number.
 
-        No expert of `keys` is evicted for another one of them.
+        No expert of `keys` is evicted for another one.
         """
         asked = 0
         self.cache.pin(keys)
@@ -156,25 +155,25 @@ class ExpertLoader:
         return asked
 
     def room_ahead(self) -> int:
-        """The number of further prefetches that keep the link busy until the next call."""
+        """Number of further prefetches that keep the link busy until the next call."""
         return self.throttle.look(self._recorder.clock()) - self.under_way
 
     @property
     def under_way(self) -> int:
-        """Experts on their way."""
+        """Number of experts under way."""
         return len(self._under_way)
 
     def cancel_prefetch(self, layer: int) -> None:
-        """Cancel a layer's prefetches that have not begun: the layer has passed without them."""
+        """Cancel prefetches of a layer that has passed, if they have not begun."""
         for key, ticket in list(self._under_way.items()):
             if key.layer == layer and self._transfer.cancel(ticket):
                 self._close(key, ticket)
 
     def collect_finished(self, wanted: Collection[ExpertKey] = ()) -> None:
-        """Take in the experts that have arrived.
+        """Publish the experts that have arrived.
 
         Raises the error of a failed transfer if its expert is `wanted`. Other failed experts are
-        asked for again when they are needed.
+        requested again when they are needed.
         """
         self.report()
         ended = [item for item in self._under_way.items() if item[1].ended]
@@ -184,12 +183,12 @@ class ExpertLoader:
                 raise ticket.error
 
     def report(self) -> None:
-        """Take note of transfers that have ended."""
+        """Measure the transfers that have ended."""
         for ticket in self._transfer.report():
             self.throttle.ended(ticket)
 
     def _report(self) -> None:
-        """Tell the recorder which prefetches were used or wasted since the last call."""
+        """Record which prefetches were used or wasted since the last call."""
         for counts, tell in (
             (self.cache.used, self._recorder.used),
             (self.cache.wasted, self._recorder.wasted),
@@ -203,7 +202,7 @@ class ExpertLoader:
         return {key: slot for key, slot in slots if slot is not None}
 
     def _await_any(self, waiting: list[ExpertKey]) -> None:
-        """Wait for one of `waiting`; if none is under way, for one that holds a slot they need."""
+        """Wait for one of `waiting`, or for another transfer if none of them is under way."""
         own = [key for key in waiting if key in self._under_way]
         key = (own or list(self._under_way))[0]
         with suppress(Exception):  # `collect_finished` raises it if the expert is wanted
@@ -218,7 +217,7 @@ class ExpertLoader:
             self.cache.release(key.layer, ticket.slot)
 
     def forget(self) -> None:
-        """Wait until nothing writes to slots, then take all of them for empty."""
+        """Wait until no transfer writes to slots, then empty all of them."""
         self._unsettled = True  # an interrupt may strike here as well
         self._transfer.drain()
         self._under_way.clear()

@@ -1,8 +1,8 @@
-"""Which expert lies in which record of the host's memory, from where a device copies it.
+"""Maps experts to records in host memory, from which a device copies them.
 
-Where all fit, they stay. Otherwise the records keep what is asked for most, and the rest passes
-through them from the disk. What stays on the device is not asked for here, so a record of it is
-among the first to be reused: the two tiers hold different experts.
+If all experts fit, they stay. Otherwise the records keep the most requested experts, and the others
+pass through from disk. Experts that stay on the device are not requested here, so their records are
+reused first: the two tiers hold different experts.
 """
 
 from collections import Counter
@@ -13,22 +13,22 @@ from torch import Tensor
 
 from speq.scheduler.expert_key import ExpertKey
 
-# A use counts so much more than the one before: a new text is not judged by an old one. A token
-# makes some tens or hundreds of uses, so that some tens of tokens are remembered.
+# Growth of a use's weight, so that a new sequence is not judged by an old one. A token makes tens
+# or hundreds of uses, so about tens of tokens are remembered.
 GROWTH = 1.0003
-# Counts are brought down again where they would leave float64 behind.
+# Weights are rescaled above this, before they overflow float64.
 LARGEST = 1e100
 
 
 class Tier(Protocol):
-    """Memory that a device copies records from, and the disk behind it.
+    """Host memory that a device copies records from, and the disk behind it.
 
-    contents  (layer, expert) of the records that are filled at first, record 0 on
+    contents  (layer, expert) of the records filled at first, from record 0 on
     """
 
     @property
     def resident(self) -> bool:
-        """Whether all experts are held, so that the disk is never asked."""
+        """True if host memory holds all experts, so that the disk is never read."""
 
     @property
     def num_records(self) -> int: ...
@@ -37,22 +37,22 @@ class Tier(Protocol):
     def contents(self) -> list[tuple[int, int]]: ...
 
     def record(self, at: int) -> Tensor:
-        """[slot_bytes] uint8: record number `at`."""
+        """Record number `at`, [slot_bytes] uint8."""
 
     def read(self, layer: int, expert: int, record: Tensor) -> int:
-        """Fill a record from the disk, in any thread; the bytes read."""
+        """Fill a record from disk, in any thread; return the bytes read."""
 
     def record_bytes(self, layer: int, expert: int) -> int:
-        """Bytes of an expert's record: what a copy to the device moves."""
+        """Bytes that a copy of the expert to the device moves."""
 
 
 class HostRecords:
-    """Finds experts among a tier's records, and makes room for others. It moves no bytes."""
+    """Maps experts to a tier's records, and evicts. It moves no bytes."""
 
     def __init__(self, tier: Tier) -> None:
         self._at: dict[ExpertKey, int] = {}
         self._keys: list[ExpertKey | None] = [None] * tier.num_records
-        # Of late, by record: negative where it holds nothing.
+        # Decayed uses by record; negative for an empty one.
         self._uses = np.full(tier.num_records, -1.0)
         self._use = 1.0
         self._pins: Counter[int] = Counter()
@@ -60,11 +60,11 @@ class HostRecords:
             self._keep(at, ExpertKey(layer, expert))
 
     def residents(self) -> list[ExpertKey]:
-        """The experts that records hold, in no order; asking is no use of them."""
+        """List the experts that records hold, in no order, without counting a use."""
         return list(self._at)
 
     def take(self, key: ExpertKey) -> int | None:
-        """The record that holds `key`, kept there until `give_back`; None where none does."""
+        """Pin and return the record that holds `key`, or None. `give_back` unpins it."""
         at = self._at.get(key)
         if at is not None:
             self._pins[at] += 1
@@ -73,9 +73,7 @@ class HostRecords:
         return at
 
     def claim(self) -> int | None:
-        """A record to read an expert into, kept until `give_back`: an empty one, or else the one
-        that was least used; None where all are in use.
-        """
+        """Pin and return an empty or the least used record; None if all are pinned."""
         order = self._uses.copy()
         order[list(self._pins)] = np.inf
         at = int(order.argmin())
@@ -90,12 +88,12 @@ class HostRecords:
         return at
 
     def publish(self, at: int, key: ExpertKey) -> None:
-        """Record `at`, claimed before, holds `key` now."""
+        """Enter that record `at`, claimed before, holds `key`."""
         self._keep(at, key)
         self._grow()
 
     def give_back(self, at: int) -> None:
-        """Take one `take` or `claim` back."""
+        """Undo one `take` or `claim`."""
         if self._pins[at] > 1:
             self._pins[at] -= 1
         else:

@@ -1,8 +1,8 @@
-"""Has a prompt's experts in slots: each is loaded once for a chunk, layer after layer.
+"""Streams a prompt's experts through slots in prefill: each is loaded once for a chunk.
 
-A chunk wants most experts of every layer, and a long one wants all. While one layer computes, the
-readers bring what it still lacks, and then the next layer's likely experts. The last layer is
-followed by the first one, for the next chunk.
+A chunk uses most experts of every layer, and a long one uses all. While a layer computes, its
+missing experts are loaded, and then the next layer's likely ones. After the last layer comes the
+first one, for the next chunk.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -15,20 +15,19 @@ from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.route_history import RouteHistory
 from speq.units import Done
 
-# While a prompt runs, one slot in so many belongs to no layer. The next layer's experts wait there;
-# the other slots keep what the next chunk will want again.
+# During prefill, one slot in this many belongs to no layer. The next layer's experts wait there;
+# the other slots keep experts that the next chunk will use again.
 SPARE_SHARE = 4
-# A chunk is long from so many tokens on. Reads cannot hide behind the computation of a shorter one.
+# Tokens of a long chunk, at least. Reads cannot hide behind the computation of a shorter one.
 LONG_CHUNK = 128
-# Experts computed at a time. Their slots are free afterwards for experts still to come.
+# Experts computed at a time. Their slots are free afterwards.
 WAVE = 4
-# Told (tokens done, tokens) of a prompt; tokens are done when all layers have passed.
 
 
 class LayerStream:
-    """Serves the layers of a prompt's passes.
+    """Serves the layers of prefill.
 
-    on_route  told each layer's exact route, where anyone wants to know
+    on_route  called with each layer's exact route; None: nothing to call
     """
 
     predicts_next_layer: ClassVar[bool] = False
@@ -44,7 +43,10 @@ class LayerStream:
 
     @contextmanager
     def prompt(self, tokens: int, chunk: int, progress: Done | None) -> Iterator[None]:
-        """Announce a prompt of `tokens` tokens, which the block runs in chunks."""
+        """Prepare for a prompt of `tokens` tokens, which the block runs in chunks.
+
+        progress  called with (tokens done, tokens)
+        """
         self._tokens, self._chunk, self._progress = tokens, chunk, progress
         self._done = self._rows = 0
         cache = self._loader.cache
@@ -58,7 +60,7 @@ class LayerStream:
             self._progress = None
 
     def observe(self, layer: int, route: Route) -> None:
-        """Hear a layer's exact route, just before the layer is served."""
+        """Learn a layer's exact route, just before the layer is served."""
         self._rows = route.topk_ids.shape[0]
         self.history.observe(layer, route)
         self._loader.cache.policy.observe(layer, *route.arrays)
@@ -69,15 +71,15 @@ class LayerStream:
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once."""
-        following, rows = layer + 1, self._rows
-        if following == self._num_layers:
+        next_layer, rows = layer + 1, self._rows
+        if next_layer == self._num_layers:
             self._done += self._rows
-            following, rows = 0, min(self._chunk, self._tokens - self._done)
+            next_layer, rows = 0, min(self._chunk, self._tokens - self._done)
         if rows <= 0:
             return self._loader.serve(layer, experts, wave=WAVE)
-        likely = self.history.likely(following, rows)
-        self._loader.cache.policy.hint_next_use(following, likely)
-        wanted = [ExpertKey(following, expert) for expert in likely]
+        likely = self.history.likely(next_layer, rows)
+        self._loader.cache.policy.hint_next_use(next_layer, likely)
+        wanted = [ExpertKey(next_layer, expert) for expert in likely]
         return self._loader.serve(layer, experts, lambda: self._load(wanted), WAVE)
 
     def _load(self, wanted: list[ExpertKey]) -> None:

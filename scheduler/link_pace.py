@@ -1,4 +1,4 @@
-"""Measures how many prefetches keep a link busy until the scheduler looks at it again."""
+"""Limits prefetches to the number that keeps a link busy until the scheduler's next call."""
 
 import math
 
@@ -6,12 +6,12 @@ from speq.scheduler.transfer import TransferTicket
 
 # Weight of a new measurement in the moving average.
 WEIGHT = 0.2
-# Fewest prefetches under way, so that no reader waits; and most, because later ones may be urgent.
+# Fewest prefetches under way, so that no reader waits. Most, because later ones may be urgent.
 FEWEST, MOST = 4, 64
 
 
 class LinkThrottle:
-    """Measures the link's time for an expert, and the time between two looks at the link."""
+    """Measures the link's time for an expert, and the time between two calls of `look`."""
 
     def __init__(self) -> None:
         self._transfer_s = 0.0
@@ -20,18 +20,18 @@ class LinkThrottle:
         self._looked_s: float | None = None
 
     def ended(self, ticket: TransferTicket) -> None:
-        """Measure a transfer that is done: the time in which the link worked for it alone."""
+        """Measure the time that the link worked for a finished transfer alone."""
         alone_s = ticket.end_s - max(ticket.start_s, self._ended_s)
         self._ended_s = max(self._ended_s, ticket.end_s)
         if alone_s > 0:
             self._transfer_s += WEIGHT * (alone_s - self._transfer_s)
 
     def pause(self) -> None:
-        """Do not count the time until the next look as a gap: nothing is prefetched meanwhile."""
+        """Ignore the time until the next `look`, since nothing is prefetched meanwhile."""
         self._looked_s = None
 
     def look(self, now_s: float) -> int:
-        """The number of prefetches that may be under way from now on."""
+        """Number of prefetches that may be under way from now on."""
         if self._looked_s is not None:
             self._gap_s += WEIGHT * (now_s - self._looked_s - self._gap_s)
         self._looked_s = now_s

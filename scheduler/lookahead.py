@@ -1,10 +1,10 @@
-"""The Expert Lookahead Buffer (ELB): what a draft says about the experts of the next tokens.
+"""The Expert Lookahead Buffer (ELB): routes of drafted tokens (MoE-SpeQ 3.3.1).
 
-MoE-SpeQ 3.3.1: k x L entries of (expert ids, confidence), filled while drafting. Entries are routes
-that the host has read, so that nothing that is asked of the buffer waits for the device.
+It has k x L entries of (expert ids, confidence), filled while drafting. Entries are routes that the
+host has read, so that no query waits for the device.
 
-Several texts that draft side by side share a buffer. Their tokens have numbers that alternate: of B
-texts, token n of the draft of text t is token n * B + t of the buffer. Of one text they are n.
+The requests of a batch share a buffer. Token numbers alternate: with B requests, node n of the
+draft of request r is token n * B + r.
 """
 
 from dataclasses import dataclass, field
@@ -14,11 +14,12 @@ from speq.routing import Route
 
 @dataclass(slots=True)
 class LookaheadBuffer:
-    """Entry (i, l): the route of the draft's token i (0 is the pending token) in MoE layer l.
+    """Routes by (token, MoE layer); token 0 is the pending one.
 
-    texts  that draft side by side
-    reach  of each text, the probability that its tokens stand, up to each: 1 for the pending token
-    rows   of the verification, the token in each; None: they are the tokens, in their order
+    batch_size   requests that draft together
+    accept_prob  by request, the probability that all tokens up to a node are accepted; 1 for the
+                 pending token
+    rows         token of each row of the verification; None: row n is token n
     """
 
     num_layers: int
@@ -29,7 +30,7 @@ class LookaheadBuffer:
     rows: list[int] | None = None
 
     def clear(self, batch_size: int = 1) -> None:
-        """Forget the last draft and the verification that followed it; so many texts draft next."""
+        """Forget the last draft and its verification; `batch_size` requests draft next."""
         self.predicted.clear()
         self.used.clear()
         self.batch_size = batch_size
@@ -37,15 +38,15 @@ class LookaheadBuffer:
         self.rows = None
 
     def token(self, sequence: int, node: int) -> int:
-        """The number of a text's token."""
+        """Return the token number of a request's node."""
         return node * self.batch_size + sequence
 
     def node(self, token: int) -> int:
-        """The number of a token in the draft of its text."""
+        """Return the node number of a token."""
         return token // self.batch_size
 
     def scored(self, nodes: list[int]) -> None:
-        """A verification follows whose rows are so many nodes of each text, text behind text."""
+        """Set the rows of the verification: `nodes` counts each request's, one after another."""
         if self.batch_size > 1:
             self.rows = [
                 self.token(sequence, node)
@@ -54,23 +55,21 @@ class LookaheadBuffer:
             ]
 
     def token_of(self, row: int) -> int:
-        """The token in a row of the verification."""
+        """Return the token in a row of the verification."""
         return row if self.rows is None else self.rows[row]
 
     def extend(self, probability: float, parent: int | None = None, sequence: int = 0) -> float:
-        """One more token is drafted, which stands with this probability if those before it do.
-        Return the probability that all of them do.
+        """Add a drafted token; return the probability that it and all before it are accepted.
 
-        parent  the node before it; None: the last one
+        probability  that it is accepted if those before it are
+        parent       the node before it; None: the last one
         """
         accept_prob = self.accept_prob[sequence]
         accept_prob.append(accept_prob[-1 if parent is None else parent] * probability)
         return accept_prob[-1]
 
     def accept_prob_of(self, token: int) -> float:
-        """Of a token of the draft. Where the drafter gave no probability, that of the last token of
-        its text for which it did.
-        """
+        """Return a token's acceptance probability, or that of the last token that has one."""
         node, sequence = divmod(token, self.batch_size)
         accept_prob = self.accept_prob[sequence]
         return accept_prob[min(node, len(accept_prob) - 1)]
@@ -80,28 +79,28 @@ class LookaheadBuffer:
         self.predicted[token, layer] = route
 
     def knows(self, token: int, layer: int) -> bool:
-        """Whether a router has said what the token wants there: no guess is better."""
+        """Tell whether a router chose the token's experts in that layer."""
         route = self.predicted.get((token, layer))
         return route is not None and route.from_router
 
     def observe(self, layer: int, route: Route) -> None:
-        """Keep the exact model's route, for all tokens of its pass."""
+        """Keep the exact model's route for all tokens of its pass."""
         self.used[layer] = route
 
     def expert_ids(self, token: int, layer: int) -> list[int]:
-        """Experts the draft named for a token in a layer; empty until the draft has got there."""
+        """List the experts that the draft named for a token in a layer; empty if none yet."""
         route = self.predicted.get((token, layer))
         return [] if route is None else route.ids[0]
 
     def union(self, layer: int) -> set[int]:
-        """Experts of one layer named by any drafted token so far."""
+        """Return the experts of a layer that any drafted token named so far."""
         tokens = [token for token, at in self.predicted if at == layer]
         return {expert for token in tokens for expert in self.expert_ids(token, layer)}
 
     def rejected(self, path: list[int]) -> set[tuple[int, int]]:
-        """(layer, expert) pairs that the last verification used for rejected rows only.
+        """Return (layer, expert) pairs that the last verification used for rejected rows only.
 
-        path  the accepted ones
+        path  the accepted rows
         """
         pairs = set()
         for layer, route in self.used.items():
@@ -110,16 +109,18 @@ class LookaheadBuffer:
         return pairs
 
     def recall(self, path: list[int]) -> tuple[int, int]:
-        """(named, choices): how many of the exact model's choices the draft had named.
+        """Count (named, choices): the exact model's choices, and those that the draft had named.
 
-        path holds the accepted rows. Two kinds of tokens do not count: those without a recorded
-        route, and rejected ones, whose context the exact model never had.
+        Tokens without a recorded route do not count, nor do rejected tokens, whose context the
+        exact model never had.
+
+        path  the accepted rows
         """
         found = [self.recall_at(node) for node in path]
         return sum(named for named, _ in found), sum(choices for _, choices in found)
 
     def recall_at(self, row: int) -> tuple[int, int]:
-        """`recall` of one row."""
+        """Count `recall` of one row."""
         named = choices = 0
         token = self.token_of(row)
         for layer, route in self.used.items():

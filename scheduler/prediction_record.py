@@ -1,21 +1,21 @@
-"""Measures how often guesses come true that the next layer's router makes a layer early.
+"""Measures how often predictions of the next layer's router, made a layer early, come true.
 
-A guess has a margin over the first expert that is not among the top K, in units of the family's
-router logits. Guesses of different margin are counted apart.
+A prediction has a margin over the first expert outside the top K, in router logits. Predictions are
+counted by class of margin.
 """
 
-# Classes of margin are so wide; the last one is open.
+# Width of a class of margins; the last class is open.
 WIDTH = 0.25
 CLASSES = 12
-# At first the odds are assumed even. The assumption weighs as much as so many guesses.
+# At first a probability of 1/2 is assumed, with the weight of this many predictions.
 PRIOR = 4.0
 
 
 class PredictionRecord:
-    """Counts guesses made and guesses that came true, by class of margin.
+    """Counts predictions, and those that came true, by class of margin.
 
-    Only guesses that would have cost a transfer count. Guesses of experts already in slots are
-    right more often, and say nothing about the others.
+    Only predictions that would have cost a transfer count. Predictions of resident experts are
+    right more often and say nothing about the others.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class PredictionRecord:
         self._right = [PRIOR / 2] * CLASSES
 
     def probability(self, margin: float) -> float:
-        """The probability that an expert guessed with this margin is wanted."""
+        """Probability that an expert predicted with this margin is used."""
         at = self._class(margin)
         return self._right[at] / self._made[at]
 
     def learn(self, predictions: dict[int, float], wanted: set[int]) -> None:
-        """Count a layer's guesses, {expert: margin}, against the experts it wanted in the end."""
+        """Compare a layer's predictions, {expert: margin}, with the experts that it used."""
         for expert, margin in predictions.items():
             at = self._class(margin)
             self._made[at] += 1

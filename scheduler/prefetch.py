@@ -1,11 +1,10 @@
-"""Has the experts a verification needs in slots when its layers compute.
+"""Prefetches the experts that a verification needs.
 
-`OnDemand` fetches what is missing when it is asked for, as Mixtral-Offloading does: the baseline
-(`--prefetch none`) that everything cleverer is compared with. `ThreePhase` fetches what the draft
-names, as it names it (MoE-SpeQ 3.3.2), and for tokens that no draft spoke of what the next layer's
-router would say now. Names that no router chose, as a head's, are guesses as well: each kind is
-believed as far as it came true so far. `Primed` is the same with the paper's first phase.
-`speq.registries.PREFETCHERS` has them by name.
+`OnDemand` loads missing experts when a layer needs them, as Mixtral-Offloading does: the baseline
+(`--prefetch none`). `ThreePhase` loads experts as the draft names them (MoE-SpeQ 3.3.2). For tokens
+that were not drafted it predicts them with the next layer's router. Experts that a draft head names
+are predictions too. Each kind of prediction is used if it came true often enough so far. `Primed`
+adds the paper's first phase. `speq.registries.PREFETCHERS` has the classes by name.
 """
 
 from collections.abc import Generator, Sequence
@@ -20,40 +19,40 @@ from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.prediction_record import PredictionRecord
 
-# A guess is acted on if it is at least so probable: a wrong one costs a transfer, a right one hides
-# less than one.
+# Least probability of a prediction that is acted on: a wrong one costs a transfer, a right one
+# hides less than one.
 PAYS = 0.65
-# While a draft goes on, an expert is worth a transfer if so many of the tokens that name it are
-# expected to stand. An expert of less than its even share of a token's weight counts for LIGHT: the
-# exact router often prefers another.
+# During a draft, an expert is worth a transfer if at least this many of the tokens that name it are
+# expected to be accepted. An expert of less than its even share of a token's weight counts for
+# LIGHT: the exact router often prefers another.
 WORTH, LIGHT = 0.6, 0.5
-# A guess costs a router's product, which is lost where all is there already. So a layer that wanted
-# nothing else for so many visits is not guessed for, until it does.
+# A prediction costs a router's product, which is lost if all experts are resident. A layer that
+# missed nothing for this many visits is not predicted until it does.
 QUIET_VISITS = 32
-# The part of a draft in which the link rests, where it does.
+# Share of a draft in which `Primed` lets the link rest.
 PRIMED_SHARE = 1 / 3
 
 
 class Allowance(Protocol):
-    """Says which experts a verification will be allowed, where it is not all that its rows want."""
+    """Limits the experts that a verification may use."""
 
     def begin(self) -> None:
-        """Another draft begins."""
+        """Begin another draft."""
 
     def named(self, layer: int, route: Route, accept_prob: float) -> None:
-        """A drafted token that stands with this chance has this route (T = 1)."""
+        """Note the route of a drafted token (T = 1) and its acceptance probability."""
 
     def predicted(
         self, layer: int, prediction: RoutePrediction, accept_prob: Sequence[float]
     ) -> None:
-        """Tokens that no draft has run will probably want these, and stand with these chances."""
+        """Note predicted experts of tokens that were not drafted, with acceptance probabilities."""
 
     def worth(self, layer: int, experts: list[int]) -> list[int]:
-        """Those of a layer's experts that are worth a transfer, in the same order."""
+        """List those of a layer's experts that are worth a transfer, in the same order."""
 
 
 class AllAllowed:
-    """Whatever rows want: the exact model."""
+    """Allows all experts: the exact model."""
 
     def begin(self) -> None:
         pass
@@ -71,12 +70,12 @@ class AllAllowed:
 
 
 class Prefetcher(Protocol):
-    """Serves verifications, and hears of the draft before them.
+    """Serves verifications, and observes the draft before them.
 
-    new_experts  (layer, expert) pairs that the draft under way named so far and that were neither
-                 in slots nor on their way when it did: |E_new| of MoE-SpeQ 3.2.2
-    foresees     whether it asks exact routes for the experts of the layer behind theirs
-    allowance    which experts are worth a transfer
+    new_experts          number of (layer, expert) pairs that the current draft named and that were
+                         neither resident nor under way then: |E_new| of MoE-SpeQ 3.2.2
+    predicts_next_layer  True if it predicts the next layer's experts from exact routes
+    allowance            limits the experts that are worth a transfer
     """
 
     predicts_next_layer: ClassVar[bool]
@@ -87,23 +86,23 @@ class Prefetcher(Protocol):
     def new_experts(self) -> int: ...
 
     def begin(self, draft_length: int, batch_size: int = 1) -> None:
-        """A step follows that drafts so many tokens at most for each of some texts."""
+        """Begin a step that drafts at most `draft_length` tokens for each request of the batch."""
 
     def request(self, token: int, layer: int, route: Route) -> None:
-        """A draft's route, as soon as it is known; tokens as `LookaheadBuffer` counts them."""
+        """Request the experts of a drafted token, numbered as in `LookaheadBuffer`."""
 
     def end(self) -> None:
-        """The draft has ended, after as many tokens as it might have or before."""
+        """End the draft, which may be shorter than announced."""
 
     def observe(self, layer: int, route: Route) -> None:
-        """The exact model's route, just before the layer is served."""
+        """Learn the exact model's route, just before the layer is served."""
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once."""
 
 
 class OnDemand:
-    """Serve a layer's experts out of the slots, fetching those that are missing."""
+    """Loads a layer's missing experts when the layer needs them."""
 
     predicts_next_layer: ClassVar[bool] = False
 
@@ -142,12 +141,11 @@ class OnDemand:
 
 
 class Phase(Enum):
-    """Of a draft (MoE-SpeQ 3.3.2).
+    """A phase of a draft (MoE-SpeQ 3.3.2).
 
-    PRIMING     the link rests: what is there and named stays there, and more is seen before
-                anything is evicted
-    GUIDED      what is likely to be used
-    SATURATION  from the draft's last token on, and through the verification: everything
+    PRIMING     the link rests, so that more names are known before the first eviction
+    GUIDED      likely experts are loaded
+    SATURATION  all named experts are loaded, from the draft's last token on
     """
 
     PRIMING = 0
@@ -156,11 +154,10 @@ class Phase(Enum):
 
 
 class ThreePhase:
-    """Prefetches what the draft names, all along its drafting and its verification.
+    """Prefetches the experts that the draft names, during the draft and its verification.
 
-    The paper lets the link rest for the first part of a draft. Here it is the evictions that are
-    kept to what will have gone anyway (`LookaheadPolicy`), and a link that is short of time does
-    not rest. `Primed` lets it rest.
+    The paper lets the link rest for the first part of a draft. Here `LookaheadPolicy` limits the
+    evictions instead, since the link is short of time. `Primed` lets it rest.
     """
 
     predicts_next_layer: ClassVar[bool] = True
@@ -171,7 +168,7 @@ class ThreePhase:
         self.allowance: Allowance = AllAllowed()
         self._loader = loader
         self._predictions, self._names = PredictionRecord(), PredictionRecord()
-        # By layer: visits since something was missing, or was guessed to be.
+        # By layer: visits since an expert was missing, or was predicted to be.
         self._quiet = [0] * lookahead.num_layers
         self._new: set[ExpertKey] = set()
         self.begin(0)
@@ -187,17 +184,17 @@ class ThreePhase:
         self._loader.throttle.pause()
         self._draft_length = draft_length
         self._phase = self._phase_of(0) if draft_length else Phase.SATURATION
-        # By layer: of the tokens that want each expert, how many are expected to stand.
+        # By layer: {expert: expected number of accepted tokens that use it}.
         self._wanted: list[dict[int, float]] = [{} for _ in range(self.lookahead.num_layers)]
-        # Layers of which anything is.
+        # Layers with such an expert.
         self._named: set[int] = set()
-        # Layers still to come of which something may be missing.
+        # Layers still to come that may miss an expert.
         self._unsettled: set[int] = set()
         self._route: Route | None = None
-        # {expert: margin} of guesses for the next layer.
-        self._guessed: dict[int, float] = {}
-        # By layer, of names that no router chose, the same.
-        self._supposed: dict[int, dict[int, float]] = {}
+        # {expert: margin} predicted for the next layer.
+        self._predicted: dict[int, float] = {}
+        # By layer: {expert: margin} that a draft head named.
+        self._head_named: dict[int, dict[int, float]] = {}
 
     def request(self, token: int, layer: int, route: Route) -> None:
         self.lookahead.record(token, layer, route)
@@ -209,22 +206,20 @@ class ThreePhase:
         (experts,) = route.ids
         missing = self._loader.missing(layer, experts)
         if not missing and not self._unsettled and self._loader.cache.policy.keeps_all:
-            return  # all is there or on its way, and stays
+            return  # all are resident or under way, and stay
         worth = self.allowance.worth(layer, experts)
         self._new |= {key for key in missing if key.expert in worth}
         self._want(token, layer, experts, route.weights[0])
         self._go_ahead(token, layer, experts)
 
     def _expect(self, token: int, layer: int, named: dict[int, float]) -> None:
-        """A token's experts {expert: margin} that no router chose: as for guesses, those that are
-        probable by what became of such before are fetched.
-        """
+        """Load the experts {expert: margin} that a draft head named, if they are probable."""
         missing = [key.expert for key in self._loader.missing(layer, [*named])]
         if not missing and self._loader.cache.policy.keeps_all:
             return
-        supposed = self._supposed.setdefault(layer, {})
+        head_named = self._head_named.setdefault(layer, {})
         for expert in missing:
-            supposed[expert] = max(supposed.get(expert, 0.0), named[expert])
+            head_named[expert] = max(head_named.get(expert, 0.0), named[expert])
         probable = [e for e in named if self._names.probability(named[e]) >= PAYS]
         accept_prob = self.lookahead.accept_prob_of(token)
         for expert in probable:
@@ -235,7 +230,7 @@ class ThreePhase:
             self._go_ahead(token, layer, probable)
 
     def _go_ahead(self, token: int, layer: int, experts: list[int]) -> None:
-        """A token has named experts: load what there is to load."""
+        """Load missing experts after a token has named some."""
         node = self.lookahead.node(token)
         known = (node + 1) / (self._draft_length + 1)
         self._loader.cache.policy.hint_next_use(layer, experts, known)
@@ -255,7 +250,7 @@ class ThreePhase:
             self._load()
 
     def _phase_of(self, node: int) -> Phase:
-        """While the draft's pass of that node is under way."""
+        """Return the phase in which the draft runs that node."""
         if node + 1 >= self._draft_length:
             return Phase.SATURATION
         resting = node < self.primed_share * self._draft_length
@@ -266,7 +261,7 @@ class ThreePhase:
         self._unsettled = set(self._named)
 
     def _want(self, token: int, layer: int, experts: list[int], weights: list[float]) -> None:
-        """Count a token's experts by the chance that it stands. A pending token does."""
+        """Add a token's acceptance probability to its experts. A pending token has 1."""
         accept_prob, even = self.lookahead.accept_prob_of(token), sum(weights) / len(experts)
         wanted = self._wanted[layer]
         self._named.add(layer)
@@ -285,18 +280,18 @@ class ThreePhase:
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         self._phase = Phase.SATURATION
-        # What had come may have gone again.
+        # Experts that had arrived may have been evicted.
         self._unsettled = {at for at in self._named if at > layer}
-        self._predictions.learn(self._guessed, set(experts))
-        self._names.learn(self._supposed.pop(layer, {}), set(experts))
-        quiet = not self._guessed and not self._loader.missing(layer, experts)
+        self._predictions.learn(self._predicted, set(experts))
+        self._names.learn(self._head_named.pop(layer, {}), set(experts))
+        quiet = not self._predicted and not self._loader.missing(layer, experts)
         self._quiet[layer] = self._quiet[layer] + 1 if quiet else 0
-        self._guessed = {}
+        self._predicted = {}
         yield from self._loader.serve(layer, experts, partial(self._look_ahead, layer))
         self._loader.cancel_prefetch(layer)
 
     def _look_ahead(self, layer: int) -> None:
-        """While a layer waits or computes, see to those behind it."""
+        """Predict and load experts of later layers while a layer waits or computes."""
         if self._route is not None:
             route, self._route = self._route, None
             if layer + 1 < len(self._quiet) and self._quiet[layer + 1] < QUIET_VISITS:
@@ -304,7 +299,7 @@ class ThreePhase:
         self._load()
 
     def _predict(self, layer: int, route: Route) -> None:
-        """Add what is probably wanted by tokens that no draft has run."""
+        """Predict a layer's experts for rows whose token no draft router has run."""
         knows, token_of = self.lookahead.knows, self.lookahead.token_of
         unnamed = [row for row in route.rows if not knows(token_of(row), layer)]
         prediction = route.predict_next_layer(unnamed) if unnamed else None
@@ -319,20 +314,21 @@ class ThreePhase:
         probable = [e for e in predicted if self._predictions.probability(predicted[e]) >= PAYS]
         self._loader.cache.policy.hint_next_use(layer, probable, known=1.0)
         named = self._wanted[layer]
-        self._guessed = {
+        self._predicted = {
             expert: margin
             for expert, margin in predicted.items()
             if expert not in named and not self._loader.has(ExpertKey(layer, expert))
         }
         for expert in probable:
-            if expert in self._guessed:
+            if expert in self._predicted:
                 named[expert] = 1.0
                 self._named.add(layer)
                 self._unsettled.add(layer)
 
     def _load(self) -> None:
-        """Ask for what is wanted and missing, by layer, what most tokens want first; no more than
-        keeps the link busy until it is looked after again.
+        """Load missing experts by layer, those that most tokens use first.
+
+        It loads no more than keeps the link busy until the next call.
         """
         if self._phase is Phase.PRIMING:
             return
@@ -349,7 +345,7 @@ class ThreePhase:
                 room -= self._loader.load_ahead(keys, room)
 
     def _by_want(self, layer: int) -> list[tuple[int, float]]:
-        """(expert, tokens) of a layer, what most tokens want first."""
+        """List (expert, tokens) of a layer, those that most tokens use first."""
         return sorted(self._wanted[layer].items(), key=itemgetter(1), reverse=True)
 
 

@@ -1,8 +1,8 @@
-"""The CPU backend's transfer engine: threads that read experts from disk into slots.
+"""The CPU's transfer engine: threads that read experts from disk into slots.
 
-Reads release Python's lock, so that they run beside the computation. An interrupt can strike only
-the calling thread, between any two of its lines. That thread shares only a lock and a queue with
-the readers. Both are written in C, so an interrupt finds them either taken or not.
+Reads release Python's lock, so they overlap the computation. An interrupt can strike only the
+calling thread, between any two of its lines. That thread shares only a lock and a queue with the
+readers. Both are written in C, so an interrupt finds them either taken or not.
 """
 
 import heapq
@@ -19,16 +19,16 @@ from torch import Tensor
 from speq.errors import Broken
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Fetch, MovedBytes, Priority, State, TransferTicket, record
-from speq.stats import Event, Recorder
+from speq.stats import Recorder, TimeSpan
 
 
 @dataclass(slots=True)
 class ReadQueue:
-    """The tickets that wait and those under way, shared by the readers and the engine.
+    """Tickets that wait and tickets under way, shared by the readers and the engine.
 
-    place  gives the memory of a slot, by its number
+    place  returns the memory of a slot
 
-    A prefetch under way cannot be called back, so `prefetch_limit` keeps a reader free for demands.
+    A prefetch under way cannot be cancelled, so `prefetch_limit` keeps a reader free for demands.
     `calls` wakes a reader for each ticket put in line. A reader that finds no work waits again.
     """
 
@@ -45,19 +45,18 @@ class ReadQueue:
     closed: bool = False
 
     def put(self, ticket: TransferTicket, priority: Priority) -> None:
-        """Put a ticket in line, or further ahead; its old place then no longer counts.
+        """Put a ticket in line, or move it ahead; its old place then no longer counts.
 
-        An interrupt on the way can leave one call or one place too many. The ticket stays where it
-        was.
+        An interrupt can leave one call or one place too many. The ticket stays where it was.
         """
         with self.lock:
             if ticket.state is State.QUEUED:
-                self.calls.put(None)  # whoever hears it waits for the lock
+                self.calls.put(None)  # the reader that it wakes waits for the lock
                 heapq.heappush(self.waiting, (priority, next(self.order), ticket))
             ticket.priority = priority
 
     def take(self) -> TransferTicket | None:
-        """The ticket to read now, or None if none may begin."""
+        """Take the ticket to read now, or None if none may begin."""
         with self.lock:
             while self.waiting:
                 priority, _, ticket = self.waiting[0]
@@ -101,7 +100,7 @@ class ReadQueue:
         except BaseException as error:
             ticket.error = error
         ticket.end_s = self.clock()
-        self.ended.append(ticket)  # first, or another thread could see it ended and miss it here
+        self.ended.append(ticket)  # first, or another thread could see the state and miss it here
         with self.lock:
             del self.running[id(ticket)]
             ticket.state = State.DONE if ticket.error is None else State.FAILED
@@ -115,7 +114,7 @@ class Reader(threading.Thread):
         super().__init__(name=f"speq-reader-{number}", daemon=True)
         self._queue = queue
         self._number = number
-        # Held while the thread lives: an interrupted `join` can take a living thread for ended.
+        # Locked while the thread lives: an interrupted `join` can take a living thread for ended.
         self._alive = threading.Lock()
         self._alive.acquire()
         self._ended = False
@@ -141,7 +140,7 @@ class Reader(threading.Thread):
 
 
 def dismiss(queue: ReadQueue, readers: list[Reader]) -> None:
-    """Let the readers end and wait for their reads: memory under a read cannot be given back."""
+    """End the readers and wait for their reads, since memory under a read cannot be freed."""
     queue.closed = True
     queue.cancel_all()
     for _ in readers:
@@ -154,7 +153,7 @@ class ReaderThreads:
     """A TransferEngine of `readers` threads. Each thread carries out one transfer at a time.
 
     slots        [S, slot_bytes] uint8, the arena
-    moved_bytes  gives the bytes that bringing an expert moves
+    moved_bytes  returns the bytes that loading an expert moves
 
     Readers end with `close`, with the last reference to the engine, or with the process.
     """
@@ -168,7 +167,7 @@ class ReaderThreads:
         readers: int,
     ) -> None:
         if readers < 1:
-            raise Broken("experts are to be read by no thread")
+            raise Broken(f"{readers} reader threads were asked for; at least 1 is needed")
         self._moved_bytes = moved_bytes
         self._recorder = recorder
         self._queue = ReadQueue(
@@ -182,7 +181,7 @@ class ReaderThreads:
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> TransferTicket:
         if self._queue.closed:
-            raise Broken(f"{key} is asked for, and its readers were closed")
+            raise Broken(f"{key} was requested after its readers were closed")
         ticket = TransferTicket(key, slot, priority)
         self._queue.put(ticket, priority)
         self._report()
@@ -194,13 +193,13 @@ class ReaderThreads:
 
     def wait(self, ticket: TransferTicket) -> None:
         if ticket.state is State.CANCELLED:
-            raise Broken(f"nobody will carry out {ticket}")
+            raise Broken(f"{ticket} was cancelled and cannot be waited for")
         if not ticket.ended:
             self.hasten(ticket)
             start_s = self._recorder.clock()
             until_finished(ticket)
             end_s = self._recorder.clock()
-            self._recorder.add(Event("stall", start_s, end_s, *ticket.key, ahead=ticket.ahead))
+            self._recorder.add(TimeSpan("stall", start_s, end_s, *ticket.key, ahead=ticket.ahead))
         self._report()
         if ticket.error is not None:
             raise ticket.error
@@ -217,7 +216,7 @@ class ReaderThreads:
         return done
 
     def _report(self) -> None:
-        # Only the caller's thread tells the recorder of transfers.
+        # Only the calling thread records transfers.
         while self._queue.ended:
             ticket = self._queue.ended.popleft()
             if ticket.error is None:

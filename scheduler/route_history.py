@@ -1,12 +1,12 @@
-"""Counts how often each expert was chosen, to tell which ones the next rows are likely to want."""
+"""Counts how often each expert was chosen, to predict the experts of the next rows."""
 
 import torch
 
 from speq.routing import Route
 
-# At first all experts are assumed equal. The assumption weighs as much as so many real rows.
+# At first all experts are assumed equal, with the weight of this many rows.
 PRIOR_ROWS = 8
-# An expert is likely if at least one of the rows wants it with this probability.
+# An expert is likely if at least one of the rows uses it with this probability.
 LIKELY = 0.5
 
 
@@ -28,14 +28,14 @@ class RouteHistory:
 
     @property
     def chosen(self) -> int:
-        """The number of experts, in all layers together, that any row chose."""
+        """Number of experts, in all layers together, that any row chose."""
         return int((self._counts > 0).sum())
 
     def likely(self, layer: int, rows: int) -> list[int]:
-        """Experts that `rows` more rows are likely to want, the likeliest first.
+        """List the experts that `rows` more rows are likely to use, the likeliest first.
 
         Rows are assumed independent. If a share p of past rows chose an expert, at least one of n
-        rows wants it with probability 1 - (1 - p)^n (MoESD's N(t), expert by expert).
+        rows uses it with probability 1 - (1 - p)^n (MoESD's N(t), expert by expert).
         """
         prior = PRIOR_ROWS * self._top_k / self.num_experts
         share = (self._counts[layer] + prior) / (self._rows[layer] + PRIOR_ROWS)

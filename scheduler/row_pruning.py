@@ -1,9 +1,9 @@
-"""Gives up rows of a verification whose experts would cost more than their tokens are worth.
+"""Prunes rows of a verification whose experts cost more than their tokens are worth.
 
-A row depends on the rows above it and on no other. So a subtree of a draft may be declared dead in
-any layer: from there on its experts are not asked for, and none of its tokens is accepted. All
-other rows have all their experts, and the output is the exact model's own. A pending token never
-dies. Several texts that are verified in one pass are a tree each.
+A row depends only on its ancestors. So a subtree of a draft may be pruned in any layer: from there
+on its experts are not loaded, and none of its tokens is accepted. All other rows have all their
+experts, so the output is the exact model's own. A pending token is never pruned. In a batch each
+request has a tree.
 """
 
 from collections import Counter
@@ -17,9 +17,9 @@ from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
 
-# Layers ahead of which the draft's names are looked up: each lookup takes the host a moment.
+# Later layers whose drafted experts are looked up: each lookup takes time on the host.
 AHEAD = 4
-# Rows that the usual number of missing experts is the mean of.
+# Rows that the mean number of missing experts remembers.
 HORIZON = 500.0
 
 
@@ -30,15 +30,15 @@ def rows_worth_keeping(
     expert_s: float,
     later_s: Sequence[float],
 ) -> list[int]:
-    """The nodes of trees that are worth what they cost, ascending; the roots are among them.
+    """List the nodes of trees that are worth their cost, ascending; roots are always kept.
 
-    parents   of the nodes, before their children; a root's is -1
-    worth_s   what the expected token of each is worth
-    wanted    missing experts that each wants, of any layers; one costs `expert_s`, however many
-              nodes want it
-    later_s   what each is expected to cost besides
+    parents   parent of each node, before its children; -1 for a root
+    worth_s   value of each node's expected token
+    wanted    missing experts that each node needs, in any layers; one costs `expert_s` once
+    later_s   expected further cost of each node
 
-    From the leaves up: a subtree dies if what only its nodes want costs more than they are worth.
+    From the leaves up: a subtree is pruned if the experts that only its nodes need cost more than
+    the nodes are worth.
     """
     count = len(parents)
     wants = [Counter(keys) for keys in wanted]
@@ -46,14 +46,14 @@ def rows_worth_keeping(
     of_all: Counter[Hashable] = Counter()
     for keys in wants:
         of_all.update(keys)
-    dead = [False] * count
+    pruned = [False] * count
     for node in range(count - 1, 0, -1):
         if parents[node] < 0:
             continue
-        # By now `wants` has what all live nodes of the subtree want.
+        # By now `wants` counts what all active nodes of the subtree need.
         own = sum(of_all[key] == times for key, times in wants[node].items())
         if own * expert_s + later[node] > worth[node]:
-            dead[node] = True
+            pruned[node] = True
             of_all.subtract(wants[node])
         else:
             parent = parents[node]
@@ -61,18 +61,18 @@ def rows_worth_keeping(
             worth[parent] += worth[node]
             later[parent] += later[node]
     for node in range(1, count):
-        dead[node] |= parents[node] >= 0 and dead[parents[node]]
-    return [node for node in range(count) if not dead[node]]
+        pruned[node] |= parents[node] >= 0 and pruned[parents[node]]
+    return [node for node in range(count) if not pruned[node]]
 
 
 @dataclass(slots=True)
 class RowValues:
-    """What rows are weighed by.
+    """Values that rows are weighed by.
 
-    parents   of the trees' nodes, before their children; a root's is -1
-    reach     of each node, how likely it and all above it are to stand
-    expert_s  that a missing expert delays a verification
-    token_s   that a token takes
+    parents      parent of each node, before its children; -1 for a root
+    accept_prob  probability that a node and all its ancestors are accepted
+    expert_s     delay of a verification by a missing expert
+    token_s      time that a token takes
     """
 
     parents: list[int]
@@ -90,19 +90,19 @@ class RowPolicy(Protocol):
         missing: list[set[ExpertKey]],
         named: Callable[[int], bool],
     ) -> list[int]:
-        """Those of `rows`, ascending and closed under parents, that stay so; roots do.
+        """List those of `rows` that stay active, ascending and closed under parents.
 
-        missing  of each of `rows`, experts that are neither in slots nor on their way: those that
-                 it wants now, and those that the draft has named for it in later layers
-        named    whether the draft has named a row's experts
+        missing  for each row, experts that are neither resident nor under way: those of this
+                 layer, and those that the draft has named in later layers
+        named    tells whether the draft has named a row's experts
         """
 
 
 @dataclass(slots=True)
 class ExpectedValuePruning:
-    """Gives subtrees up by what they are expected to cost, in this layer and the ones behind it.
+    """Prunes subtrees by their expected cost in this layer and the later ones.
 
-    num_layers  of MoE
+    num_layers  MoE layers
     """
 
     num_layers: int
@@ -119,11 +119,11 @@ class ExpectedValuePruning:
     ) -> list[int]:
         drafted = [row_values.parents[node] >= 0 for node in rows]
         self._learn(rows, drafted, missing, named)
-        lacking = any(keys for keys, may_die in zip(missing, drafted, strict=True) if may_die)
+        lacking = any(keys for keys, prunable in zip(missing, drafted, strict=True) if prunable)
         if row_values.expert_s <= 0 or not lacking:
             return rows
         places = {node: place for place, node in enumerate(rows)}
-        # Nobody has named what the rest will want: as much, layer by layer, as is usual.
+        # Experts that nobody has named: as many as usual in each later layer.
         later_s = self._usual * (self.num_layers - 1 - layer) * row_values.expert_s
         kept = rows_worth_keeping(
             [places.get(row_values.parents[node], -1) for node in rows],
@@ -141,19 +141,19 @@ class ExpectedValuePruning:
         missing: list[set[ExpertKey]],
         named: Callable[[int], bool],
     ) -> None:
-        """The mean of experts that a row lacks in a layer and no other row wants."""
+        """Learn the mean number of missing experts of a layer that only one row needs."""
         wanted = Counter(key for keys in missing for key in keys)
-        for node, may_die, keys in zip(rows, drafted, missing, strict=True):
-            if may_die and not named(node):
+        for node, prunable, keys in zip(rows, drafted, missing, strict=True):
+            if prunable and not named(node):
                 own = sum(wanted[key] == 1 for key in keys)
                 self._seen = min(self._seen + 1, HORIZON)
                 self._usual += (own - self._usual) / self._seen
 
 
 class RowPruner:
-    """Which rows of the verification under way are live, from layer to layer.
+    """Tracks the active rows of a verification from layer to layer.
 
-    policy  gives rows up; None: all live
+    policy  chooses the rows to prune; None: all rows stay active
     """
 
     def __init__(
@@ -162,40 +162,40 @@ class RowPruner:
         self.policy = policy
         self._loader = loader
         self._lookahead = lookahead
-        self._stakes: RowValues | None = None
+        self._row_values: RowValues | None = None
         self._active_rows: list[int] = []
         self._roots = 1
 
     @property
     def active_rows(self) -> list[int]:
-        """The nodes that are live, or that lived through the last verification, ascending."""
+        """Active nodes, or those left after the last verification, ascending."""
         return self._active_rows
 
     def begin(self, row_values: RowValues) -> None:
-        """A verification follows of trees whose nodes are all live."""
-        self._stakes = row_values
+        """Begin a verification, with all nodes active."""
+        self._row_values = row_values
         self._roots = sum(parent < 0 for parent in row_values.parents)
         self._active_rows = [*range(len(row_values.parents))]
 
     def end(self) -> list[int]:
-        """The verification is over; its `active_rows` nodes."""
-        self._stakes = None
+        """End the verification; return its active nodes."""
+        self._row_values = None
         return self._active_rows
 
     def observe(self, layer: int, route: Route) -> None:
-        """Choose the live rows of a layer, whose exact route this is, and of those behind it."""
-        if self._stakes is None or self.policy is None:
+        """Prune rows from this layer on, by its exact route."""
+        if self._row_values is None or self.policy is None:
             return
         if len(self._active_rows) > self._roots:
             missing = self._missing(layer, route)
             self._active_rows = self.policy.active_rows(
-                self._stakes, self._active_rows, layer, missing, self._named
+                self._row_values, self._active_rows, layer, missing, self._named
             )
-        if len(self._active_rows) < len(self._stakes.parents):
+        if len(self._active_rows) < len(self._row_values.parents):
             route.active_rows = tuple(self._active_rows)
 
     def _missing(self, layer: int, route: Route) -> list[set[ExpertKey]]:
-        """Of each live node, what is missing now; and where anything is, what will be."""
+        """List each active node's missing experts; with any, those of later layers too."""
         missing = [self._loader.missing(layer, route.ids[node]) for node in self._active_rows]
         if any(missing[1:]):
             for node, keys in zip(self._active_rows, missing, strict=True):

@@ -1,9 +1,9 @@
-"""The transfer engine of a device with streams: copies out of pinned memory, beside its work.
+"""The transfer engine of a device with streams: copies from pinned memory that overlap its work.
 
-No thread carries the copies: they would take turns with the one that launches kernels. The host
-keeps tickets in order, has two copies at most under way, since a copy that a stream was given can
-be neither recalled nor overtaken, and looks after them whenever it is called or waits for the
-device. Experts that lie on the disk are read into host records by threads, and copied from there.
+No thread runs the copies, since it would compete with the one that launches kernels. The engine
+advances whenever it is called or the host waits for the device. At most two copies are under way,
+since a copy that a stream was given can be neither cancelled nor overtaken. Threads read experts
+from disk into host records, from which they are copied.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from speq.devices.device import Accelerator, Event, Stream
+from speq.devices.device import Accelerator, Stream, StreamEvent
 from speq.errors import Broken, present
 from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.expert_key import ExpertKey
@@ -27,11 +27,11 @@ MOST_COPIES = 2
 
 
 class StreamTicket(TransferTicket):
-    """A transfer by way of a stream.
+    """A transfer through a stream.
 
-    at      the host record that is copied from; None: none holds the expert yet
-    read    of the expert's record from the disk, where that is under way
-    began, copied  before and behind the copy, once it was given to the stream
+    at             host record to copy from; None: none holds the expert yet
+    read           the read from disk, while it is under way
+    began, copied  events before and after the copy, once it was given to the stream
     """
 
     __slots__ = ("at", "began", "copied", "read")
@@ -40,19 +40,19 @@ class StreamTicket(TransferTicket):
         super().__init__(key, slot, priority)
         self.at: int | None = None
         self.read: TransferTicket | None = None
-        self.began: Event | None = None
-        self.copied: Event | None = None
+        self.began: StreamEvent | None = None
+        self.copied: StreamEvent | None = None
 
 
 def own(ticket: TransferTicket) -> StreamTicket:
     if not isinstance(ticket, StreamTicket):
-        raise Broken(f"{ticket} is of another transfer engine")
+        raise Broken(f"{ticket} belongs to another transfer engine")
     return ticket
 
 
 @dataclass(slots=True)
 class Queue:
-    """Tickets in the order of their turn. A ticket's place counts for the priority it has."""
+    """Tickets in the order of their turn. A place counts while the ticket has its priority."""
 
     places: list[tuple[Priority, int, StreamTicket]] = field(default_factory=list)
     order: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -61,7 +61,7 @@ class Queue:
         heapq.heappush(self.places, (ticket.priority, next(self.order), ticket))
 
     def first(self) -> StreamTicket | None:
-        """Whose turn it is."""
+        """Return the ticket whose turn it is, or None."""
         while self.places:
             priority, _, ticket = self.places[0]
             if ticket.state is State.QUEUED and ticket.priority is priority:
@@ -77,9 +77,9 @@ class StreamTransfer:
     """A TransferEngine of one copy stream.
 
     slots    [S, slot_bytes] uint8, the arena, on the device
-    clock    of the device, with the recorder that is told of transfers and stalls
+    clock    of the device; its recorder gets transfers and stalls
     tier     records in host memory, and the disk behind them
-    readers  threads that read from the disk, where not all experts are in host memory
+    readers  threads that read from disk, if not all experts are in host memory
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class StreamTransfer:
         self._device, self._tier, self._slots = device, tier, slots
         self._clock, self._recorder = clock, clock.recorder
         self._stream: Stream = device.stream()
-        # The compute stream made the slots: what it did to that memory goes before all copies.
+        # The compute stream made the slots, so all copies come after its work on them.
         self._stream.after(device.compute.record())
         self._records = HostRecords(tier)
-        # By slot: behind the kernels that were last to read it.
-        self._readers: dict[int, Event] = {}
+        # By slot: the event after the last kernels that read it.
+        self._readers: dict[int, StreamEvent] = {}
         self._to_copy, self._to_read = Queue(), Queue()
         self._copies: deque[StreamTicket] = deque()
         self._reads: dict[TransferTicket, StreamTicket] = {}
@@ -130,9 +130,9 @@ class StreamTransfer:
     def wait(self, ticket: TransferTicket) -> None:
         ticket = own(ticket)
         if ticket.state is State.CANCELLED:
-            raise Broken(f"nobody will carry out {ticket}")
+            raise Broken(f"{ticket} was cancelled and cannot be waited for")
         if not ticket.ended:
-            # Without work in the meantime the device is idle until the copy has ended.
+            # The device is idle until the copy has ended.
             with self._clock.timed("stall", *ticket.key, ahead=ticket.ahead):
                 self.hasten(ticket)
                 while ticket.copied is None and ticket.error is None:
@@ -171,7 +171,7 @@ class StreamTransfer:
         self._quiet = True
         for read in self._line.cancel_all():
             until_finished(read)
-        # The stream, and not what is written down of it: an interrupt may have come between.
+        # Wait for the stream, not for the tickets: an interrupt may have separated them.
         self._stream.record().wait()
         self._land()
         for ticket in {*self._queued(), *self._reads.values(), *self._copies}:
@@ -191,11 +191,11 @@ class StreamTransfer:
         self._dismiss.detach()  # only now: an interrupt may have cut that short
 
     def _put(self, ticket: StreamTicket) -> None:
-        """In the line it belongs in: for the stream, or for the disk."""
+        """Put a ticket in line for the stream, or for the disk."""
         (self._to_read if ticket.at is None else self._to_copy).put(ticket)
 
     def _advance(self) -> None:
-        """Take in what has ended, and begin what may."""
+        """Collect what has ended, and begin what may."""
         if self._quiet:
             return
         self._land()
@@ -210,12 +210,12 @@ class StreamTransfer:
             self._copy(ticket)
 
     def _bring_on(self, ticket: StreamTicket) -> None:
-        """Do what comes next for a ticket that the computation waits for, and wait for that."""
+        """Advance a ticket that the computation waits for, and wait for that part."""
         self._advance()
         if ticket.copied is not None or ticket.error is not None:
             return
         if ticket.at is not None and ticket.read is None:
-            self._copy(ticket)  # right behind those under way, however many
+            self._copy(ticket)  # right after those under way, however many
         elif ticket.read is not None:
             until_finished(ticket.read)
         elif self._copies:  # all records are in use, this one until its copy has ended
@@ -230,7 +230,7 @@ class StreamTransfer:
         self._line.put(ticket.read, ticket.priority)
 
     def _copy(self, ticket: StreamTicket) -> None:
-        at = present(ticket.at, "an expert is copied that lies in no record")
+        at = present(ticket.at, "an expert in no host record cannot be copied")
         ticket.state = State.RUNNING
         # Kernels may still read what the slot held before.
         if (last := self._readers.pop(ticket.slot, None)) is not None:
@@ -252,8 +252,8 @@ class StreamTransfer:
         self._clock.tell()
 
     def _landed(self, ticket: StreamTicket, read: TransferTicket) -> None:
-        """An expert was read from the disk, or could not be."""
-        at = present(ticket.at, "an expert was read into no record")
+        """Queue the copy of an expert that was read, or fail its ticket."""
+        at = present(ticket.at, "an expert was read into no host record")
         ticket.read = None
         if read.error is not None:
             ticket.error = read.error
@@ -269,7 +269,7 @@ class StreamTransfer:
         self._put(ticket)
 
     def _complete(self, ticket: StreamTicket) -> None:
-        """A copy has ended."""
+        """Record and end a ticket whose copy has ended."""
         never = "a copy has ended that never began"
         began, copied = present(ticket.began, never), present(ticket.copied, never)
         if not ticket.start_s:
@@ -291,7 +291,7 @@ class StreamTransfer:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A call of a method that does not keep its object alive: slots and threads go with it."""
+    """Wrap a method in a call that does not keep its object, its slots and threads alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""The protocol of engines that move exact experts from the slow tier into slots."""
+"""The protocol of engines that move experts from the slow tier into slots."""
 
 import threading
 from collections.abc import Callable, Collection
@@ -8,17 +8,17 @@ from typing import Protocol
 from torch import Tensor
 
 from speq.scheduler.expert_key import ExpertKey
-from speq.stats import Event, Recorder
+from speq.stats import Recorder, TimeSpan
 
-# Brings one expert's record into the given slot, [slot_bytes] uint8 on the device, from any thread.
-# Returns the bytes read from the disk. It keeps no reference that leads to the engine.
+# Loads an expert's record into the given slot, [slot_bytes] uint8 on the device, from any thread.
+# Returns the bytes read from disk. It keeps no reference that leads to the engine.
 Fetch = Callable[[ExpertKey, Tensor], int]
-# Gives the bytes that bringing an expert into a slot moves.
+# Returns the bytes that loading an expert into a slot moves.
 MovedBytes = Callable[[ExpertKey], int]
 
 
 class Priority(IntEnum):
-    """Smaller goes first."""
+    """Order of transfers; smaller goes first."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -37,7 +37,7 @@ class State(Enum):
 class TransferTicket:
     """A requested transfer: `key` into `slot`.
 
-    ahead           whether it was requested as a prefetch, even if it became a demand later
+    ahead           True if it was requested as a prefetch, even if it became a demand later
     error           the exception of a failed transfer
     start_s, end_s  when the transfer itself began and ended, by the recorder's clock
     reader          the number of the reader that carried it out
@@ -68,8 +68,8 @@ class TransferTicket:
         self.start_s = self.end_s = 0.0
         self.read_bytes = 0
         self.reader = 0
-        # Held until the transfer ends. An Event would not do: it is written in Python, so an
-        # interrupt can strike inside it and leave it locked.
+        # Locked until the transfer ends. threading.Event is written in Python, so an interrupt
+        # could strike inside it and leave it locked.
         self.finished = threading.Lock()
         self.finished.acquire()
 
@@ -78,22 +78,20 @@ class TransferTicket:
 
     @property
     def ended(self) -> bool:
-        """Tell whether the transfer will no longer write to its slot, as far as whoever asks the
-        device to read the slot from now on can see.
-        """
+        """True if the transfer no longer writes to its slot, seen by work launched from now on."""
         return self.state not in (State.QUEUED, State.RUNNING)
 
 
 class TransferEngine(Protocol):
-    """Carries experts into slots. One thread calls it.
+    """Loads experts into slots. One thread calls it.
 
     A slot's contents are undefined until its ticket is DONE. The slot belongs to the transfer until
-    the ticket has ended. On a device with streams DONE is meant in the order of its work: kernels
-    that are launched from then on find the expert, though its copy may still be under way.
+    the ticket has ended. On a device with streams, kernels launched after DONE find the expert,
+    though its copy may still be under way.
     """
 
     def submit(self, key: ExpertKey, slot: int, priority: Priority) -> TransferTicket:
-        """Request `key` in `slot`. Demands go before prefetches, each in the order of requests."""
+        """Request `key` in `slot`. Demands precede prefetches, each in the order of requests."""
 
     def hasten(self, ticket: TransferTicket) -> None:
         """Turn a prefetch into a demand."""
@@ -102,32 +100,28 @@ class TransferEngine(Protocol):
         """Hasten the ticket and return when it is DONE. Raises the transfer's error."""
 
     def cancel(self, ticket: TransferTicket) -> bool:
-        """Withdraw a ticket that has not begun; False if it has, and its slot is not free yet."""
+        """Cancel a ticket; False if it has begun, so that its slot is not free yet."""
 
     def launched(self, slots: Collection[int]) -> None:
-        """Kernels that read these slots were launched: nothing is written there before they end."""
+        """Keep these slots unwritten until the kernels just launched on them have ended."""
 
     def report(self) -> list[TransferTicket]:
-        """Tell the recorder which transfers ended since the last call; those that are done, with
-        their times.
-        """
+        """Record the transfers that ended since the last call; return those that are done."""
 
     def held_below(self) -> list[ExpertKey] | None:
-        """Experts in memory that transfers copy from, in no order; None where no such memory lies
-        between the disk and the slots.
-        """
+        """List the experts in host memory, in no order; None if transfers read from disk alone."""
 
     def drain(self) -> None:
-        """Withdraw all tickets that have not begun and return when nothing is under way."""
+        """Cancel all tickets that have not begun and wait for the others."""
 
     def close(self) -> None:
-        """Quiesce and release all resources."""
+        """Drain and release all resources."""
 
 
 def record(recorder: Recorder, ticket: TransferTicket, moved_bytes: int) -> None:
-    """Tell the recorder of a transfer that is done."""
+    """Record a finished transfer."""
     recorder.add(
-        Event(
+        TimeSpan(
             "transfer",
             ticket.start_s,
             ticket.end_s,

@@ -1,7 +1,7 @@
-"""What control groups leave to this process: containers, systemd and batch systems set limits.
+"""Reads the limits that control groups set for this process, as in containers and systemd.
 
-A limit counts for a group and for all groups inside it, so the narrowest of the process's own group
-and of those around it is the one that holds. Both versions are read, and both may be mounted.
+A limit applies to a group and all groups inside it, so the smallest limit of the process's group
+and the groups around it holds. Both versions of control groups are read; both may be mounted.
 """
 
 import math
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 PROC = Path("/proc")
-# The version that has one hierarchy for all controllers, as the kernel names its file system.
+# File system of version 2, which has one hierarchy for all controllers.
 UNIFIED = "cgroup2"
 
 T = TypeVar("T")
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Where a hierarchy of groups can be looked into.
+    """The mount point of a hierarchy of groups.
 
     kind     cgroup or cgroup2
-    root     the group that is seen at `folder`
-    options  of the file system: names of version 1's controllers are among them
+    root     group that is mounted at `folder`
+    options  of the file system; they include the names of version 1's controllers
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Mount:
 
 
 def processors(proc: Path = PROC) -> int:
-    """Processors that this process may use at a time: a quota of one and a half are two."""
+    """Processors that this process may use at a time; a quota of 1.5 counts as 2."""
     try:
         allowed = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -44,9 +44,9 @@ def processors(proc: Path = PROC) -> int:
 
 
 def granted_bytes(proc: Path = PROC) -> int | None:
-    """Memory that the process's groups let it have; None where none of them has a limit.
+    """Memory that the process's groups leave to it; None if none of them has a limit.
 
-    Page cache that the kernel gives back when it is asked for memory is not taken.
+    Page cache that the kernel can reclaim does not count as used.
     """
     return min(_limits("memory", _memory, _memory_v1, proc), default=None)
 
@@ -57,18 +57,18 @@ def _limits(
     version_1: Callable[[Path], T | None],
     proc: Path,
 ) -> list[T]:
-    """What the process's group and the groups around it say, as far as they say anything."""
-    said = (
+    """Read the limits of the process's group and the groups around it."""
+    limits = (
         (unified if kind == UNIFIED else version_1)(folder)
         for kind, folder in _folders(controller, proc)
     )
-    return [limit for limit in said if limit is not None]
+    return [limit for limit in limits if limit is not None]
 
 
 def _folders(controller: str, proc: Path) -> Iterator[tuple[str, Path]]:
-    """Folders of the process's group and of those around it, each with the kind of its hierarchy.
+    """Yield (kind of hierarchy, folder) of the process's group and the groups around it.
 
-    A group that is mounted nowhere is that of a container which sees its own group as the topmost.
+    A group that is mounted nowhere belongs to a container, which sees its own group as the root.
     """
     mounts = list(_mounts(proc))
     for line in _lines(proc / "self" / "cgroup"):
@@ -89,7 +89,7 @@ def _folders(controller: str, proc: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _inside(mount: Mount, path: str) -> PurePosixPath | None:
-    """A group's path below the one that is mounted; None where it lies elsewhere."""
+    """Return a group's path below the mounted one; None if it is not below it."""
     group = PurePosixPath(path)
     if not group.is_relative_to(mount.root):
         return None
@@ -107,34 +107,34 @@ def _mounts(proc: Path) -> Iterator[Mount]:
 
 
 def _plain(name: str) -> str:
-    """A path of mountinfo, which writes blanks and backslashes as \\040."""
+    """Unescape a path of mountinfo, which writes blanks and backslashes as \\040."""
     first, *rest = name.split("\\")
     return first + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
 
 
 def _memory(group: Path) -> int | None:
-    # Above `high` nothing is killed, but all that the group does waits for memory.
+    # Above `high` nothing is killed, but the group's processes wait for memory.
     limits = [_whole(group / name) for name in ("memory.max", "memory.high")]
-    said = [limit for limit in limits if limit is not None]
-    if not said:
+    known = [limit for limit in limits if limit is not None]
+    if not known:
         return None
-    back = ("inactive_file", "active_file", "slab_reclaimable")
-    return _left(min(said), group / "memory.current", group / "memory.stat", back)
+    reclaimable = ("inactive_file", "active_file", "slab_reclaimable")
+    return _remaining(min(known), group / "memory.current", group / "memory.stat", reclaimable)
 
 
 def _memory_v1(group: Path) -> int | None:
     limit = _whole(group / "memory.limit_in_bytes")
     if limit is None:
         return None
-    back = ("total_inactive_file", "total_active_file")
-    return _left(limit, group / "memory.usage_in_bytes", group / "memory.stat", back)
+    reclaimable = ("total_inactive_file", "total_active_file")
+    return _remaining(limit, group / "memory.usage_in_bytes", group / "memory.stat", reclaimable)
 
 
-def _left(limit: int, usage: Path, stat: Path, back: tuple[str, ...]) -> int:
-    """What is left of a limit. back: the counts of what the kernel gives back."""
+def _remaining(limit: int, usage: Path, stat: Path, reclaimable: tuple[str, ...]) -> int:
+    """Bytes left of a limit. reclaimable: counts in `stat` that the kernel can reclaim."""
     counts = dict(line.split(maxsplit=1) for line in _lines(stat) if " " in line)
-    given_back = sum(int(counts[name]) for name in back if counts.get(name, "").isdecimal())
-    return min(limit, max(limit - max((_whole(usage) or 0) - given_back, 0), 0))
+    cached = sum(int(counts[name]) for name in reclaimable if counts.get(name, "").isdecimal())
+    return min(limit, max(limit - max((_whole(usage) or 0) - cached, 0), 0))
 
 
 def _cpu_quota(group: Path) -> float | None:
@@ -147,14 +147,14 @@ def _cpu_quota_v1(group: Path) -> float | None:
 
 
 def _share(quota: str, period: str) -> float | None:
-    """Processors; None for max, -1 and whatever else is no limit."""
+    """Quota in processors; None if there is no limit, as for max and -1."""
     if not (quota.isdecimal() and period.isdecimal() and int(period)):
         return None
     return int(quota) / int(period)
 
 
 def _whole(file: Path) -> int | None:
-    """A number of bytes; None where there is no file, or "max" in it."""
+    """Read a number of bytes; None if there is no file or no number in it, as for "max"."""
     text = _text(file)
     return int(text) if text.isdecimal() else None
 
@@ -164,7 +164,7 @@ def _text(file: Path) -> str:
 
 
 def _lines(file: Path) -> list[str]:
-    """Lines of a file of the kernel's; none where it cannot be read."""
+    """Read the lines of one of the kernel's files; none if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

@@ -10,24 +10,22 @@ class SpeqError(ValueError):
 
 
 class EngineLost(SpeqError):
-    """What generates is gone: whatever is asked of it from now on fails as well."""
+    """The engine cannot continue: all further requests fail."""
 
 
 class Broken(RuntimeError):
-    """What never happens has happened: a fault of speq's own, which the message names. Whoever
-    raises it has computed, written and told nothing wrong yet.
-    """
+    """A defect of speq itself, named by the message. No wrong result was given before it."""
 
 
 def present(value: T | None, missing: str) -> T:
-    """`value`, which is not None by now; else Broken says what is `missing`."""
+    """Return `value`, which is never None here; else raise Broken with `missing`."""
     if value is None:
         raise Broken(missing)
     return value
 
 
 def shown(value: Any) -> str:
-    """A value as a sentence has it, whoever gave it: of some length at most."""
+    """Format a value for a sentence, at most 80 characters of it."""
     try:
         return f"{value!r:.80}"
     except ValueError:  # Python writes no number of more than some thousand digits
@@ -35,7 +33,7 @@ def shown(value: Any) -> str:
 
 
 def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-    """`value` if it is a whole number within bounds, else a SpeqError that names it."""
+    """Return `value` if it is a whole number within bounds; else raise a SpeqError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise SpeqError(f"{name} is {shown(value)}; it must be a whole number")
     if value < minimum or (maximum is not None and value > maximum):
@@ -45,7 +43,7 @@ def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None)
 
 
 def checked_number(name: str, value: Any, minimum: float, maximum: float) -> float:
-    """`value` if it is a number within bounds, else a SpeqError that names it."""
+    """Return `value` if it is a number within bounds; else raise a SpeqError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SpeqError(f"{name} is {value!r:.80}; it must be a number")
     if not minimum <= value <= maximum:
@@ -54,14 +52,14 @@ def checked_number(name: str, value: Any, minimum: float, maximum: float) -> flo
 
 
 def checked_text(name: str, value: Any) -> str:
-    """`value` if it is a text, else a SpeqError that names it."""
+    """Return `value` if it is a text; else raise a SpeqError."""
     if not isinstance(value, str):
         raise SpeqError(f"{name} is {value!r:.80}; it must be a text")
     return value
 
 
 def checked_token_ids(name: str, value: Any) -> frozenset[int]:
-    """The token ids in a field that holds one or a list, else a SpeqError that names it."""
+    """Return the token ids of a field that holds one or a list; else raise a SpeqError."""
     ids = value if isinstance(value, list | tuple) else [value]
     if not all(type(token_id) is int for token_id in ids):
         raise SpeqError(f"{name} is {shown(value)}; it must be a token id or a list of them")

@@ -1,4 +1,4 @@
-"""What users call: a model under a memory budget that turns prompts into text."""
+"""The public generator: a model under a memory budget that continues prompts."""
 
 import contextlib
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger("speq")
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """text and token_ids of what was generated, without the prompt.
+    """The generated text and token_ids, without the prompt.
 
     finish_reason  "eos", "length" or "stop"
     stats          figures by name; docs/statistics.md defines each
@@ -55,9 +55,9 @@ class Generation:
 
 
 def tokenizer_in(folder: Path, say: bool) -> Any:
-    """A model's tokenizer; or what stands for one, where prompts must be ids.
+    """Load a model's tokenizer; without one, return TokenIdsOnly, so that prompts must be ids.
 
-    say  log the reason: nobody has given a prompt yet that is refused with it
+    say  log the reason, since no prompt has been refused with it yet
     """
     try:
         return load_tokenizer(folder)
@@ -77,7 +77,7 @@ class Generator:
     def __init__(
         self, runtime: Runtime, encoder: PromptEncoder, eos_token_ids: frozenset[int]
     ) -> None:
-        """eos_token_ids: tokens that end a text, where a request does not name others"""
+        """eos_token_ids: tokens that end a sequence, unless a request names others"""
         self._runtime = runtime
         self._encoder = encoder
         self._eos_token_ids = eos_token_ids
@@ -86,7 +86,7 @@ class Generator:
         self._streaming_thread: int | None = None
         self._closed = False
         self._draft_length: int | None = None
-        # What was measured of the last run, while it goes on and afterwards.
+        # Statistics of the current or last run.
         self.last_run: RunStats | None = None
 
     @classmethod
@@ -102,10 +102,10 @@ class Generator:
         """Load a model folder or hub id.
 
         memory_budget  for everything on the device, such as "8GiB"
-        options        how it is held and run; see RunConfig, or docs/options.md
-        progress       told (what, done, total) during long work
-        first_request  (prompt, max_new_tokens), where known: it is checked before weights are
-                       loaded, and memory is planned for it at once
+        options        see RunConfig, or docs/options.md
+        progress       called with (what, done, total) during long work
+        first_request  (prompt, max_new_tokens), if known: it is checked before weights are loaded,
+                       and memory is planned for it at once
 
         Raises SpeqError for anything that is missing, damaged, unknown or too large.
         """
@@ -123,16 +123,16 @@ class Generator:
         stages: StagesSettings | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> "Generator":
-        """As `from_pretrained`, with the options in one object.
+        """Load as `from_pretrained` does, with the options in one object.
 
-        stages   machines that run the model's layers, of which this is the first; it waits for the
-                 others. None: this one runs all
-        meeting  where it does; None: at the rendezvous of `stages`
+        stages      pipeline stages, of which this process is rank 0; it waits for the others.
+                    None: this process runs all layers
+        rendezvous  to wait at; None: the one that `stages` names
         """
         if stages is not None and stages.wanted:
-            opened, config, others = open_first(str(model), config, stages, rendezvous, progress)
+            opened, config, remote = open_first(str(model), config, stages, rendezvous, progress)
             return cls.of_opened(
-                opened, config, progress=progress, first_request=first_request, others=others
+                opened, config, progress=progress, first_request=first_request, remote=remote
             )
         opened = open_model(model, config.verify_reads)
         return cls.of_opened(opened, config, progress=progress, first_request=first_request)
@@ -145,16 +145,16 @@ class Generator:
         *,
         progress: Progress | None = None,
         first_request: tuple[Prompt, int] | None = None,
-        others: RemoteStages | None = None,
+        remote: RemoteStages | None = None,
     ) -> "Generator":
-        """As `load`, of a model that is open already, perhaps with another store of its experts.
+        """Load a model that is open already, perhaps with another store of its experts.
 
-        The generator closes it. It is closed at once where loading fails.
+        The generator closes it. It is closed at once if loading fails.
         """
         with contextlib.ExitStack() as undo, translate_errors():
             undo.callback(opened.close)
-            if others is not None:
-                undo.callback(others.close)
+            if remote is not None:
+                undo.callback(remote.close)
             checkpoint = opened.checkpoint
             tokenizer = tokenizer_in(checkpoint.path, first_request is None)
             encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
@@ -164,7 +164,7 @@ class Generator:
                 prompt, max_new_tokens = first_request
                 context = len(encoder.encode(prompt)) + max_new_tokens
                 check_context(context, config.context_length, opened.shape.max_context)
-            loaded = load(opened, config, progress, context, others)
+            loaded = load(opened, config, progress, context, remote)
             undo.callback(loaded.close)
             generator = cls(Runtime(loaded, progress), encoder, eos_token_ids)
             undo.pop_all()
@@ -177,7 +177,7 @@ class Generator:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What is known of single tokens."""
+        """The vocabulary: text and bytes of single tokens."""
         return self._encoder.vocabulary
 
     def generate(
@@ -205,11 +205,12 @@ class Generator:
         generation_config: GenerationConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[Generation]:
-        """Generate from several prompts as a batch, `max_batch` at a time; each text is what it
-        would be alone.
+        """Generate from several prompts as a batch, `max_batch` at a time.
 
-        options  of all of them, as of `stream`. `stats` are the figures of each request; those of
-                 all together are `last_run`'s
+        Each output is the same as that of the prompt alone.
+
+        options  for all of them, see `stream`. `stats` has each request's figures; `last_run` has
+                 those of the batch
         """
         requests = [self.prepare(prompt, generation_config, options) for prompt in prompts]
         pieces: dict[Request, list[str]] = {request: [] for request in requests}
@@ -230,12 +231,13 @@ class Generator:
         top_logprobs: int | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Coroutine[Token, None, None]:
-        """Yield tokens as they come; nothing is done, or refused, before the first is asked for.
+        """Yield tokens as they are generated. Work and checks begin with the first one.
 
-        on_finish          told (finish_reason, stats) at the end
-        generation_config  what is asked for where options do not say otherwise
-        progress           told (what, done, total) while the prompt is run
-        top_logprobs       give each token its log-probability, and so many likeliest tokens'
+        on_finish          called with (finish_reason, stats) at the end
+        generation_config  defaults of the options
+        progress           called with (what, done, total) during prefill
+        top_logprobs       give the log-probability of each token, and of this number of likeliest
+                           ones
         options            see SamplingParams, or docs/options.md
         """
         request = self.prepare(prompt, generation_config, options, top_logprobs)
@@ -244,7 +246,7 @@ class Generator:
             for output in self._run(batch, progress):
                 for token in output.tokens:
                     yield token
-                    self._streaming_thread = threading.get_ident()  # it may be handed on
+                    self._streaming_thread = threading.get_ident()  # another may go on with it
             run = self.last_run
         if on_finish is not None:
             stats = present(run, "a run has no record").summary()
@@ -258,22 +260,23 @@ class Generator:
     def _run(self, batch: Batch, progress: Progress | None = None) -> Iterator[StepOutput]:
         """Run a batch to its end. Raises the error of any of its requests."""
 
-        def told(request: Request, done: int, total: int) -> None:
+        def report(request: Request, done: int, total: int) -> None:
             if progress is not None:
                 progress("running the prompt", done, total)
 
         while not batch.idle:
-            for output in batch.step(self._draft_length, told):
+            for output in batch.step(self._draft_length, report):
                 if output.error is not None:
                     raise output.error
                 yield output
 
     @contextmanager
     def batch(self, context: int = 1) -> Iterator[Batch]:
-        """A batch whose requests run within the block; calls of other threads wait for its end.
-        Requests that are left then are given up.
+        """Yield a batch for the block; calls of other threads wait for its end.
 
-        context  tokens that memory is laid out for beforehand
+        Requests that have not finished by then are dropped.
+
+        context  tokens that memory is reserved for in advance
         """
         with self._own_turn(), translate_errors():
             self._streaming_thread = threading.get_ident()
@@ -297,14 +300,14 @@ class Generator:
 
     @contextmanager
     def _recorded(self, start_s: float) -> Iterator[RunStats]:
-        """Record the steps of the block as those of a run that began at `start_s`."""
+        """Record the steps of the block as a run that began at `start_s`."""
         stats = self._runtime.recorder.begin_run(self._runtime.begin_stats(start_s))
         self.last_run = stats
         with self._runtime.watched(stats):
             yield stats
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
-        """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
+        """Encode a prompt to token ids. Raises SpeqError for no tokens, and for foreign ids.
 
         tools  that chat messages may call, as JSON schemas
         """
@@ -317,9 +320,9 @@ class Generator:
         options: SamplingOptions,
         top_logprobs: int | None = None,
     ) -> Request:
-        """A request for a batch. Raises SpeqError for what is refused in any case.
+        """Make a request for a batch. Raises SpeqError if its options are not valid.
 
-        top_logprobs  as of `stream`
+        top_logprobs  see `stream`
         """
         ids = self.encode(prompt)
         eos_token_ids = self._eos_token_ids
@@ -345,9 +348,9 @@ class Generator:
         top_logprobs: int | None = None,
         eos_token_ids: frozenset[int] | None = None,
     ) -> Request:
-        """A request for a batch, of a prompt that is token ids already.
+        """Make a request for a batch from a prompt's token ids.
 
-        continues_text  its text goes on from the prompt's, as a chat's answer does not
+        continues_text  True if its text continues the prompt's; an answer in a chat does not
         eos_token_ids   None: the model's
         """
         if sampling.stop and isinstance(self.tokenizer, TokenIdsOnly):
@@ -365,7 +368,7 @@ class Generator:
 
     @contextmanager
     def _own_turn(self) -> Iterator[None]:
-        """Wait for other threads' calls. A thread never waits for a stream of its own."""
+        """Wait for other threads' calls. A thread with an open stream is refused."""
         if self._streaming_thread == threading.get_ident():
             raise SpeqError(
                 "this thread is still reading an earlier stream of this generator; finish or "
@@ -378,10 +381,10 @@ class Generator:
 
     @contextmanager
     def with_draft_length(self, draft_length: int) -> Iterator[None]:
-        """Draft so many tokens in every step of this block, whatever the governor would choose.
+        """Draft `draft_length` tokens in every step of this block, without the governor.
 
-        0 decodes plainly and keeps the draft in memory. Raises SpeqError where nobody drafts, and
-        for more tokens than memory is planned for.
+        0 decodes plainly and keeps the draft in memory. Raises SpeqError if there is no drafter,
+        and for more tokens than memory is planned for.
         """
         checked_int("draft_length", draft_length, 0, self._runtime.longest_draft)
         if draft_length and not self._runtime.residency_plan.drafts:
@@ -397,43 +400,39 @@ class Generator:
 
     @property
     def fixed_draft_length(self) -> int | None:
-        """Of `with_draft_length`, inside its block."""
+        """Draft length of `with_draft_length`, inside its block."""
         return self._draft_length
 
     @property
     def max_batch(self) -> int:
-        """Texts that may be run side by side."""
+        """Most requests of a batch."""
         return self._runtime.config.max_batch
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer a request may have."""
+        """Most tokens of a request, prompt and output together."""
         return self._runtime.config.context_length or self._runtime.shape.max_context
 
     def reserve(self, context: int) -> None:
-        """Lay out memory for a context now, rather than at the first request that needs it."""
+        """Reserve memory for a context now, instead of at the first request that needs it."""
         with self._own_turn(), translate_errors():
             self._runtime.reserve(context)
 
     def check_alive(self) -> None:
-        """Raise EngineLost where nothing more can be generated: a machine that runs some of the
-        layers is gone.
-        """
-        others = self._runtime.others
-        if others is not None:
+        """Raise EngineLost if nothing more can be generated because a pipeline stage is gone."""
+        remote = self._runtime.others
+        if remote is not None:
             with self._own_turn():
-                others.check()
+                remote.check()
 
     def forget(self) -> None:
-        """Have the next prompt run from its first token on, whatever was run before: measurements
-        of prompts want it so.
-        """
+        """Clear the KV cache, so that the next prompt runs from its first token."""
         with self._own_turn():
             for cache in self._runtime.engine.caches:
                 cache.clear()
 
     def close(self) -> None:
-        """Release files and transfers; what is asked of the generator afterwards is refused."""
+        """Release files and transfers. Later calls are refused."""
         if self._closed:
             return
         with self._own_turn():

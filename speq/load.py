@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speq.config import RunConfig
 from speq.devices.device import Accelerator, Processor
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.drafts.dense_draft import DenseCodes, DenseDraft
 from speq.drafts.draft_source import RoundedDraft, dense_draft, open_draft
 from speq.errors import SpeqError, present
@@ -26,18 +26,18 @@ from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
-from speq.experts.packed_copy import PackedCopy, copied_codec, copy_folder, kept_copy
+from speq.experts.packed_copy import PackedCopy, copy_codec, copy_folder, open_copy
 from speq.files import heap
 from speq.files.checkpoint import Checkpoint
 from speq.governor.adaptive import make_governor
 from speq.governor.batches import Governors
-from speq.governor.draft_length import LONGEST, LONGEST_SIDE, Governor
+from speq.governor.draft_length import LONGEST, LONGEST_SECONDARY, Governor
 from speq.governor.planner import acceptance_of_part
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.governor.residency_plan import ResidencyPlan
 from speq.heads.draft_head import DraftHead, HeadSource
-from speq.heads.predicted_experts import head_named, head_worth_weighing
+from speq.heads.predicted_experts import head_worth_weighing, open_head
 from speq.kernels import library
 from speq.kernels.ops import MAX_LINEAR_ROWS, Int4Pair
 from speq.layers.draft_experts import DraftExperts
@@ -143,7 +143,7 @@ def load(
 
     Raises SpeqError where options, files or the budget do not allow it.
     """
-    device = device_named(config.device)
+    device = find_device(config.device)
     if not isinstance(device, Processor):
         # Recorded passes refer to themselves in circles: those of a model that was closed may
         # still be there. On the CPU nothing does, and looking through all objects takes long.
@@ -173,7 +173,7 @@ def load(
             model_spec = replace(model_spec, copying_bytes=copied.writing_bytes)
         source = head_of(opened, config)
         if source is not None:
-            model_spec = replace(model_spec, head=source.shape, head_stand=source.stand)
+            model_spec = replace(model_spec, head=source.shape, head_stand=source.acceptance_rates)
         budget = budget_of(config, context, device)
         room = MemoryContext(budget, partial(open_candidates, config=config, on_cpu=budget.on_cpu))
         model_spec = settle_dense(
@@ -223,7 +223,7 @@ def load(
     head = None
     if source is not None:
         model.capture_hidden_states(source.shape.captured_layers)
-        head = source.held(model_spec.dtype, device.torch)
+        head = source.load(model_spec.dtype, device.torch)
     heap.give_back()
     loaded = Loaded(
         config,
@@ -255,7 +255,7 @@ def with_kept_copy(opened: Opened, config: RunConfig, device: Processor | Accele
         return opened
     if not isinstance(opened.store, SafetensorsExpertStore):
         return opened
-    kept = kept_copy(opened.checkpoint, opened.shape.experts, opened.store)
+    kept = open_copy(opened.checkpoint, opened.shape.experts, opened.store)
     if kept is None:
         return opened
     kept.verify_reads = config.verify_reads
@@ -278,7 +278,7 @@ def copy_to_make(
     store = opened.store
     if not config.reads_copies or not isinstance(device, Processor):
         return None
-    if not isinstance(store, SafetensorsExpertStore) or copied_codec(store) is None:
+    if not isinstance(store, SafetensorsExpertStore) or copy_codec(store) is None:
         return None
     folder = copy_folder(opened.checkpoint)
     return None if folder is None else PackedCopy(opened.checkpoint, store, folder)
@@ -323,7 +323,7 @@ def budget_of(config: RunConfig, context: int, device: Processor | Accelerator) 
         beside,
         graphs=not on_cpu and config.graphs == "auto",
         batch_size=config.max_batch,
-        longest_side=LONGEST_SIDE if side_of(config) else 0,
+        longest_side=LONGEST_SECONDARY if side_of(config) else 0,
     )
 
 
@@ -371,7 +371,7 @@ def head_of(opened: Opened, config: RunConfig) -> HeadSource | None:
     """
     if config.drafter == "auto" and drafter_of(config) != "none":
         return head_worth_weighing(opened)
-    return head_named(config.head, opened) if drafter_of(config) == "head" else None
+    return open_head(config.head, opened) if drafter_of(config) == "head" else None
 
 
 def trial_of(

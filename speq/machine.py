@@ -1,4 +1,4 @@
-"""The machine that figures are measured on, and what tells it from others."""
+"""Describes the machine that figures are measured on."""
 
 import os
 import platform
@@ -12,14 +12,14 @@ from speq.control_groups import PROC, granted_bytes, processors
 
 
 def device_name(device: str) -> str:
-    """Of the device "cpu" or "cuda": its kind, and the processor or card that it is."""
+    """Describe the device "cpu" or "cuda": its kind and its processor or card."""
     if device == "cuda":
         return f"cuda: {torch.cuda.get_device_name()}"
     return f"{device}: {_processor()}, {processors()} cores"
 
 
 def describe_machine() -> dict[str, Any]:
-    """The machine a figure was measured on."""
+    """Describe the machine that a figure is measured on."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -43,12 +43,12 @@ def _processor() -> str:
     return platform.processor()
 
 
-# What Python, torch (its CPU build) and transformers take beside the budget; measured by a test.
+# Memory of Python, torch (its CPU build) and transformers, outside the budget; a test measures it.
 PROCESS_BYTES = 448 << 20
 
 
 def process_bytes() -> int:
-    """Host memory that this process has, as the system counts it; 0 where it does not say."""
+    """Host memory of this process as the system counts it; 0 if it does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -57,8 +57,9 @@ def process_bytes() -> int:
 
 
 def available_bytes(proc: Path = PROC) -> int:
-    """Host memory that can be had without swapping, within the limits of the process's control
-    groups. proc: where the kernel tells of the machine.
+    """Host memory available without swapping, within the limits of the process's control groups.
+
+    proc  the kernel's folder of processes
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -72,5 +73,5 @@ def available_bytes(proc: Path = PROC) -> int:
 
 
 def default_host_bytes() -> int:
-    """What exact experts may take of the host's memory where nothing is said."""
+    """Host memory that exact experts may take by default."""
     return int(available_bytes() * HOST_SHARE)

@@ -1,4 +1,4 @@
-"""What a router decided for some tokens in one MoE layer."""
+"""Routes: a router's choices for some tokens in one MoE layer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from speq.errors import present
 
-# Logits [rows, E] of the next MoE layer's router for some of the rows.
-Following = Callable[[list[int]], Tensor]
+# Returns logits [rows, E] of the next MoE layer's router for some of the rows.
+NextRouter = Callable[[list[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class RoutePrediction:
-    """Experts of the next MoE layer, as its router would choose them now, row by row.
+    """Experts of the next MoE layer, predicted by its router from this layer's hidden states.
 
     ids      [rows][K], the likeliest first
-    margins  [rows][K]: by how much the logit of each exceeds the best of all that are not named
+    margins  [rows][K]: logit of each minus the largest logit outside the top K
     """
 
     ids: list[list[int]]
@@ -28,40 +28,39 @@ class RoutePrediction:
 
 @dataclass(slots=True)
 class Route:
-    """topk_ids [T, K] int64, topk_weights [T, K], router_logits [T, E] where they were seen.
+    """topk_ids [T, K] int64, topk_weights [T, K], and router_logits [T, E] if they were kept.
 
-    live       rows whose experts are asked for, ascending; None: all. Others are given up
-    left_out   experts that are not asked for, whoever chose them
-    following  what the next MoE layer's router says of some of the rows, as they are when they
-               enter this layer's experts. Hidden states change little from layer to layer. None in
-               the last layer.
-    margins    of a predicted route, [T][K]: as `RoutePrediction.margins`; None: a router chose it
+    active_rows  rows whose experts are requested, ascending; None: all. The others are pruned
+    left_out     experts that are never requested
+    next_router  applies the next MoE layer's router to the inputs of this layer's experts. Hidden
+                 states change little from layer to layer. None in the last layer
+    margins      of a predicted route, [T][K], as `RoutePrediction.margins`; None: a router chose it
 
-    The tensors are the router's own, and lie where the model computes. What the host looks at is
-    brought to it once, by whoever asks first, or by a `speq.layers.route_reader` in one piece.
+    The tensors are the router's own, on the model's device. They are copied to the host once, on
+    first use, or together by `speq.layers.route_reader`.
     """
 
     topk_ids: Tensor
     topk_weights: Tensor
     router_logits: Tensor | None = None
-    following: Following | None = None
+    next_router: NextRouter | None = None
     active_rows: tuple[int, ...] | None = None
     left_out: frozenset[int] = frozenset()
     margins: list[list[float]] | None = None
     _host_ids: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _host_weights: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     _ids: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
-    _guess: RoutePrediction | None = field(default=None, init=False, repr=False, compare=False)
+    _prediction: RoutePrediction | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def from_router(self) -> bool:
-        """Whether a router chose it, of the exact model or of a draft that is nearly the same."""
+        """True if a router chose it, of the exact model or of its quantized draft."""
         return self.margins is None
 
     @property
     def logits(self) -> Tensor:
-        """router_logits of a pass in which they were seen."""
-        return present(self.router_logits, "a route is chosen again without its router's logits")
+        """The router_logits of a pass that kept them."""
+        return present(self.router_logits, "a route without router logits cannot be chosen again")
 
     @property
     def host_ids(self) -> Tensor:
@@ -86,7 +85,7 @@ class Route:
 
     @property
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """topk_ids and topk_weights of live rows."""
+        """topk_ids and topk_weights of active rows."""
         ids, weights = self.host_ids.numpy(), self.host_weights.float().numpy()
         return (
             (ids, weights)
@@ -102,16 +101,16 @@ class Route:
 
     @property
     def experts(self) -> list[int]:
-        """The distinct experts of all rows, live or not, ascending."""
+        """Distinct experts of all rows, active or not, ascending."""
         return sorted({expert for row in self.ids for expert in row})
 
     @property
     def rows(self) -> Sequence[int]:
-        """Live rows, ascending."""
+        """Active rows, ascending."""
         return range(len(self.topk_ids)) if self.active_rows is None else self.active_rows
 
     def split(self) -> list["Route"]:
-        """A route for each row."""
+        """Make a route for each row."""
         rows = zip(self.topk_ids.split(1), self.topk_weights.split(1), self.ids, strict=True)
         made = []
         for topk_ids, topk_weights, ids in rows:
@@ -121,43 +120,42 @@ class Route:
         return made
 
     def instead(self, topk_ids: Tensor, topk_weights: Tensor) -> "Route":
-        """The same rows with other experts, [T, K] in host memory."""
+        """Make a route of the same rows with other experts, [T, K] in host memory."""
         device, dtype = self.topk_ids.device, self.topk_weights.dtype
         weights = topk_weights.to(dtype)
         route = Route(
             topk_ids.to(device),
             weights.to(device),
             self.router_logits,
-            self.following,
+            self.next_router,
             self.active_rows,
         )
-        route.was_read(topk_ids, weights, self._guess)
+        route.was_read(topk_ids, weights, self._prediction)
         return route
 
     def predict_next_layer(self, rows: list[int]) -> RoutePrediction | None:
-        """What these rows probably want of the next layer; None in the last layer."""
-        if self._guess is not None:
-            prediction = self._guess
+        """Predict these rows' experts in the next layer; None in the last layer."""
+        if self._prediction is not None:
+            prediction = self._prediction
             return RoutePrediction(
                 [prediction.ids[row] for row in rows], [prediction.margins[row] for row in rows]
             )
-        if self.following is None:
+        if self.next_router is None:
             return None
-        ids, margins = leading(self.following(rows), self.topk_ids.shape[1])
+        ids, margins = top_experts(self.next_router(rows), self.topk_ids.shape[1])
         return RoutePrediction(ids.tolist(), margins.tolist())
 
     def was_read(
         self, host_ids: Tensor, host_weights: Tensor, prediction: RoutePrediction | None
     ) -> None:
-        """Take what has been brought to the host: topk_ids and topk_weights, and the guess for
-        every row.
-        """
-        self._host_ids, self._host_weights, self._guess = host_ids, host_weights, prediction
+        """Keep host copies of topk_ids and topk_weights, and the prediction for every row."""
+        self._host_ids, self._host_weights, self._prediction = host_ids, host_weights, prediction
 
 
-def leading(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The `top_k` likeliest of logits [T, E]: ids [T, K] int64, and float32 margins [T, K] over the
-    best of the others.
+def top_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Find the `top_k` largest of logits [T, E]: ids [T, K] int64, float32 margins [T, K].
+
+    A margin is over the largest logit outside the top K.
     """
     values, ids = torch.topk(logits.float(), min(top_k + 1, logits.shape[1]))
     return ids[:, :top_k], values[:, :top_k] - values[:, -1:]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speq.config import RunConfig
-from speq.devices.card import summary, watching
+from speq.devices.card import summary, watch_card
 from speq.devices.device import Processor
 from speq.engine.approximation import Approximation
 from speq.engine.drafter import (
@@ -37,8 +37,8 @@ from speq.engine.prefixes import Prefixes
 from speq.engine.sampler import Sampler, sampler_on
 from speq.engine.verification import verification_over
 from speq.errors import SpeqError, present
-from speq.experts.packed_store import PackedExpertStore, Verified
-from speq.files.alignment import aligned_bytes
+from speq.experts.packed_store import PackedExpertStore, VerifiedBytes
+from speq.files.alignment import allocate_aligned
 from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import FixedDraftLength
@@ -169,11 +169,11 @@ class Runtime:
         """
         device, copy = self._loaded.device, self._loaded.copy
         store = self._loaded.opened.store
-        verified = store.verified if isinstance(store, PackedExpertStore) else Verified()
+        verified = store.verified if isinstance(store, PackedExpertStore) else VerifiedBytes()
         before = verified.nbytes, verified.seconds
         with (
             contextlib.nullcontext() if copy is None else copy.giving_way(),
-            watching(None if isinstance(device, Processor) else device.card()) as readings,
+            watch_card(None if isinstance(device, Processor) else device.card()) as readings,
         ):
             stats.readings = readings
             try:
@@ -254,7 +254,7 @@ class Runtime:
     def _lay_out(self, progress: Progress | None = None) -> Engine:
         """Spend the rest of the budget as planned, and put an engine over it."""
         loaded, shape, plan = self._loaded, self.shape, self.plan
-        slots = aligned_bytes(plan.slots, self.residency_plan.slot_bytes, self.device)
+        slots = allocate_aligned(plan.slots, self.residency_plan.slot_bytes, self.device)
         # Takes the memory now: the first prompt would wait for every page of it.
         parts = slots.split(max(TAKEN_BYTES // self.residency_plan.slot_bytes, 1))
         for part in tracked("taking memory for slots", parts, len(parts), progress):

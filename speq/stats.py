@@ -1,4 +1,4 @@
-"""What a run measured: one StepStats a step, with timestamped events behind it.
+"""Statistics of a run: one StepStats for each step, with its timestamped events.
 
 The governor, the command line and the benchmarks read these records and nothing else.
 """
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """Something that took time: `draft`, `verify`, `layer`, `transfer`, `stall` or `prefill`."""
+class TimeSpan:
+    """A timed event: `draft`, `verify`, `layer`, `transfer`, `stall` or `prefill`."""
 
     kind: str
     start_s: float
@@ -30,17 +30,17 @@ class Event:
         return self.end_s - self.start_s
 
     @property
-    def span(self) -> "TimeSpan":
+    def interval(self) -> "Interval":
         return self.start_s, self.end_s
 
 
 @dataclass(slots=True)
 class LayerStats:
-    """One MoE layer's part in a step, or in a run.
+    """Statistics of one MoE layer in a step, or in a run.
 
     passes          times it was served; covered: the sum over them of hits / requests
     requests, hits, late, used, wasted, late_s, stall_s, rejected_bytes  as in StepStats
-    demand_bytes, ahead_bytes  moved when asked for, and ahead of that
+    demand_bytes, ahead_bytes  moved on demand, and prefetched
     """
 
     passes: int = 0
@@ -63,11 +63,11 @@ class LayerStats:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What the governor expected of a cycle, in seconds, to compare with what it took.
+    """The governor's forecast of a step, in seconds, to compare with the time it took.
 
-    draft_length            decided on: a draft may be stopped before
+    draft_length            chosen length; the draft may be stopped before it
     serial_s, overlapped_s  by Eq. 3 of MoE-SpeQ, and with transfers hidden behind computation
-    cycle_s                 what the decision was based on: the model corrected by measurements
+    cycle_s                 basis of the decision: the model, corrected by measurements
     tokens                  1 + k_accept
     """
 
@@ -80,9 +80,9 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """One text's draft in a step of several: tokens on its longest path, and those accepted.
+    """One request's draft in a batched step: tokens on its longest path, and accepted ones.
 
-    stopped  whether it ended before the length decided on, as one token more was not worth it
+    stopped  True if it ended before the chosen length because another token was not worth it
     """
 
     draft_length: int
@@ -92,16 +92,16 @@ class DraftStats:
 
 @dataclass(slots=True)
 class ApproximationStats:
-    """What an expert budget kept of the exact model, in one verification or in several.
+    """Differences that an expert budget makes to the exact model, in one verification or several.
 
     verifications    within the budget
-    natural, served  distinct (layer, expert) pairs that rows wanted, and those that they were given
-    wanted, kept     routing weight of the experts that accepted rows wanted, and of those of them
-                     that were served
-    audited          tokens of verifications that ran exactly as well; differing: those that would
+    natural, served  distinct (layer, expert) pairs that rows chose, and those that they were given
+    wanted, kept     routing weight of the experts that accepted rows chose, and of the served ones
+                     of them
+    audited          tokens of verifications that also ran exactly; differing: those that would
                      have been others within the budget
-    nats             the exact model's log-probability of these tokens less that within the budget,
-                     summed; nats_squared: of its squares
+    nats             sum of the exact model's log-probability of these tokens minus that within the
+                     budget; nats_squared: sum of its squares
     """
 
     verifications: int = 0
@@ -119,7 +119,7 @@ class ApproximationStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def summary(self) -> dict[str, Any]:
-        """BUDGET_FIGURES by name; None where nothing was audited."""
+        """Return BUDGET_FIGURES by name; None for figures of audits if there was none."""
         audited, differing = self.audited, self.differing
         return {
             "verifications": self.verifications,
@@ -137,12 +137,12 @@ class ApproximationStats:
         }
 
 
-# Standard errors to either side of a figure, within which it lies 95 times of 100.
+# Standard errors to either side of a figure that make a 95 % interval.
 Z = 1.96
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share that was `hits` of `trials`, at least one."""
+    """Return Wilson's 95 % interval of the share `hits` / `trials`; trials: at least 1."""
     share, z2 = hits / trials, Z * Z
     middle = share + z2 / (2 * trials)
     half = Z * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials * trials))
@@ -151,7 +151,7 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
 
 
 def mean_interval(total: float, squares: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a mean, by a sum and the sum of squares of `count` values, 2 or more."""
+    """Return the 95 % interval of a mean, from the sum and sum of squares of 2 or more values."""
     mean = total / count
     variance = max(squares - total * mean, 0.0) / (count - 1)
     half = Z * math.sqrt(variance / count)
@@ -160,34 +160,34 @@ def mean_interval(total: float, squares: float, count: int) -> tuple[float, floa
 
 @dataclass(slots=True)
 class StepStats:
-    """One step: a prefill, or one round of draft, verification and acceptance.
+    """One step: a prefill, or a draft with its verification and acceptance.
 
-    sequences      texts of its batch; figures are sums over them
-    drafts         of each of these, where they are several
-    draft_length   tokens of the draft, on its longest path; branches: those beside that path
-    passes         of what drafted; texts that draft in one pass share it
-    given_up       tokens of the draft that were given up in its verification
-    cached_tokens  of a prompt: those that had entries, and were not run
-    requests       distinct (layer, expert) pairs the exact model asked for
-    hits           those that lay in a slot when asked for
-    late           those that were under way when asked for
-    used           experts brought ahead of their need that were then asked for
-    wasted         experts brought ahead of their need and evicted before it came
+    sequences      requests of its batch; figures are sums over them
+    drafts         one for each of these, if there are several
+    draft_length   tokens on the draft's longest path; branches: its other tokens
+    passes         of the drafter; requests that draft in one pass share it
+    given_up       tokens of the draft that were pruned in its verification
+    cached_tokens  tokens of a prompt whose KV was cached, so that they were not run
+    requests       distinct (layer, expert) pairs that the exact model requested
+    hits           requests found in a slot
+    late           requests found under way
+    used           prefetched experts that were then requested
+    wasted         prefetched experts that were evicted unused
     layers         MoE layers passed; covered: the sum over them of hits / requests
-    moved          experts brought into slots; moved_bytes: their bytes
-    ahead_bytes    of them, those asked for ahead of their need
-    rejected_bytes of them, those of experts that none but rejected tokens of the draft wanted
-    read_bytes     bytes read from the disk for them: whole blocks
-    transfer_s     summed over transfers; link_s: while there was any; exposed_s: while, besides,
-                   the computation waited
-    stall_s        the computation waited for experts; late_s: of that, for those asked for ahead
-    by_layer       the same, layer by layer
-    named, choices expert choices of the exact model that the draft's recorded route had named, of
-                   those for which it had recorded a route (token by token)
-    drafter        that drafted in place of the run's own; None: none did
-    ground, reason, forecast  of the decision for this draft length, as far as there was one
-    select_s       in the choice of experts within a budget; audit_s: in audits of it
-    approximation  what the budget kept; None: the verification was exact
+    moved          experts loaded into slots; moved_bytes: their bytes
+    ahead_bytes    bytes of prefetched experts among them
+    rejected_bytes bytes of experts among them that only rejected tokens of the draft used
+    read_bytes     bytes read from disk for them: whole blocks
+    transfer_s     time of transfers, summed; link_s: time with any transfer; exposed_s: the part
+                   of link_s in which the computation waited
+    stall_s        time that the computation waited for experts; late_s: for prefetched ones
+    by_layer       the same by layer
+    named, choices expert choices of the exact model that the draft's recorded route had named, and
+                   all choices of tokens with a recorded route
+    drafter        that drafted instead of the run's own; None: none did
+    ground, reason, forecast  of the decision for this draft length, if there was one
+    select_s       time to choose experts within a budget; audit_s: time of its audits
+    approximation  effect of the budget; None: the verification was exact
     """
 
     phase: str
@@ -230,7 +230,7 @@ class StepStats:
     reason: str = ""
     forecast: Forecast | None = None
     approximation: ApproximationStats | None = None
-    events: list[Event] = field(default_factory=list)
+    events: list[TimeSpan] = field(default_factory=list)
     by_layer: dict[int, LayerStats] = field(default_factory=dict)
 
     @property
@@ -239,32 +239,32 @@ class StepStats:
 
     @property
     def rows(self) -> int:
-        """Tokens that were scored: the pending ones and the drafts'."""
+        """Number of scored tokens: the pending ones and the drafted ones."""
         return self.sequences + self.draft_length + self.branches
 
     @property
     def each_draft(self) -> list[DraftStats]:
-        """Of each text, also where it is one."""
+        """One DraftStats for each request, also if there is only one."""
         return self.drafts or [DraftStats(self.draft_length, self.accepted)]
 
     @property
     def deepest(self) -> int:
-        """Tokens on the longest path of any draft."""
+        """Number of tokens on the longest path of any draft."""
         return max((each.draft_length for each in self.drafts), default=self.draft_length)
 
     def layer(self, layer: int) -> LayerStats:
-        """The figures of one layer, to add to."""
+        """Return the statistics of one layer, to add to."""
         return self.by_layer.setdefault(layer, LayerStats())
 
 
-# From when to when, on one clock, in any unit.
-TimeSpan = tuple[float, float]
+# Start and end on one clock, in any unit.
+Interval = tuple[float, float]
 
 
-def merged(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
-    """The times at which any of the spans was under way, as separate intervals in order."""
-    found: list[TimeSpan] = []
-    for start, end in sorted(spans):
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals that overlap, into separate ones in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
@@ -272,8 +272,8 @@ def merged(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
     return found
 
 
-def overlap(one: Sequence[TimeSpan], other: Sequence[TimeSpan]) -> list[TimeSpan]:
-    """When both were under way, each a list of separate intervals in order."""
+def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Intersect two lists of separate intervals in order."""
     found, left, right = [], 0, 0
     while left < len(one) and right < len(other):
         start = max(one[left][0], other[right][0])
@@ -287,18 +287,18 @@ def overlap(one: Sequence[TimeSpan], other: Sequence[TimeSpan]) -> list[TimeSpan
     return found
 
 
-def length(spans: Iterable[TimeSpan]) -> float:
-    return sum(end - start for start, end in spans)
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
 
 
 # Times the work of a block, of a kind and of a layer.
 Timed = Callable[[str, int], AbstractContextManager[None]]
-# Where a token is from. accepted: drafted, and kept by the exact model. exact: the exact model's
+# Source of a token. accepted: drafted, and accepted by the exact model. exact: the exact model's
 # own. prompt: its first one, which follows the prompt.
 Origin = Literal["accepted", "exact", "prompt"]
-# Events kept, the last ones: about 160 bytes each, so that they stay a small part of a process.
+# Newest events that are kept: at about 160 bytes each they stay a small part of a process.
 MAX_EVENTS = 50_000
-# Kinds of events whose durations add up in a field of the step's record.
+# Kinds of events whose durations are summed in a field of the step.
 TIMED = {
     **{"draft": "draft_s", "verify": "verify_s", "transfer": "transfer_s", "stall": "stall_s"},
     **{"select": "select_s", "audit": "audit_s"},
@@ -306,11 +306,11 @@ TIMED = {
 
 
 class Recorder:
-    """Collects the events of the step under way, and the steps of the run. `clock` gives seconds.
+    """Collects the events of the current step, and the steps of the run. `clock` gives seconds.
 
-    step       the one under way, or the last one
-    run        is told of every step that is finished, where there is one
-    listeners  hear of a finished step while all its events are there
+    step       the current step, or the last one
+    run        records every finished step; None: nothing does
+    listeners  called with a finished step while it has all its events
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -331,11 +331,11 @@ class Recorder:
     def finish(self) -> StepStats:
         step = self.step
         step.end_s = self.clock()
-        transfers = merged(event.span for event in step.events if event.kind == "transfer")
-        stalls = merged(event.span for event in step.events if event.kind == "stall")
+        transfers = merge(event.interval for event in step.events if event.kind == "transfer")
+        stalls = merge(event.interval for event in step.events if event.kind == "stall")
         step.link_s = length(transfers)
         step.exposed_s = length(overlap(transfers, stalls))
-        # Before the run, which may let go of the events.
+        # Before the run, which may drop the events.
         for listener in self.listeners:
             listener(step)
         if self.run is not None:
@@ -350,9 +350,9 @@ class Recorder:
         try:
             yield
         finally:
-            self.add(Event(kind, start_s, self.clock(), layer, expert, moved_bytes))
+            self.add(TimeSpan(kind, start_s, self.clock(), layer, expert, moved_bytes))
 
-    def add(self, event: Event) -> None:
+    def add(self, event: TimeSpan) -> None:
         step = self.step
         step.events.append(event)
         step.moved_bytes += event.moved_bytes
@@ -375,17 +375,17 @@ class Recorder:
             step.late_s += event.duration_s * event.ahead
 
     def used(self, layer: int, experts: int = 1) -> None:
-        """Count experts that were brought ahead of their need, which has come."""
+        """Count prefetched experts that were used."""
         self.step.used += experts
         self.step.layer(layer).used += experts
 
     def wasted(self, layer: int, experts: int = 1) -> None:
-        """Count experts that were brought ahead of their need and evicted before it came."""
+        """Count prefetched experts that were evicted unused."""
         self.step.wasted += experts
         self.step.layer(layer).wasted += experts
 
     def served(self, layer: int, requests: int, hits: int, late: int = 0) -> None:
-        """Count one layer's requests to the slots."""
+        """Count one layer's requests for experts."""
         covered = hits / requests
         step, of_layer = self.step, self.step.layer(layer)
         step.layers += 1
@@ -397,7 +397,7 @@ class Recorder:
             figures.covered += covered
 
     def rejected(self, keys: Set[tuple[int, int]]) -> None:
-        """Tell apart what the step moved for these (layer, expert), which proved not wanted."""
+        """Count the bytes moved for these (layer, expert) pairs as rejected."""
         for event in self.step.events:
             layer, expert = event.layer, event.expert
             if event.kind == "transfer" and layer is not None and (layer, expert) in keys:
@@ -410,78 +410,77 @@ FIGURES = {
     "new_tokens": "generated tokens, the first one included",
     "ttft_ms": "time from the call to the first token",
     "tpot_ms": "time per output token after the first: time in decode steps over the tokens that "
-    "they emitted; a step counts for each text of its batch",
-    "steps": "rounds of drafting and verifying",
-    "side_steps": "of them, those whose draft came from prompt lookup (`ngram`) in place of the "
-    "run's own drafter, or where there is none",
-    "batch_mean": "texts of a step, which share its passes",
-    "draft_length_mean": "drafted tokens per step and text; of a tree those on its longest path",
-    "branches_mean": "drafted tokens beside the longest path, per step and text",
-    "given_up_mean": "drafted tokens given up in their verification, per step and text: their "
+    "they emitted; a step counts once for each request of its batch",
+    "steps": "steps of draft and verification",
+    "side_steps": "steps whose draft came from prompt lookup (`ngram`) instead of the run's own "
+    "drafter, or for lack of one",
+    "batch_mean": "mean number of requests in a step",
+    "draft_length_mean": "drafted tokens per step and request; of a tree, on its longest path",
+    "branches_mean": "drafted tokens outside the longest path, per step and request",
+    "given_up_mean": "drafted tokens pruned in their verification, per step and request: their "
     "experts would have cost more than they were worth",
-    "accept_length_mean": "tokens that a step yields of each text: the accepted ones and one of "
-    "the exact model's own (the bonus token)",
-    "acceptance_rate": "accepted tokens over drafted ones, those beside the longest path left out",
+    "accept_length_mean": "tokens per step and request (acceptance length, tau): the accepted ones "
+    "and one of the exact model's own (the bonus token)",
+    "acceptance_rate": "accepted tokens over drafted ones, without those outside the longest path",
     "route_recall": "share of the exact model's expert choices that the draft's routes had named "
     "(accepted tokens only)",
-    "hit_rate": "share of requested experts that lay in a slot when their layer asked; a layer "
-    "requests each distinct expert of a pass once",
-    "coverage": "the same share for each layer of each step, averaged",
-    "moved_bytes": "bytes of experts brought into slots while decoding; all 16 bits count if "
-    "experts are encoded as they are read",
+    "hit_rate": "share of requested experts found in a slot; a layer requests each distinct expert "
+    "of a pass once",
+    "coverage": "mean of this share over the layers of all steps",
+    "moved_bytes": "bytes of experts loaded into slots in decode; all 16 bits count if experts are "
+    "encoded as they are read",
     "moved_bytes_per_token": "the same per emitted token",
-    "ahead_bytes": "part of `moved_bytes` that was asked for before it was needed",
-    "rejected_bytes": "part of `moved_bytes` for experts that only rejected tokens of a draft "
-    "wanted",
-    "read_bytes": "bytes read from the disk for `moved_bytes`, in whole blocks",
-    "late_rate": "share of requested experts that were still on their way",
-    "used": "experts asked for ahead of their need that were then needed",
-    "wasted": "experts asked for ahead of their need that were evicted before it came",
-    "stall_s": "time in which the computation waited for experts, while decoding",
-    "late_s": "part of `stall_s` spent on experts that were asked for ahead",
+    "ahead_bytes": "part of `moved_bytes` that was prefetched",
+    "rejected_bytes": "part of `moved_bytes` for experts that only rejected tokens of a draft used",
+    "read_bytes": "bytes read from disk for `moved_bytes`, in whole blocks",
+    "late_rate": "share of requested experts that were still being loaded",
+    "used": "prefetched experts that were then used",
+    "wasted": "prefetched experts that were evicted unused",
+    "stall_s": "time that the computation waited for experts in decode",
+    "late_s": "part of `stall_s` spent on prefetched experts",
     "draft_s": "time in drafting",
-    "verify_s": "time in verifying, stalls and the choice of tokens included",
-    "transfer_s": "time in moving experts while decoding, summed over reader threads",
-    "link_s": "time in which at least one expert was being moved",
+    "verify_s": "time in verification, with stalls and the choice of tokens",
+    "transfer_s": "time to load experts in decode, summed over reader threads",
+    "link_s": "time in which at least one expert was being loaded",
     "hidden_share": "share of `link_s` in which the computation did not wait",
-    "verified_bytes": "bytes of experts that were compared with their checksums, the prompt's "
-    "included: each record of a pack or a packed copy when it is first read in a process, and with "
+    "verified_bytes": "bytes of experts that were compared with their checksums, in prefill too: "
+    "each record of a pack or a packed copy when it is first read in a process, and with "
     "`verify_reads` at every read",
-    "verified_s": "time in that, summed over reader threads, which others read meanwhile",
-    "prefill_s": "time in the prompt",
-    "prefill_moved_bytes": "`moved_bytes` of the prompt",
-    "prefill_read_bytes": "`read_bytes` of the prompt",
-    "prefill_stall_s": "`stall_s` of the prompt",
-    "prefill_hit_rate": "`hit_rate` of the prompt; experts read ahead in time count as hits",
-    "cached_tokens": "tokens of the prompt whose KV entries an earlier text had made; they were "
+    "verified_s": "time to compare them, summed over reader threads",
+    "prefill_s": "time of prefill",
+    "prefill_moved_bytes": "`moved_bytes` of prefill",
+    "prefill_read_bytes": "`read_bytes` of prefill",
+    "prefill_stall_s": "`stall_s` of prefill",
+    "prefill_hit_rate": "`hit_rate` of prefill; experts prefetched in time count as hits",
+    "cached_tokens": "tokens of the prompt whose KV was cached by an earlier request; they were "
     "not run",
-    "select_s": "time in the choice of experts within an expert budget",
-    "audit_s": "time in audits of it, part of `verify_s`",
-    "budget": "what an expert budget cost, see below; null where the run was exact",
-    "layers": "figures of each MoE layer while decoding, see below",
+    "select_s": "time to choose experts within an expert budget",
+    "audit_s": "time of its audits, part of `verify_s`",
+    "budget": "effect of an expert budget, see below; null if the run was exact",
+    "layers": "figures of each MoE layer in decode, see below",
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
-    "`kv_cache`, `read_buffers`, `graphs` (where passes are recorded), `workspace`, `slots`, "
-    "`unused`; on a GPU also `device_overhead` (what libraries and torch's allocator take of it), "
-    "`host_records` (memory of the host that experts take, beside the budget) and `host_pinned` "
-    "(what of it the system locked)",
-    "card": "what the driver of a GPU said of it during the run (NVML), where it said anything: "
-    "bytes received over PCIe per second, on average and at most, clocks, and memory in use",
-    "codec": "how experts lay in slots: the name of the codec",
-    "dense": "how weights outside the experts were held: raw, lossless or residual",
-    "planned": "the planner's reason for codec and draft, if there was something to weigh",
+    "`kv_cache`, `read_buffers`, `graphs` (if passes are recorded), `workspace`, `slots`, "
+    "`unused`; on a GPU also `device_overhead` (memory of libraries and torch's allocator), "
+    "`host_records` (host memory for experts, in addition to the budget) and `host_pinned` "
+    "(the part of it that the system locked)",
+    "card": "figures of the GPU from its driver during the run (NVML), if it gave any: bytes "
+    "received over PCIe per second (mean and maximum), clocks, and memory in use",
+    "codec": "codec of the experts in slots",
+    "dense": "form of the weights outside the experts: raw, lossless or residual",
+    "planned": "the planner's reason for codec and draft, if it had a choice",
 }
 BUDGET_FIGURES = {
     "verifications": "verifications within the budget",
-    "natural": "distinct (layer, expert) pairs that their rows wanted",
+    "natural": "distinct (layer, expert) pairs that their rows chose",
     "served": "distinct pairs that they were given",
     "dropped_share": "routing weight of accepted tokens' own experts that were not served, over "
-    "all of theirs",
-    "audited": "tokens of verifications that ran exactly as well",
-    "differing": "of these, tokens that would have been others within the budget",
+    "the weight of all of them",
+    "audited": "tokens of verifications that also ran exactly",
+    "differing": "audited tokens that would have been others within the budget",
     "differing_share": "`differing` over `audited`",
     "differing_interval": "its 95 % interval (Wilson), from and to",
-    "nats": "mean over audited tokens: the exact model's log-probability of its token less that "
-    "within the budget. Both have the same entries of earlier tokens, budgeted ones included",
+    "nats": "mean over audited tokens: the exact model's log-probability of its token minus that "
+    "within the budget. Both use the same KV of earlier tokens, budgeted ones included",
     "nats_interval": "its 95 % interval, from and to",
 }
 LAYER_FIGURES = {
@@ -489,33 +488,33 @@ LAYER_FIGURES = {
     "passes": "times the layer was served",
     "covered": "sum over passes of hits over requests",
     "requests": "distinct experts requested, summed over passes",
-    "hits": "requested experts that lay in a slot",
-    "late": "requested experts that were on their way",
-    "used": "experts asked for ahead of their need that were then needed",
-    "wasted": "experts asked for ahead of their need that were evicted before it came",
-    "demand_bytes": "bytes moved when the layer asked",
-    "ahead_bytes": "bytes moved ahead of that",
-    "rejected_bytes": "bytes moved for experts that only rejected tokens wanted",
-    "stall_s": "time in which the computation waited for this layer's experts",
-    "late_s": "part of `stall_s` spent on experts that were asked for ahead",
+    "hits": "requested experts found in a slot",
+    "late": "requested experts that were still being loaded",
+    "used": "prefetched experts that were then used",
+    "wasted": "prefetched experts that were evicted unused",
+    "demand_bytes": "bytes moved on demand",
+    "ahead_bytes": "bytes moved by prefetches",
+    "rejected_bytes": "bytes moved for experts that only rejected tokens used",
+    "stall_s": "time that the computation waited for this layer's experts",
+    "late_s": "part of `stall_s` spent on prefetched experts",
 }
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """part / whole, or None where there was nothing to divide by."""
+    """Return part / whole, or None if whole is 0."""
     return part / whole if whole else None
 
 
 @dataclass(slots=True)
 class RunStats:
-    """The steps of one generation, and what they add up to: FIGURES defines each figure.
+    """The steps of one generation, and their sums: FIGURES defines each figure.
 
     codec    of the experts in slots
     dense    form of the weights outside the experts
-    planned  why, where the planner had that and the draft to weigh
-    card     figures of the GPU during the run, where its driver gave any
-    readings what the driver says while the run goes on: `speq.devices.card.CardReading`
-    verified_bytes  of records that were compared with their checksums; verified_s: time in that
+    planned  the planner's reason for these and the draft, if it had a choice
+    card     figures of the GPU during the run, if its driver gave any
+    readings of the driver during the run: `speq.devices.card.CardReading`
+    verified_bytes  of records compared with their checksums; verified_s: time for that
     """
 
     start_s: float
@@ -533,7 +532,7 @@ class RunStats:
     _trimmed: int = 0
 
     def record(self, step: StepStats) -> None:
-        """Add a step; of the oldest ones only the sums are kept, once there are many events."""
+        """Add a step. With too many events, the oldest steps keep only their sums."""
         self.steps.append(step)
         if step.phase == "decode":
             for layer, figures in step.by_layer.items():
@@ -548,12 +547,12 @@ class RunStats:
 
     @property
     def trimmed(self) -> int:
-        """Steps, the first ones, whose events and layers are no longer kept."""
+        """Number of first steps whose events and layers are no longer kept."""
         return self._trimmed
 
     @property
     def decode(self) -> list[StepStats]:
-        """The steps behind the prompt."""
+        """The steps after prefill."""
         return [step for step in self.steps if step.phase == "decode"]
 
     def total(self, name: str, phase: str = "decode") -> Any:
@@ -561,7 +560,7 @@ class RunStats:
         return sum(getattr(step, name) for step in self.steps if step.phase == phase)
 
     def budget(self) -> dict[str, Any] | None:
-        """BUDGET_FIGURES by name; None for an exact run."""
+        """Return BUDGET_FIGURES by name; None for an exact run."""
         whole = ApproximationStats()
         for step in self.steps:
             if step.approximation is not None:
@@ -569,7 +568,7 @@ class RunStats:
         return whole.summary() if whole.verifications else None
 
     def summary(self) -> dict[str, Any]:
-        """FIGURES by name; None where a figure does not exist for this run."""
+        """Return FIGURES by name; None for a figure that this run does not have."""
         decode, total = self.decode, self.total
         prefill = [step for step in self.steps if step.phase == "prefill"]
         return {

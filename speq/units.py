@@ -1,4 +1,4 @@
-"""Sizes, rates, clocks and progress: what is read from people and shown to them."""
+"""Sizes, rates, clocks and progress: parsed from users and formatted for them."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -6,16 +6,16 @@ from typing import TypeVar
 
 from speq.errors import SpeqError
 
-# Told (what, done, total) during long work; and the same where it is known what.
+# Called with (what, done, total) during long work, or with (done, total).
 Progress = Callable[[str, int, int], None]
 Done = Callable[[int, int], None]
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Tells nobody."""
+    """Ignore progress."""
 
 
-# Seconds, from anywhere on.
+# Seconds, from any start.
 Clock = Callable[[], float]
 
 Item = TypeVar("Item")
@@ -35,7 +35,7 @@ UNITS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes in a size such as "8GiB", "512MiB", "1.5 GB" or a plain number of bytes.
+    """Parse a size such as "8GiB", "512MiB", "1.5 GB" or a plain number of bytes.
 
     Raises SpeqError for anything else, and for sizes that are not positive.
     """
@@ -51,7 +51,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_rate(name: str, text: str) -> float:
-    """Bytes per second in a rate such as "25GB/s". Raises SpeqError, naming the option."""
+    """Parse a rate such as "25GB/s" into bytes per second. Raises SpeqError, naming the option."""
     size, slash, second = str(text).rpartition("/")
     if not slash or second.strip().lower() != "s":
         raise SpeqError(f"{name} is {text!r}; give bytes per second with a unit, such as 25GB/s")
@@ -62,7 +62,7 @@ def parse_rate(name: str, text: str) -> float:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """A rate for people: decimal units, three significant digits, as links are sold by."""
+    """Format a rate: decimal units, as vendors use for links, and three significant digits."""
     for unit, name in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= unit:
             return f"{bytes_per_s / unit:.3g} {name}"
@@ -70,7 +70,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_bytes(size: int | float) -> str:
-    """A size for people: binary units, three significant digits."""
+    """Format a size: binary units, three significant digits."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if abs(size) >= unit:
             # From 999.5 on, three digits would be written with an exponent.
@@ -81,7 +81,7 @@ def format_bytes(size: int | float) -> str:
 def tracked(
     what: str, items: Iterable[Item], total: int, progress: Progress | None
 ) -> Iterator[Item]:
-    """The items, of which there are `total`; progress is told of each that is done with."""
+    """Yield the `total` items, and report progress after each."""
     if progress is not None:
         progress(what, 0, total)
     for done, item in enumerate(items, start=1):

@@ -1,1 +1,1 @@
-"""What is run beside the library: pages made from the code, builds, and runs on other machines."""
+"""Developer tools: pages generated from the code, builds, and runs on other machines."""

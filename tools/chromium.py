@@ -1,4 +1,4 @@
-"""Pages in the system's own Chromium, without a window, for tests and screenshots."""
+"""Opens pages in the system's Chromium, without a window, for tests and screenshots."""
 
 import os
 import shutil
@@ -13,12 +13,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def installed() -> str | None:
-    """Path of the first browser there is."""
+    """Path of the first browser found; None without one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def reason_absent() -> str | None:
-    """Why no page can be opened here; None: it can."""
+    """Reason that no page can be opened here; None: pages can be opened."""
     if installed() is None:
         return f"there is no browser here ({', '.join(NAMES)}); tools/browser.sh installs one"
     try:
@@ -30,7 +30,7 @@ def reason_absent() -> str | None:
 
 @contextmanager
 def launched() -> Iterator["Browser"]:
-    """A browser, closed at the end. An event loop runs in this thread for as long."""
+    """Launch a browser for the block. An event loop runs in this thread meanwhile."""
     from playwright.sync_api import sync_playwright
 
     # Chromium's sandbox refuses to work for root.

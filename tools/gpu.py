@@ -1,11 +1,11 @@
-"""On a machine with a GPU, without network: load or build our libraries, test, measure.
+"""Loads or builds our libraries, tests and measures on a machine with a GPU, without network.
 
     python -m tools.gpu --out FOLDER [--steps NAME,...] [--build] [--commit ID]
 
-Writes one JSON, anew after each step, so that a run that is cut short leaves what it found. Takes
-the interpreter's own torch and transformers. Libraries that were built before (speq/lib*.so) are
-used where they load; else they are built for the one card. `--steps` chooses steps by how their
-names begin.
+It rewrites one JSON after each step, so that an interrupted run leaves its results. It uses the
+interpreter's torch and transformers. Libraries that were built before (speq/lib*.so) are used if
+they load; otherwise they are built for this card. `--steps` chooses steps by the beginning of their
+names.
 """
 
 import argparse
@@ -52,10 +52,10 @@ print(json.dumps({
 class Run:
     """A run of all steps.
 
-    work        folder for what steps write for each other; the package and tests lie in it
+    work        folder of the package, the tests and the files that steps write for each other
     deadline    by the monotonic clock
-    reserved_s  what other steps leave to the sanitizer's, which are last
-    rehearse    whether the GPU is a pretence, and steps end at their first call of it
+    reserved_s  time that other steps leave to the sanitizer's, which are last
+    rehearse    True if the GPU is a pretence, so that steps end at their first call of it
     """
 
     work: Path
@@ -89,7 +89,7 @@ class Run:
         return ended([sys.executable, *arguments], limit_s, self.package, **more)
 
     def ask(self, program: str) -> dict[str, Any]:
-        """The JSON that a program prints. Exits where it prints none."""
+        """Run a program and parse the JSON that it prints. Exits if there is none."""
         asked = self.python(["-c", program], 120)
         if asked.code != 0:
             sys.exit(f"tools/gpu.sh: {asked.output[-TAIL:]}")
@@ -132,7 +132,7 @@ class Run:
         self.note("build", "passed", time.monotonic() - start, f"for {architecture}")
 
     def step(self, step: Step) -> None:
-        """Run a step and keep what came of it, whatever that is."""
+        """Run a step and keep its result."""
         missing = None if not step.under or shutil.which(step.under[0]) else step.under[0]
         left_s = self.deadline - time.monotonic()
         if not step.under:
@@ -174,7 +174,7 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """All there is so far, whole or not at all."""
+        """Write the results so far, whole or not at all."""
         partial = self.out / "gpu.json.partial"
         made = {"machine": self.machine, "steps": self.records}
         partial.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
@@ -183,7 +183,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a process printed, and its exit status; None if it ran past its limit."""
+    """Output and exit status of a process; None if it ran past its limit."""
 
     code: int | None
     output: str
@@ -192,7 +192,7 @@ class Ended:
 def ended(
     command: list[str], limit_s: float, where: Path, environment: dict[str, str] | None = None
 ) -> Ended:
-    """Run a command; past its limit it is ended, with all that it started."""
+    """Run a command; end it and its children if it runs past its limit."""
     process = subprocess.Popen(
         command,
         cwd=where,

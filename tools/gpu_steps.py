@@ -1,7 +1,7 @@
-"""The steps of a run on a GPU: what each runs, for how long at most, and what it leaves.
+"""The steps of a run on a GPU: commands, time limits and results.
 
-Short steps come first, so that a long one takes nothing from them. The list is made as the run
-goes: budgets are shares of a model that a step writes.
+Short steps come first, so that a long one takes no time from them. The list is made during the run:
+budgets are shares of a model that a step writes.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ class Step:
     """command: arguments of the interpreter. reports: whether `--json FILE` is to be added.
 
     under        arguments of a program that the interpreter runs under
-    skipped      why the step cannot run yet
-    host_only    whether it computes nothing on the GPU
-    rehearsed_by what is added to the command where there is no GPU
+    skipped      reason that the step cannot run yet
+    host_only    True if it computes nothing on the GPU
+    rehearsed_by arguments that are added to the command without a GPU
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Writes what follows from the declarations of options: their types for editors, and their docs.
+"""Generates types for editors, and docs, from the declarations of options.
 
 python -m tools.options           write speq/options/typed.py and docs/options.md
 python -m tools.options --check   fail where one of them is not up to date

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are made from the code: `python tools/pages.py`.
+"""Generates the pages of docs/ that are made from the code: `python tools/pages.py`.
 
 `--check` writes nothing and fails if a page is not current.
 """

@@ -1,7 +1,4 @@
-"""What `tools/rehearse.py` has every interpreter of its environment start with (sitecustomize).
-
-There is no scipy and no network, and torch says that it sees a GPU.
-"""
+"""The sitecustomize of `tools/rehearse.py`: hides scipy and the network, and pretends a GPU."""
 
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
@@ -11,7 +8,7 @@ HIDDEN = ("scipy",)
 
 
 class Without(PathFinder):
-    """Finds modules where Python does, but for those hidden."""
+    """Finds modules as Python does, except hidden ones."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

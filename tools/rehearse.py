@@ -3,9 +3,9 @@
     python -m tools.rehearse                                       with the installed torch
     python -m tools.rehearse --torch 2.11.0 --transformers 5.17.0  with others, gigabytes of them
 
-In a fresh environment in which there is neither scipy nor a network, and in which torch says that
-it sees a GPU. What must hold: our built libraries find every symbol of torch that they name, torch
-with CUDA loads them, tests are collected, and every command gets as far as the device.
+It uses a fresh environment without scipy and network, in which torch pretends to see a GPU. It
+checks that our built libraries find every symbol of torch that they name, that torch with CUDA
+loads them, that tests are collected, and that every command gets as far as the device.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def check_symbols(python: Path) -> Iterable[str]:
 
 
 def verdict(step: Step, record: dict[str, Any]) -> str:
-    """What a step came to. Exits where it ended before the device, or not at all."""
+    """Judge a step. Exits if it ended before the device, or not at all."""
     output = record["output"]
     if record["state"] == "skipped" and output == step.skipped:
         return f"skipped: {output}"

@@ -1,10 +1,10 @@
-"""Runs the keystone on other releases of transformers than the installed one.
+"""Runs the exactness tests on other releases of transformers than the installed one.
 
-    python -m tools.releases newest                  a short one, on the newest of the index
+    python -m tools.releases newest                  a short run, on the newest of the index
     python -m tools.releases --whole oldest newest   all of it; `oldest` is the oldest supported
 
-Each has an environment of its own beside this one, `.venv-newest` and the like, which is kept. It
-shares all packages of this one but those that the release wants otherwise.
+Each release has its own environment next to this one, such as `.venv-newest`, which is kept. It
+shares all packages of this one except those that the release needs in other versions.
 """
 
 import argparse
@@ -26,7 +26,7 @@ RELEASES = {
     "newest": "transformers",
 }
 EXACTNESS = "tests/product/test_exactness.py"
-# What depends on what transformers gives to layers, and gets of them.
+# Tests that depend on the interface of transformers' layers.
 LAYERS = tuple(
     f"tests/product/test_{name}.py"
     for name in (
@@ -34,7 +34,7 @@ LAYERS = tuple(
         *("text_part", "kv_cache", "chain", "stages"),
     )
 )
-# One family that is walked, and one of each kind that keeps states.
+# One family of the fused decoder, and one of each kind with recurrent state.
 SHORT = tuple(
     f"{EXACTNESS}::test_greedy_tokens_are_the_exact_models[{family}]"
     for family in ("mixtral", "qwen3_next", "lfm2_moe")
@@ -42,13 +42,13 @@ SHORT = tuple(
 
 
 def packages_of(folder: Path) -> Path:
-    """Where an environment has its packages."""
+    """Return the folder of an environment's packages."""
     places = {"base": str(folder), "platbase": str(folder)}
     return Path(sysconfig.get_path("purelib", "venv", places))
 
 
 def environment(name: str) -> Path:
-    """The interpreter of an environment with that release. Exits where it cannot be fetched."""
+    """Return the interpreter of an environment with that release. Exits if it cannot be fetched."""
     folder = Path(f"{sys.prefix}-{name}")
     python, shared = folder / "bin" / "python", packages_of(folder) / "shared.pth"
     # Its own packages come first; .pth files of the shared ones count too, such as speq's.
@@ -62,15 +62,15 @@ def environment(name: str) -> Path:
         [*pip, "--disable-pip-version-check", RELEASES[name]], capture_output=True, text=True
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"pip ended with {done.returncode}"]
-        sys.exit(f"releases: {RELEASES[name]} ({name}) cannot be fetched: {said[-1]}")
+        errors = done.stderr.strip().splitlines() or [f"pip ended with {done.returncode}"]
+        sys.exit(f"releases: {RELEASES[name]} ({name}) cannot be fetched: {errors[-1]}")
     return python
 
 
 def version_in(python: Path) -> str:
-    """Of the transformers that an interpreter imports."""
-    asked = "import json, transformers; print(json.dumps(transformers.__version__))"
-    done = subprocess.run([str(python), "-c", asked], capture_output=True, text=True)
+    """Return the version of transformers that an interpreter imports."""
+    program = "import json, transformers; print(json.dumps(transformers.__version__))"
+    done = subprocess.run([str(python), "-c", program], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"releases: {python} cannot import transformers:\n{done.stderr[-2000:]}")
     version: str = json.loads(done.stdout.splitlines()[-1])
@@ -78,14 +78,16 @@ def version_in(python: Path) -> str:
 
 
 def tests_of(whole: bool) -> list[str]:
-    """What pytest is given."""
+    """Return the arguments of pytest."""
     if whole:
         return ["-m", "not gpu", EXACTNESS, *LAYERS]
     return ["-m", "not full and not gpu", *LAYERS, *SHORT]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run the keystone on releases of transformers.")
+    parser = argparse.ArgumentParser(
+        description="Run the exactness tests on releases of transformers."
+    )
     parser.add_argument("releases", nargs="+", choices=RELEASES)
     parser.add_argument("--whole", action="store_true", help="all cells, for an hour")
     given = parser.parse_args()
@@ -93,15 +95,15 @@ def main() -> None:
     for name in given.releases:
         python = environment(name)
         version = version_in(python)
-        print(f"the keystone on transformers {version} ({name})", flush=True)
+        print(f"exactness on transformers {version} ({name})", flush=True)
         workers = ["-n", "auto", "--dist", "worksteal", "-q"]
         command = [str(python), "-m", "pytest", *workers, *tests_of(given.whole)]
         if subprocess.run(command, cwd=ROOT, env=os.environ).returncode:
             failed.append(version)
         elif not is_tested(version):
-            print(f"{version} holds: add it to speq/version.py and pyproject.toml", flush=True)
+            print(f"{version} passes: add it to speq/version.py and pyproject.toml", flush=True)
     if failed:
-        sys.exit(f"releases: the keystone fails on transformers {', '.join(failed)}")
+        sys.exit(f"releases: exactness fails on transformers {', '.join(failed)}")
 
 
 if __name__ == "__main__":

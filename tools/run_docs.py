@@ -1,9 +1,8 @@
 """Runs the commands that README and docs/ print: `python tools/run_docs.py`.
 
-Commands run in a scratch folder, on a copy of the bundled model. It stands in for models that a
-reader would bring, and the widened model is a small one unless `--wide` is given. Commands that
-measure for minutes are left out unless `--slow` is given, and those that serve until an interrupt
-always.
+Commands run in a scratch folder, on a copy of the bundled model, which replaces the reader's own
+model; the widened model is a small one unless `--wide` is given. Commands that measure for minutes
+are skipped unless `--slow` is given, and servers are always skipped.
 """
 
 import argparse
@@ -139,8 +138,8 @@ def prepare(scratch: Path) -> None:
 
 
 def run(arguments: list[str], scratch: Path, timeout_s: float) -> str | None:
-    """What went wrong with a command, if anything did."""
-    # Profiles and drafts are kept in the scratch folder too. The lab is not installed.
+    """Run a command; return what went wrong, or None."""
+    # Profiles and drafts are kept in the scratch folder too.
     home = {"HOME": str(scratch), "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
     home["PYTHONPATH"] = str(ROOT)
     try:

@@ -1,10 +1,10 @@
-"""Screenshots of a page of pictures, whole, in both themes, on a wide and on a narrow screen.
+"""Takes screenshots of a page of pictures in both themes, on a wide and on a narrow screen.
 
     python -m tools.shots PAGE.html FOLDER
     python -m tools.shots PAGE.html FOLDER --panel overlap
 
-The second one takes a single picture of the page, in the light theme: those in docs/ are made so.
-What people see is what no test asserts: look at these after a change of a page.
+The second form takes one picture of the page in the light theme, as for docs/. No test asserts what
+a page looks like: look at these after a change.
 """
 
 import argparse
@@ -20,7 +20,7 @@ THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
 def shots(page: Path, folder: Path) -> list[Path]:
-    """PNG files in `folder`, one for each theme and width."""
+    """Write PNG files to `folder`, one for each theme and width."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     with launched() as browser:
@@ -38,7 +38,7 @@ def shots(page: Path, folder: Path) -> list[Path]:
 
 
 def shot_of(page: Path, folder: Path, panel: str) -> Path:
-    """A PNG file in `folder` of one panel, by its name."""
+    """Write a PNG file of one panel to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"{panel}.png"
     with launched() as browser:

@@ -1,7 +1,6 @@
-"""Leaves out of a GPTQ folder what no draft is read for, to keep it beside its model.
+"""Reduces a GPTQ folder to what a draft needs: quantised tensors, routers and settings.
 
-What is left: the quantised tensors, the routers, by which speq knows whose draft it is, and the
-settings. Loaders of whole models want the rest.
+speq uses the routers to find the draft's model. Loaders of whole models need the rest.
 """
 
 import argparse

@@ -84,7 +84,7 @@ def oldest_torch() -> str:
 
 
 def wheel_url(version: str) -> str:
-    """Where pip would take torch from. Raises Unreachable."""
+    """Return the URL that pip would load torch from. Raises Unreachable."""
     options = ["--dry-run", "--ignore-installed", "--no-deps", "--report", "-", "--quiet"]
     limits = ["--retries", "1", "--timeout", str(TIMEOUT_S), "--disable-pip-version-check"]
     pip = [sys.executable, "-m", "pip", "install", *options, *limits, f"torch=={version}"]
@@ -117,7 +117,7 @@ def fetch(version: str, cache: Path = CACHE) -> Path:
 
 
 def compile_errors(source: Path, headers: Path) -> str:
-    """What the compiler says of a source file with flags as in CMakeLists.txt; nothing if fine."""
+    """Compile a source file with the flags of CMakeLists.txt; return the compiler's errors."""
     cmake = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
     target = re.search(r"TORCH_TARGET_VERSION=\w+", cmake)
     assert target is not None

@@ -150,7 +150,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run did."""
+    """Figures of a finished run."""
 
     steps: int
     tokens: int
@@ -314,7 +314,7 @@ def interleave(sources: list[Source], rng: np.random.Generator) -> np.ndarray:
 
 
 def window_count(stream: np.ndarray, length: int) -> int:
-    """How many windows of `length` tokens a stream has, each with the token that follows it."""
+    """Count the windows of `length` tokens of a stream, each with the token after it."""
     return max(0, (len(stream) - 1) // length)
 
 

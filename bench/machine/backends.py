@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from speq.bench.settings import KernelSettings as Settings
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_choice
 from speq.kernels import library
 
@@ -16,7 +16,7 @@ def backends_of(ops: Mapping[str, str | None], settings: Settings) -> dict[str, 
 
     Raises SpeqError for the reference, unless it is asked for.
     """
-    device = device_named(settings.device).torch
+    device = find_device(settings.device).torch
     backends = {}
     for kernel, op in {**ops, "read": "read_sum"}.items():
         backend = (

@@ -32,7 +32,7 @@ from speq.experts.codec import ExpertCodec, Matrices, codec_of, codecs_for
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.experts.int4 import Int4Expert
 from speq.experts.scaled_codecs import ScaledCodec
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.atomic_file import check_target
 from speq.kernels import dense_ops, windows
 from speq.kernels.ops import Int4Pair, quantize_int4
@@ -125,7 +125,7 @@ class Measured:
 
     def __init__(self, codec: ExpertCodec) -> None:
         self._codec = codec
-        self._room = aligned_bytes(1, codec.slot_bytes)[0]
+        self._room = allocate_aligned(1, codec.slot_bytes)[0]
         self._copy = codec.shape.empty()
         self._sizes: list[int] = []
         self._times_s: dict[str, list[float]] = {"encode": [], "decode": [], "copy": []}

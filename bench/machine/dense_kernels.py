@@ -23,9 +23,9 @@ from speq.bench.machine.backends import backends_of, limited_isa
 from speq.bench.machine.expert_layer import BLOCK_WEIGHTS, SEED, copies, repeated
 from speq.bench.rotation import rotated
 from speq.bench.settings import KernelSettings as Settings
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_choice
-from speq.files.alignment import aligned
+from speq.files.alignment import align
 from speq.files.atomic_file import check_target
 from speq.kernels import dense_ops
 from speq.kernels.ops import Int4Weight, quantize_int4
@@ -104,7 +104,7 @@ class Matrices:
 
     def _recorded(self, record: Tensor) -> Tensor:
         self.nbytes += len(record)
-        room = torch.zeros(aligned(len(record)), dtype=torch.uint8)
+        room = torch.zeros(align(len(record)), dtype=torch.uint8)
         room[: len(record)] = record
         return room
 
@@ -149,7 +149,7 @@ def run(
     for name in kernels:
         checked_choice("kernels", name, KERNELS)
     shapes = shapes_of(settings)
-    device = device_named(settings.device).torch
+    device = find_device(settings.device).torch
     backends = backends_of({kernel: kernel for kernel in kernels}, settings)
     for shape in shapes:
         check_memory(shape, settings, device)
@@ -201,7 +201,7 @@ def check_memory(shape: DenseShape, settings: Settings, device: torch.device) ->
     plain = shape.weights * getattr(torch, settings.dtype).itemsize
     # No form takes more than plain words, and each at most what is read, or the fewest copies.
     needed = read + len(KERNELS) * max(read, MIN_CALLS * plain)
-    free = device_named(device.type).free_bytes()
+    free = find_device(device.type).free_bytes()
     if needed > free:
         raise SpeqError(
             f"{shape} needs {format_bytes(needed)} and {format_bytes(free)} of memory are left; "
@@ -219,7 +219,7 @@ def measure(
     clock: Clock,
 ) -> dict[str, dict[str, float | None]]:
     """Medians over the rounds of each kernel, kernels in rotation."""
-    device = device_named(settings.device).torch
+    device = find_device(settings.device).torch
     generator = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(rows, shape.columns, generator=generator)
     inputs = inputs.to(device, getattr(torch, settings.dtype))

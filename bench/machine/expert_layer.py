@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.random_expert import random_expert
-from speq.files.alignment import aligned, aligned_bytes, prefer_huge_pages
+from speq.files.alignment import align, allocate_aligned, prefer_huge_pages
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import ACTIVATIONS, Int4Bank, quantize_int4
+from speq.kernels.ops import ACTIVATIONS, Int4Slots, quantize_int4
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 
 ACTIVATION = "silu"
@@ -64,9 +64,9 @@ class LayerShape:
         if form == "int4":
             return self.int4_bytes(group_size)
         if form in SCALED:
-            return aligned(SCALED[form](self.hidden_size, self.expert_width).nbytes)
+            return align(SCALED[form](self.hidden_size, self.expert_width).nbytes)
         layout = CompactLayout.of_expert(self.hidden_size, self.expert_width, form == "lossless")
-        return aligned(int(1.1 * layout.fixed_bytes))
+        return align(int(1.1 * layout.fixed_bytes))
 
 
 SHAPES = {
@@ -114,7 +114,7 @@ class Layer:
             repeated(weights, (hidden, width), torch.device("cpu")),
         )
         codes = [pair_of(matrix, group_size, "residual" in forms) for matrix in one]
-        self.backend = Int4Bank(
+        self.backend = Int4Slots(
             (copies(codes[0][0], int4, device), copies(codes[0][1], int4, device)),
             (copies(codes[1][0], int4, device), copies(codes[1][1], int4, device)),
         )
@@ -138,7 +138,7 @@ class Layer:
 
     def _slots(self, form: str, held: int, device: torch.device) -> Tensor:
         record = self._records[form]
-        slots = aligned_bytes(held, aligned(len(record)), device).zero_()
+        slots = allocate_aligned(held, align(len(record)), device).zero_()
         slots[:, : len(record)] = record.to(device)
         return slots
 
@@ -146,7 +146,7 @@ class Layer:
 def scaled_record(form: str, shape: LayerShape, generator: torch.Generator) -> Tensor:
     """The record of an expert of random weights, published in a form of SCALED."""
     codec = own_codec(ExpertShape(shape.hidden_size, shape.expert_width, torch.bfloat16, form))
-    slot = aligned_bytes(1, codec.slot_bytes)[0]
+    slot = allocate_aligned(1, codec.slot_bytes)[0]
     return slot[: codec.encode(random_expert(codec.shape, generator), None, slot)]
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from speq.bench.settings import GpuLinkSettings as Settings
-from speq.devices.named import device_named
-from speq.files.alignment import aligned_bytes
+from speq.devices.named import find_device
+from speq.files.alignment import allocate_aligned
 from speq.files.atomic_file import check_target
 from speq.kernels import library
 from speq.measure.memory_read import READ_BYTES, MemoryRead, read_gb_per_s
@@ -75,7 +75,7 @@ def run(
     """Measure the GPU. Raises SpeqError where there is none."""
     check_target(json_file, force)
     sizes = [parse_bytes(size) for size in settings.sizes]
-    device = device_named("cuda").torch
+    device = find_device("cuda").torch
     card = Card(device, max(*sizes, RESULT_BYTES), clock)
     read = memory_read(device, settings.rounds, clock)
     found = tracked(
@@ -179,7 +179,7 @@ class Card:
 
     def pin(self, nbytes: int) -> float:
         """Seconds to lock memory of the host."""
-        memory = aligned_bytes(1, nbytes).fill_(1)
+        memory = allocate_aligned(1, nbytes).fill_(1)
         cudart = torch.cuda.cudart()
         start = self._clock()
         torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))

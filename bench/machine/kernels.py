@@ -45,7 +45,7 @@ from speq.bench.machine.expert_layer import (
 from speq.bench.neighbours import disturbed
 from speq.bench.rotation import rotated
 from speq.bench.settings import KernelSettings as Settings
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_choice
 from speq.files.atomic_file import check_target
 from speq.kernels import compact_ops, ops, scaled_ops
@@ -132,7 +132,7 @@ def run(
     check_target(json_file, force)
     settings = spelt_out(settings)
     held = check(settings)
-    device = device_named(settings.device).torch
+    device = find_device(settings.device).torch
     backends = backends_of({kernel: KERNELS[kernel] for kernel in settings.kernels}, settings)
     check_memory(settings, held, device)
     with limited_isa(settings.isa, device) as isa:
@@ -224,7 +224,7 @@ def experts_held(shape: LayerShape, memory_bytes: int, group_size: int) -> int:
 
 def check_memory(settings: Settings, held: dict[str, int], device: torch.device) -> None:
     """Raise SpeqError where a layer does not fit beside the buffer that is read."""
-    free = device_named(device.type).free_bytes()
+    free = find_device(device.type).free_bytes()
     needed_forms = forms(settings.kernels)
     for name, count in held.items():
         shape = SHAPES[name]
@@ -326,7 +326,7 @@ def measure_shape(
     clock: Clock,
 ) -> list[dict[str, Any]]:
     """Rows of the report for one shape; its experts are gone on return."""
-    device = device_named(settings.device).torch
+    device = find_device(settings.device).torch
     layer = Layer(shape, held, forms(settings.kernels), settings.group_size, device)
     rows = []
     for count in dict.fromkeys(settings.rows):

@@ -18,7 +18,7 @@ from speq.errors import SpeqError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.atomic_file import check_target
-from speq.measure.link import Sample, arena_for, expert_reads, plain_reads
+from speq.measure.link import LinkSample, arena_for, expert_reads, plain_reads
 from speq.measure.report import Column, Report
 from speq.models.opened import Opened, open_model
 from speq.units import Progress, format_bytes, parse_bytes, tracked
@@ -100,7 +100,7 @@ def measure(
     arena = arena_for(
         2 * max(settings.readers), *sizes, *(s.opened.store.codec.slot_bytes for s in sources)
     )
-    samples: dict[int, list[Sample]] = {at: [] for at in range(len(cases))}
+    samples: dict[int, list[LinkSample]] = {at: [] for at in range(len(cases))}
     cached = dict.fromkeys(samples, 0)
     for turn in tracked("reading", range(settings.rounds), settings.rounds, progress):
         for group in range(len(groups)):

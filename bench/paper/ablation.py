@@ -42,7 +42,7 @@ from speq.generator import Generator
 from speq.kernels.ops import ExpertBiases
 from speq.layers.exact_experts import ExactExperts
 from speq.measure.report import Column, Report, read_prompts
-from speq.measure.runs import texts_of
+from speq.measure.runs import generations_of
 from speq.registries import PREFETCHERS
 from speq.runtime import Runtime
 from speq.scheduler.expert_key import ExpertKey
@@ -245,7 +245,7 @@ def measure(model: str, settings: Settings, part: Part, prompts: list[str]) -> S
         generator.reserve(longest + settings.max_new_tokens)  # arenas that are changed then stay
         part.change(generator.runtime)
         runs, tokens = [], []
-        for text in texts_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS):
+        for text in generations_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS):
             runs.append(present(generator.last_run, "a text has ended and left no run"))
             tokens.append(text.token_ids)
         return Sample.of(runs, tokens)

@@ -15,7 +15,7 @@ from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_store import PackedExpertStore
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.measure.codec_speed import in_slots, pass_s
 from speq.measure.report import Column
 from speq.models.opened import Opened, open_model
@@ -101,7 +101,7 @@ def encoded_sizes(
     count = store.num_layers * store.num_experts
     sizes: dict[str, list[int]] = {name: [] for name in codecs}
     slot = expert_slot(store)
-    rooms = {name: aligned_bytes(1, codec.slot_bytes)[0] for name, codec in codecs.items()}
+    rooms = {name: allocate_aligned(1, codec.slot_bytes)[0] for name, codec in codecs.items()}
     for at in range(count if codecs else 0):
         exact, base = read_matrices(store, *divmod(at, store.num_experts), slot), draft.expert(at)
         for name, codec in codecs.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 from speq.bench.paper.budget_settings import Compared
 from speq.errors import SpeqError
 from speq.layers.exact_experts import ExactExperts
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.routing import Route
 
 
@@ -48,7 +48,7 @@ def order_of(
 
 
 def kept_output(
-    outputs: Tensor, route: Route, logits: Tensor, gate: Gate, allowed: Tensor, truncate: bool
+    outputs: Tensor, route: Route, logits: Tensor, gate: RouterGate, allowed: Tensor, truncate: bool
 ) -> Tensor:
     """[T, H] of a layer within a budget: outputs [T, E, H], allowed [E] bool."""
     ids, weights = route.topk_ids, route.topk_weights.float()
@@ -90,7 +90,7 @@ class Study:
 
     drafts: ClassVar[bool] = False
     backend: ExactExperts
-    gates: Sequence[Gate]
+    gates: Sequence[RouterGate]
     num_experts: int
     compared: Sequence[Compared] = ()
     counts: Tensor | None = None

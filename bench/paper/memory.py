@@ -43,7 +43,7 @@ from speq.errors import SpeqError
 from speq.experts.codec import codec_of, codecs_for
 from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.atomic_file import check_target
 from speq.kernels import dense_ops
 from speq.measure.report import Column, Report
@@ -277,7 +277,7 @@ def expert_sizes(
         return sizes  # its words would have to be rebuilt first
     slot = expert_slot(store)
     codecs = [codec_of(form, shape) for form in codecs_for(shape) if form not in sizes]
-    rooms = [aligned_bytes(1, codec.slot_bytes)[0] for codec in codecs]
+    rooms = [allocate_aligned(1, codec.slot_bytes)[0] for codec in codecs]
     totals = [0] * len(codecs)
     for at in tracked("encoding experts", range(count), count, progress):
         exact = read_matrices(store, *divmod(at, store.num_experts), slot)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Priority, State, TransferTicket, record
-from speq.stats import Event, Recorder
+from speq.stats import Recorder, TimeSpan
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class SimulatedLink:
             self._clock.now = self._running[0].end_s
             self._advance()
         if self._clock.now > start_s:
-            stall = Event("stall", start_s, self._clock.now, *ticket.key, ahead=ticket.ahead)
+            stall = TimeSpan("stall", start_s, self._clock.now, *ticket.key, ahead=ticket.ahead)
             self._recorder.add(stall)
         self._report()
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from speq.bench.rivals.zip_planes import CHUNK_WORDS, Deflater
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
-from speq.experts.passes import in_turn
+from speq.experts.passes import map_in_order
 from speq.experts.record_writer import BATCH_BYTES, sync
-from speq.files.alignment import aligned
+from speq.files.alignment import align
 from speq.files.atomic_file import replacing, write_whole, writing
-from speq.files.checksums import sealed
+from speq.files.checksums import seal
 from speq.files.json_file import read_json
 from speq.files.range_file import RangeFile, bytes_of
 from speq.units import Done
@@ -108,7 +108,7 @@ def ensure_file(
         "chunk_words": CHUNK_WORDS,
         "records": [astuple(record) for record in records],
     }
-    write_whole(path, (json.dumps(sealed(entries)) + "\n").encode())
+    write_whole(path, (json.dumps(seal(entries)) + "\n").encode())
 
 
 def read_index(path: Path) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def read_index(path: Path) -> dict[str, Any]:
     remedy = f"remove {path} and run again"
     entries = read_json(path, remedy, remedy)
     written = {name: value for name, value in entries.items() if name != "crc32"}
-    if sealed(written) != entries:
+    if seal(written) != entries:
         raise SpeqError(f"{path} is not what was written; remove it and run again")
     ours = entries.get("format") == FORMAT and entries.get("chunk_words") == CHUNK_WORDS
     return entries if ours else {}
@@ -149,12 +149,12 @@ def write_records(
     records: list[ZipRecord] = []
     with writing(path), replacing(path) as file:
         written = synced = 0
-        with closing(in_turn(make, range(total), threads)) as making:
+        with closing(map_in_order(make, range(total), threads)) as making:
             for record, sizes in making:
                 records.append(ZipRecord(written, len(record), zlib.crc32(record), sizes))
                 file.write(record)
-                file.write(bytes(aligned(len(record)) - len(record)))
-                written += aligned(len(record))
+                file.write(bytes(align(len(record)) - len(record)))
+                written += align(len(record))
                 if written - synced >= BATCH_BYTES:
                     sync(file)
                     synced = written
@@ -175,7 +175,7 @@ class ZipFile:
             for offset, nbytes, crc32, sizes in entries["records"]
         ]
         self.data = RangeFile(folder / DATA_FILE)
-        wanted = max(aligned(record.offset + record.nbytes) for record in self.records)
+        wanted = max(align(record.offset + record.nbytes) for record in self.records)
         if self.data.size != wanted:
             self.data.close()
             raise SpeqError(
@@ -191,7 +191,7 @@ class ZipFile:
     @property
     def cell_bytes(self) -> int:
         """What a record takes in memory: the largest, in whole blocks."""
-        return aligned(max(record.nbytes for record in self.records))
+        return align(max(record.nbytes for record in self.records))
 
     def damaged(self, layer: int, expert: int, record: ZipRecord) -> SpeqError:
         return SpeqError(

@@ -18,7 +18,7 @@ from speq.errors import SpeqError
 from speq.experts.codec import RawCodec
 from speq.experts.expert_store import ExpertStore
 from speq.experts.packed_draft import TiedDraft
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.range_file import bytes_of
 
 # Read before the first chunks are inflated, while the next ones come.
@@ -46,7 +46,7 @@ class ZipStore:
         count = max(pool_bytes - ALIGNMENT, 0) // self._cell_bytes
         count = min(count, len(self.file.records))
         self.pool_bytes = count and count * self._cell_bytes + ALIGNMENT
-        cells = aligned_bytes(count, self._cell_bytes)
+        cells = allocate_aligned(count, self._cell_bytes)
         cells.zero_()  # takes the memory now
         self.pool = RecordPool(list(cells))
         self._workers = ThreadPoolExecutor(threads, "speq-inflater")
@@ -90,7 +90,7 @@ class ZipStore:
         try:
             cell = self._cells.get_nowait()
         except Empty:
-            cell = aligned_bytes(1, self._cell_bytes)[0]
+            cell = allocate_aligned(1, self._cell_bytes)[0]
         try:
             with self._filling(at, cell, slot) as arrived:
                 read_bytes = self._read(at, cell, arrived)
@@ -106,7 +106,7 @@ class ZipStore:
         read_bytes = crc32 = 0
         for start in range(0, record.nbytes, SPAN_BYTES):
             end = min(start + SPAN_BYTES, record.nbytes)
-            span = cell[start : aligned(end)]
+            span = cell[start : align(end)]
             read_bytes += data.read_aligned(record.offset + start, end - start, span)
             arrived(end)
             if compare:

@@ -20,7 +20,7 @@ from speq.bench.neighbours import disturbed
 from speq.bench.replay import single_shot
 from speq.bench.rotation import rotated
 from speq.bench.settings import GovernorSettings as Settings
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
@@ -100,7 +100,7 @@ def run(
 def tuned_budgets(model: str, settings: Settings) -> set[str]:
     """Those that a profile is there for. Raises SpeqError where a budget is no size."""
     opened, option = open_model(model), settings.run["profile"]
-    device = device_named(settings.run["device"]).torch.type
+    device = find_device(settings.run["device"]).torch.type
     try:
         return {
             budget

@@ -8,8 +8,8 @@
 namespace speq::cpu {
 namespace {
 
-// Positions whose scores exist at a time. Blocks begin at multiples of it, so that what a row adds
-// up, and in which order, does not depend on the rows beside it, nor on where its entries lie.
+// Positions whose scores exist at a time. Blocks begin at multiples of it, so that the order of a
+// row's sums depends neither on the rows beside it nor on where its KV is.
 constexpr std::int64_t kEntries = 512;
 
 // Rotates a head by its position; transformers rounds after each operation.
@@ -157,7 +157,7 @@ template <typename Type> void Attention::attend(std::int64_t kv_head) const {
         weights[k] = rounded_to<Type>(weights[k]); // as torch's attention rounds them
       }
       for (std::int64_t at = from, next; at < to; at = next) {
-        // Entries that lie one behind another are added up in one call.
+        // Contiguous KV is summed in one call.
         const std::int64_t entry = entry_at(row, at);
         next = std::max(at + 1, std::min(root_, to));
         while (next < to && entry_at(row, next) == entry + next - at) {

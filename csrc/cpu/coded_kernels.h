@@ -1,5 +1,5 @@
 // The products of compact matrices over the vectors of an instruction set, as tiles.h has them of
-// plain words.
+// plain weights.
 #pragma once
 
 #include "cpu/coded_tile.h"

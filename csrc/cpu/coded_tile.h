@@ -111,7 +111,7 @@ constexpr auto passing_dots(std::integer_sequence<int, kLess...>) {
   return std::array{dot_quad<Product, Decoder, kLess + 1, Rows>...};
 }
 
-// kDot: the product of plain words, with the same inputs.
+// kDot: the product of plain weights, with the same inputs.
 template <typename Product, typename Decoder, DotExact kDot, typename Rows>
 void dot_coded(const Rows &matrix, std::int64_t begin, std::int64_t end, const void *const *inputs,
                std::int64_t count, float *const *outs) {

@@ -56,7 +56,7 @@ inline Int4Slots int4_slots(const Tensor &qweight, const Tensor &scales, std::in
           static_cast<const Float16 *>(scales.const_data_ptr()), rows, columns, columns / groups};
 }
 
-// What a perm holds is checked where a bank is made: it is too long to look at in every call.
+// A perm is checked when its experts are loaded: it is too long to check in every call.
 inline const std::int32_t *perm_of(const std::optional<Tensor> &perm, std::int64_t matrices,
                                    std::int64_t columns) {
   if (!perm.has_value()) {

@@ -16,7 +16,7 @@ from speq.options.kinds import Switch, Text
 from speq.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from speq.files.kept import Kept
+    from speq.files.kept import CachedItem
 
 SUMMARY = "What runs keep in ~/.cache/speq and beside models: packed copies, drafts, profiles."
 # Of commands that say one sentence.
@@ -71,12 +71,12 @@ def cache() -> None:
     """What runs keep in ~/.cache/speq and beside models: packed copies, drafts, profiles."""
 
 
-def chosen(of: str | None) -> "list[Kept]":
+def chosen(of: str | None) -> "list[CachedItem]":
     """What is kept of a model, or of all."""
-    from speq.files.kept import kept_things
+    from speq.files.kept import cached_items
 
     given = [] if of is None or not Path(of).is_dir() else [Path(of)]
-    return [each for each in kept_things(given) if of is None or each.is_of(of)]
+    return [each for each in cached_items(given) if of is None or each.is_of(of)]
 
 
 def list_kept(settings: CacheSettings, output: opt.Output) -> None:
@@ -104,7 +104,7 @@ def list_kept(settings: CacheSettings, output: opt.Output) -> None:
         output.note(f"{format_bytes(counted)} in {cache_folder()}; {most}")
 
 
-def entry_of(thing: "Kept") -> dict[str, Any]:
+def entry_of(thing: "CachedItem") -> dict[str, Any]:
     return {
         "kind": thing.kind,
         "path": str(thing.path),
@@ -115,7 +115,7 @@ def entry_of(thing: "Kept") -> dict[str, Any]:
     }
 
 
-def show(things: "Sequence[Kept]") -> None:
+def show(things: "Sequence[CachedItem]") -> None:
     """One line for each thing."""
     from rich.table import Table
 

@@ -45,11 +45,11 @@ class DoctorSettings(Options):
 
 def doctor(settings: DoctorSettings, output: opt.Output) -> None:
     """Say what runs our kernels on this machine, how fast its memory is, and what is missing."""
-    from speq.devices.named import device_named
+    from speq.devices.named import find_device
 
     output.check()
     with output.progress() as progress:
-        report = examine(device_named(settings.device), time.perf_counter, progress)
+        report = examine(find_device(settings.device), time.perf_counter, progress)
     output.write(asdict(report))
     if output.printed:
         return

@@ -15,10 +15,10 @@ def pack(
 
     Interrupted, it leaves a folder that no run opens; the same command goes on from there.
     """
-    from speq.quantizing.models import packed
+    from speq.quantizing.models import pack_with
 
     with output.progress() as progress:
-        manifest = packed(model, settings, progress)
+        manifest = pack_with(model, settings, progress)
     output.note(
         f"{settings.out}: {len(manifest.records)} experts, {format_bytes(manifest.end)}; codec "
         f"{manifest.codec}, {manifest.bits_per_weight:.2f} bits a weight"

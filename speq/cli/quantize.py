@@ -30,10 +30,10 @@ def quantize(
     Experts are read one at a time, so the model may be several times the memory. Interrupted, it
     leaves a folder that no run opens; the same command goes on from there.
     """
-    from speq.quantizing.models import quantized
+    from speq.quantizing.models import quantize_with
 
     with output.progress() as progress:
-        made = quantized(model, settings, conversion, progress)
+        made = quantize_with(model, settings, conversion, progress)
     show(model, made.report)
     for line in findings(made.report):
         output.note(line)

@@ -128,7 +128,7 @@ def print_explanation(explanation: Explanation, planned: str | None) -> None:
     for choice in explanation.choices:
         grounds = ", ".join(f"{ground} {count}" for ground, count in choice.grounds.items())
         token_ms = _shown(choice.token_s, milliseconds)
-        table.add_row(drafts_of(choice), str(choice.cycles), str(choice.tokens), token_ms, grounds)
+        table.add_row(drafts_of(choice), str(choice.steps), str(choice.tokens), token_ms, grounds)
     shown = console(stderr=True)
     if planned is not None:
         shown.print(f"planned: {planned}", highlight=False)

@@ -23,10 +23,10 @@ def train_head(
     The model's own engine makes these states once, so the model may be larger than memory.
     Interrupted, it leaves a folder that no run opens; the same command goes on from there.
     """
-    from speq.training.train_head import trained
+    from speq.training.train_head import train
 
     with output.progress() as progress:
-        made = trained(model, settings, training, progress)
+        made = train(model, settings, training, progress)
     show(model, made)
     for line in findings(made):
         output.note(line)

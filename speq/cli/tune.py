@@ -19,11 +19,11 @@ def tune(model: Model, settings: TuneSettings, output: opt.Output) -> None:
     same budget go by it. Nothing else should use the machine meanwhile. Beside the budget it takes
     memory for a layer of experts.
     """
-    from speq.measure.tune import tuned
+    from speq.measure.tune import tune_with
 
     output.check()
     with output.progress() as progress:
-        made = tuned(model, settings, output.force, progress)
+        made = tune_with(model, settings, output.force, progress)
     profile, key = made.profile, made.profile.key
     output.write(json.loads(profile.to_json()))
     if not output.printed:

@@ -24,7 +24,7 @@ from speq.measure.report import current_commit
 from speq.options.declared import REQUIRED, Options, declared
 from speq.options.typed import SamplingOptions
 from speq.scheduler.expert_key import ExpertKey
-from speq.stats import Event, LayerStats, Origin, RunStats, StepStats
+from speq.stats import LayerStats, Origin, RunStats, StepStats, TimeSpan
 from speq.text.prompts import Prompt
 from speq.units import Progress
 from speq.version import __version__
@@ -41,7 +41,7 @@ class Noted:
 
     number: int
     step: StepStats
-    events: list[Event]
+    events: list[TimeSpan]
     by_layer: dict[int, LayerStats]
     positions: list[tuple[bool, int, int]]
     residents: list[ExpertKey]
@@ -282,7 +282,7 @@ def layer_row(figures: LayerStats | None) -> list[float]:
     return [*counts, milliseconds(figures.stall_s)]
 
 
-def spans_of(events: Iterable[Event], start_s: float, moved: bool) -> list[list[float]]:
+def spans_of(events: Iterable[TimeSpan], start_s: float, moved: bool) -> list[list[float]]:
     """Times at which any of the events was under way, as separate intervals in order, in
     milliseconds since `start_s`; moved: with the bytes that they moved.
     """

@@ -1,1 +1,1 @@
-"""What computes: the processor, or a device with memory and streams of its own."""
+"""Devices: the processor, or an accelerator with its own memory and streams."""

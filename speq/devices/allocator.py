@@ -1,7 +1,7 @@
-"""What torch's allocator on a device takes beyond the tensors that it is asked for.
+"""Overhead of torch's allocator on a device, beyond the requested tensors.
 
-It takes memory of the device in segments, and cuts tensors out of them (c10/cuda/
-CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, torch 2.10 to 2.13, by default settings).
+It takes device memory in segments and cuts tensors out of them (c10/cuda/CUDACachingAllocator.cpp
+and c10/core/AllocatorConfig.h, torch 2.10 to 2.13, with default settings).
 """
 
 from collections.abc import Iterable
@@ -12,36 +12,36 @@ BLOCK_BYTES = 512
 SMALL_BYTES, SMALL_SEGMENT_BYTES = 1 << 20, 2 << 20
 # kMinLargeAlloc: those below it come out of segments of kLargeBuffer.
 LARGE_BYTES, LARGE_SEGMENT_BYTES = 10 << 20, 20 << 20
-# kRoundLarge: larger ones have a segment each, of its multiples.
+# kRoundLarge: larger ones have a segment each, rounded up to its multiples.
 ROUND_BYTES = 2 << 20
-# Slots, and activations, which come and go: a segment of each kind that is not full.
+# Temporary tensors, such as activations: a partly used segment of each kind.
 OPEN_BYTES = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
-# Pools that recorded passes take memory out of: the draft's, and the verifications'.
+# Memory pools of recorded passes: the draft's and the verifications'.
 RECORDED_POOLS = 2
-# What torch gives cuBLAS to work in, in any stream that multiplies; cublasLt works in the same
+# cuBLAS's workspace in torch, per stream that multiplies; cublasLt shares it
 # (aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize, getCUDABlasLtWorkspace).
 BLAS_BYTES = 2 * (4096 << 10) + 8 * (16 << 10)
-# The same by compute capability 9.0 and later, and the most there is.
+# The workspace for compute capability 9.0 and later, which is the largest.
 HOPPER_MAJOR, MOST_BLAS_BYTES = 9, 32 << 20
 
 
 def blas_bytes(major: int) -> int:
-    """cuBLAS's workspace on a GPU, by the first number of its compute capability."""
+    """Bytes of cuBLAS's workspace on a GPU, by the major number of its compute capability."""
     return MOST_BLAS_BYTES if major >= HOPPER_MAJOR else BLAS_BYTES
 
 
-def up_to(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
 def segment_bytes(sizes: Iterable[int]) -> int:
-    """What is taken in segments for tensors of so many bytes, in their order, all of them kept."""
+    """Bytes of the segments for tensors of these sizes, allocated in order and all kept."""
     total = 0
     rests: dict[int, list[int]] = {SMALL_SEGMENT_BYTES: [], LARGE_SEGMENT_BYTES: []}
     for size in sizes:
-        block = max(up_to(size, BLOCK_BYTES), BLOCK_BYTES)
+        block = max(round_up(size, BLOCK_BYTES), BLOCK_BYTES)
         if block >= LARGE_BYTES:
-            total += up_to(block, ROUND_BYTES)
+            total += round_up(block, ROUND_BYTES)
             continue
         segment = SMALL_SEGMENT_BYTES if block <= SMALL_BYTES else LARGE_SEGMENT_BYTES
         open_rests = rests[segment]
@@ -60,11 +60,11 @@ def segment_bytes(sizes: Iterable[int]) -> int:
 def overhead_bytes(
     sizes: Iterable[int], recorded: bool = False, workspace_bytes: int = MOST_BLAS_BYTES
 ) -> int:
-    """What is taken of a GPU beyond tensors of so many bytes, slots and activations.
+    """Bytes of GPU memory beyond tensors of these sizes, slots and activations.
 
-    sizes            of tensors that are kept, in the order in which they are made
-    recorded         whether passes are recorded, which has a stream and pools of its own
-    workspace_bytes  of libraries, for each stream that they multiply in
+    sizes            of tensors that are kept, in the order of allocation
+    recorded         whether passes are recorded, which uses a stream and pools of its own
+    workspace_bytes  of libraries, per stream that they multiply in
     """
     sizes = list(sizes)
     workspaces, pools = (2, 1 + RECORDED_POOLS) if recorded else (1, 1)

@@ -1,7 +1,7 @@
-"""What the driver says of a GPU while it works: its memory, its clocks, and what crosses PCIe.
+"""Driver readings of a GPU at work: memory, clocks and PCIe traffic.
 
-NVML answers, by way of nvidia-ml-py, which is optional. The driver counts the bytes that cross PCIe
-for 20 ms at each reading; a thread of its own waits for that.
+They come from NVML through nvidia-ml-py, which is optional. Each reading counts PCIe bytes for 20
+ms, so a thread of its own takes them.
 """
 
 import importlib
@@ -25,10 +25,10 @@ KILO = 1000
 
 @dataclass(frozen=True, slots=True)
 class CardReading:
-    """At one time, in seconds of the clock that steps are timed by.
+    """One reading, at a time in seconds of the clock that times steps.
 
-    received_bytes_per_s, sent_bytes_per_s  over PCIe, as the card sees it
-    link_generation, link_width             of PCIe as it is now: an idle card lowers them
+    received_bytes_per_s, sent_bytes_per_s  over PCIe, from the GPU's side
+    link_generation, link_width             of PCIe at present: an idle GPU lowers them
     """
 
     used_bytes: int
@@ -43,14 +43,14 @@ class CardReading:
 
 
 class Card(Protocol):
-    """Whatever tells of a card."""
+    """A source of GPU readings."""
 
     def read(self) -> CardReading:
-        """Raises an error of its own where the driver refuses."""
+        """Take a reading. Raises an error of its own if the driver refuses."""
 
 
 class NvmlCard:
-    """A card by its NVML handle."""
+    """A GPU by its NVML handle."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -75,9 +75,9 @@ class NvmlCard:
         )
 
 
-@cache  # whoever asks again hears no second time why not
+@cache  # the reason is logged once
 def card_of(uuid: str) -> NvmlCard | None:
-    """The card of that UUID, as torch gives it; None, said once, where NVML does not tell."""
+    """Find the GPU with torch's UUID; None, logged once, if NVML is not available."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -88,14 +88,14 @@ def card_of(uuid: str) -> NvmlCard | None:
     try:
         nvml.nvmlInit()
         return NvmlCard(nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
-    except Exception as error:  # NVML's errors are made as they occur
+    except Exception as error:  # NVML creates its error classes dynamically
         logger.info("no figures of PCIe and clocks: NVML says %s", error)
         return None
 
 
 @contextmanager
-def watching(card: Card | None) -> Iterator[list[CardReading]]:
-    """Readings of the time in the block, as a list that grows; none without a card."""
+def watch_card(card: Card | None) -> Iterator[list[CardReading]]:
+    """Take readings during the block, into a growing list; empty without a GPU."""
     readings: list[CardReading] = []
     if card is None:
         yield readings
@@ -120,7 +120,7 @@ def watching(card: Card | None) -> Iterator[list[CardReading]]:
 
 
 def summary(readings: list[CardReading]) -> dict[str, Any] | None:
-    """Figures of a run; None where there were no readings."""
+    """Summarise the readings of a run; None without readings."""
     if not readings:
         return None
     received = [reading.received_bytes_per_s for reading in readings]

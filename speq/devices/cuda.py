@@ -1,4 +1,4 @@
-"""A GPU, by way of torch.cuda."""
+"""A GPU through torch.cuda."""
 
 import contextlib
 import ctypes
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from speq.devices import allocator
 from speq.devices.card import Card, card_of
-from speq.devices.device import Cut, Event, Graph
+from speq.devices.device import Cut, Graph, StreamEvent
 from speq.errors import Broken
 
-PoolHandle = Any  # torch's own, of memory that graphs share
+PoolHandle = Any  # torch's type for memory that graphs share
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class CudaEvent:
             return
         while not self.event.query():
             meanwhile()
-            time.sleep(0)  # other threads take turns
+            time.sleep(0)  # let other threads run
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,15 @@ class CudaStream:
         event.record(self.stream)
         return CudaEvent(self.device, event)
 
-    def after(self, event: Event) -> None:
-        self.stream.wait_event(own(event).event)
+    def after(self, event: StreamEvent) -> None:
+        self.stream.wait_event(require_cuda_event(event).event)
 
 
 @dataclass(frozen=True, slots=True)
 class CudaGraph:
-    """pool: of its memory; steps: replays of pieces, and the host's work between them."""
+    """A recorded graph. pool: its memory pool; steps: replays of pieces, and the host's work
+    between them.
+    """
 
     pool: PoolHandle
     steps: tuple[Callable[[], None], ...]
@@ -66,14 +68,14 @@ class CudaGraph:
             step()
 
 
-def own(event: Event) -> CudaEvent:
+def require_cuda_event(event: StreamEvent) -> CudaEvent:
     if not isinstance(event, CudaEvent):
         raise Broken(f"{event!r} is an event of another device")
     return event
 
 
 class CudaDevice:
-    """The GPU that torch calls `cuda:INDEX`. Streams belong to it, memory to torch's allocator."""
+    """The GPU `cuda:INDEX` of torch. It owns its streams; torch's allocator owns the memory."""
 
     def __init__(self, index: int = 0) -> None:
         self.torch = torch.device("cuda", index)
@@ -92,7 +94,7 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch)
-        # What torch's allocator holds and no tensor uses is free to us as well.
+        # Memory that torch's allocator holds without tensors is free as well.
         idle = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return free + idle
 
@@ -106,8 +108,8 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
 
-    def elapsed_s(self, start: Event, end: Event) -> float:
-        return own(start).event.elapsed_time(own(end).event) / 1e3
+    def elapsed_s(self, start: StreamEvent, end: StreamEvent) -> float:
+        return require_cuda_event(start).event.elapsed_time(require_cuda_event(end).event) / 1e3
 
     def card(self) -> Card | None:
         return card_of(str(torch.cuda.get_device_properties(self.torch).uuid))
@@ -122,9 +124,11 @@ class CudaDevice:
 
     @staticmethod
     def _went_well(status: int) -> bool:
-        """Whether a call did; an error is forgotten, which torch would blame on the next kernel."""
+        """True if a call succeeded. An error is cleared, or torch would attribute it to the next
+        kernel.
+        """
         if status != 0:
-            # Of the runtime that torch has opened for the whole process.
+            # The runtime that torch has loaded into the process.
             forget = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
             if forget is not None:
                 forget()
@@ -134,18 +138,18 @@ class CudaDevice:
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
     def capture(self, run: Callable[[Cut], None], beside: Graph | None = None) -> CudaGraph:
-        # Kernels are set up, and libraries opened, at their first call: no part of a graph. The
-        # first call is on the stream that is recorded: cuBLAS has a workspace for each.
+        # The first call sets up kernels and libraries, which cannot be recorded. It runs on the
+        # recorded stream, because cuBLAS has a workspace per stream.
         stream = self._recorded = self._recorded or torch.cuda.Stream(self.torch)
         stream.wait_stream(torch.cuda.current_stream(self.torch))
         with torch.cuda.stream(stream):
             run(lambda work: None)
         torch.cuda.current_stream(self.torch).wait_stream(stream)
-        # As torch.cuda.graph has it, which knows no cuts.
+        # As in torch.cuda.graph, which does not support cuts.
         torch.cuda.synchronize(self.torch)
         torch.cuda.empty_cache()
         with torch.cuda.stream(stream):
-            return recorded(run, None if beside is None else pool_of(beside))
+            return record_graph(run, None if beside is None else pool_of(beside))
 
 
 def pool_of(graph: Graph) -> PoolHandle:
@@ -154,30 +158,30 @@ def pool_of(graph: Graph) -> PoolHandle:
     return graph.pool
 
 
-def recorded(run: Callable[[Cut], None], pool: PoolHandle | None) -> CudaGraph:
+def record_graph(run: Callable[[Cut], None], pool: PoolHandle | None) -> CudaGraph:
     """Record on the current stream, which is not torch's own; a piece ends at each cut."""
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     steps: list[Callable[[], None]] = []
-    piece = begun(pool)
+    piece = begin_capture(pool)
 
     def cut(work: Callable[[], None]) -> None:
         nonlocal piece
         piece.capture_end()
         steps.extend((piece.replay, work))
-        piece = begun(pool)
+        piece = begin_capture(pool)
 
     try:
         run(cut)
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # what went wrong is known
+        with contextlib.suppress(RuntimeError):  # the error is known already
             piece.capture_end()
         raise
     piece.capture_end()
     return CudaGraph(pool, (*steps, piece.replay))
 
 
-def begun(pool: PoolHandle) -> torch.cuda.CUDAGraph:
+def begin_capture(pool: PoolHandle) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    # Threads that look whether their copies are through would end a capture of mode "global".
+    # Threads that poll their copies would abort a capture of mode "global".
     graph.capture_begin(pool, capture_error_mode="thread_local")
     return graph

@@ -1,8 +1,8 @@
-"""What a run asks of the device that it computes on, and the processor's answers.
+"""Protocols of devices that a run computes on, and the processor.
 
-A device with memory of its own works through streams beside the host, which only gives it work. All
-that the runtime knows of streams goes through these protocols. `speq.devices.cuda` has those of a
-GPU; tests have a device on the host whose streams run in any order that events allow.
+An accelerator runs streams concurrently with the host, which only queues work. The runtime uses
+streams only through these protocols. `speq.devices.cuda` implements them for a GPU; tests have a
+device on the host whose streams run in any order that events allow.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,112 +15,112 @@ from speq.devices.card import Card
 from speq.machine import available_bytes
 
 
-class Event(Protocol):
-    """A place in the work of a stream."""
+class StreamEvent(Protocol):
+    """A point in the work of a stream."""
 
     def done(self) -> bool:
-        """Whether the stream has got there. Nobody waits."""
+        """True if the stream has reached the event. Does not wait."""
 
     def wait(self) -> None:
-        """Return when the stream has got there: the host waits."""
+        """Make the host wait until the stream has reached the event."""
 
 
 class Stream(Protocol):
-    """Work that the device does in the order in which it was given."""
+    """A queue of work that the device does in order."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy between the device and pinned memory, of one shape and dtype.
 
-        Neither may be touched, nor given back, until the stream has got behind it.
+        Neither may be touched or freed until the stream has done it.
         """
 
-    def record(self) -> Event:
-        """An event behind all that was queued."""
+    def record(self) -> StreamEvent:
+        """Record an event after all queued work."""
 
-    def after(self, event: Event) -> None:
-        """Whatever is queued from now on begins when `event` is done. The host goes on."""
+    def after(self, event: StreamEvent) -> None:
+        """Delay all work queued from now on until `event` is done. The host does not wait."""
 
 
 class Graph(Protocol):
     """Recorded work."""
 
     def replay(self) -> None:
-        """Queue all of it on the compute stream, over the memory that it was recorded with, and do
-        the host's work in between.
+        """Queue the recorded work on the compute stream, on the memory of its recording, and do the
+        host's work in between.
         """
 
 
-# Has the host do its work at this place of a graph, at each replay and not before.
+# Places host work at this point of a graph; it runs at each replay, not during recording.
 Cut = Callable[[Callable[[], None]], None]
 
 
 class Device(Protocol):
-    """torch: as torch names it, and the only name that tensors are made with."""
+    """A device. torch: torch's device, on which all tensors are created."""
 
     @property
     def torch(self) -> torch.device: ...
 
     def free_bytes(self) -> int:
-        """Memory that is left for tensors."""
+        """Free bytes for tensors."""
 
     def release_cached(self) -> None:
-        """Give back memory that is kept for tensors to come, and that none holds."""
+        """Free memory that is cached for later tensors."""
 
     def synchronize(self) -> None:
-        """Return when all that was asked of the device is done."""
+        """Wait until all work of the device is done."""
 
 
 class Accelerator(Device, Protocol):
     """A device with memory of its own.
 
-    compute  torch's own stream, which the kernels of passes are queued on
+    compute  torch's own stream, which runs the kernels of passes
     """
 
     @property
     def compute(self) -> Stream: ...
 
     def overhead_bytes(self, sizes: Iterable[int], recorded: bool) -> int:
-        """What is taken of it beyond tensors of so many bytes that are kept, slots and activations:
-        by libraries, and by an allocator that rounds up.
+        """Memory taken beyond kept tensors of these sizes, slots and activations: by libraries and
+        by the allocator's rounding.
 
         recorded  whether passes are recorded, which takes more of both
         """
 
     def stream(self) -> Stream:
-        """A further one, beside the others."""
+        """Create a further stream."""
 
     def while_waiting(self, work: Callable[[], None] | None) -> None:
-        """Have `work` done, again and again, whenever the host waits for an event. It waits for
-        none. None: nothing is to be done.
+        """Call `work` repeatedly whenever the host waits for an event. It must not wait itself.
+        None: call nothing.
         """
 
-    def elapsed_s(self, start: Event, end: Event) -> float:
-        """Seconds between two events that are done."""
+    def elapsed_s(self, start: StreamEvent, end: StreamEvent) -> float:
+        """Seconds between two finished events."""
 
     def card(self) -> Card | None:
-        """What tells of the card besides; None where nothing does."""
+        """Source of GPU readings; None if there is none."""
 
     def pin(self, memory: Tensor) -> bool:
-        """Lock host memory, so that copies run beside the host; whether the system let us.
+        """Lock host memory, so that copies run asynchronously. Return False if the system refuses.
 
-        Copies of memory that is not locked are right, but the host waits for them.
+        Copies of unlocked memory are correct, but the host waits for them.
         """
 
     def unpin(self, memory: Tensor) -> None:
-        """Take one `pin` back, before the memory is given back; nothing where there was none."""
+        """Undo one `pin` before the memory is freed; do nothing if there was none."""
 
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
-        """[size] of pinned memory for small copies, given back as tensors are."""
+        """Allocate [size] of pinned memory for small copies, freed as tensors are."""
 
     def capture(self, run: Callable[[Cut], None], beside: Graph | None = None) -> Graph:
-        """Record what `run` queues on the compute stream. It is run first, outside the graph, with
-        none of the host's work done.
+        """Record the work that `run` queues on the compute stream. `run` is first called outside
+        the graph, without the host's work.
 
-        beside  a graph whose memory this one may use as well: a replay of either spoils what the
-                other left
+        beside  a graph whose memory this one may share: a replay of either overwrites the other's
+                results
 
-        `run` neither reads the device nor copies from memory that is not pinned. Tensors that it
-        makes, and that somebody holds, keep their places. Raises RuntimeError where it does what
+        `run` must neither read the device nor copy from unpinned memory. Tensors that it creates,
+        and that are still referenced, keep their addresses. Raises RuntimeError for work that
         cannot be recorded.
         """
 

@@ -1,4 +1,4 @@
-"""Failures of a device, each in one sentence for users."""
+"""Device errors, translated into one sentence for users."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,15 +7,15 @@ import torch
 
 from speq.errors import SpeqError
 
-# How torch's RuntimeErrors begin, where there is no type of their own for them.
+# Prefixes of torch's RuntimeErrors that have no type of their own.
 OF_THE_DEVICE = ("CUDA error: ", "CUDA driver error: ", "CUBLAS_STATUS_", "cuBLAS")
-# Its allocator's, of the host's memory.
+# Name of torch's allocator of host memory in its errors.
 OF_THE_HOST = "DefaultCPUAllocator"
 
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Raise SpeqError where a device, or the host's memory, fails in this block."""
+    """Raise SpeqError if the device or host memory fails in this block."""
     try:
         yield
     except SpeqError:
@@ -26,26 +26,26 @@ def translate_errors() -> Iterator[None]:
             "or end other programs that use the GPU"
         ) from error
     except MemoryError as error:
-        raise no_host_memory(error) from error
+        raise host_memory_error(error) from error
     except RuntimeError as error:
         if OF_THE_HOST in str(error):
-            raise no_host_memory(error) from error
+            raise host_memory_error(error) from error
         if not is_device_error(error):
             raise
         raise SpeqError(
-            f"the GPU failed ({first_sentence(error)}); what it was doing is lost: start again, "
-            "and see `nvidia-smi` and the system's log where it fails again"
+            f"the GPU failed ({first_sentence(error)}); its work is lost: start again, "
+            "and see `nvidia-smi` and the system's log if it fails again"
         ) from error
 
 
 def is_device_error(error: RuntimeError) -> bool:
-    """Whether a device is what failed: a lost one, one that was reset, a launch that it refused."""
+    """True if the device failed: it was lost or reset, or refused a launch."""
     return isinstance(error, torch.AcceleratorError) or any(
         beginning in str(error) for beginning in OF_THE_DEVICE
     )
 
 
-def no_host_memory(error: BaseException) -> SpeqError:
+def host_memory_error(error: BaseException) -> SpeqError:
     return SpeqError(
         f"the host has no memory left ({first_sentence(error)}); give a smaller memory_budget, or "
         "on a GPU a smaller host_budget, or end other programs"
@@ -53,6 +53,6 @@ def no_host_memory(error: BaseException) -> SpeqError:
 
 
 def first_sentence(error: BaseException) -> str:
-    """What a failure says first: torch goes on with advice, and with traces."""
+    """First sentence of an error: torch continues with advice and traces."""
     line = str(error).strip().partition("\n")[0]
     return line.partition(". ")[0].rstrip(".") or type(error).__name__

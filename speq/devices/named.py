@@ -1,4 +1,4 @@
-"""Devices by the names that users give them."""
+"""Devices by name."""
 
 import logging
 import warnings
@@ -12,14 +12,14 @@ from speq.errors import SpeqError
 
 logger = logging.getLogger("speq")
 
-# What torch says of a GPU that is there and that it cannot use (c10/cuda/CUDAFunctions.cpp).
+# torch's message for a GPU that it cannot use (c10/cuda/CUDAFunctions.cpp).
 TOO_OLD = "driver on your system is too old"
 
 
-def device_named(name: str) -> Processor | Accelerator:
-    """The device "cpu" or "cuda", or for "auto" the GPU where there is one.
+def find_device(name: str) -> Processor | Accelerator:
+    """Find the device "cpu" or "cuda", or for "auto" the GPU if there is one.
 
-    Raises SpeqError where torch can use no GPU and one was asked for.
+    Raises SpeqError if a GPU is requested and torch can use none.
     """
     if name == "cpu":
         return Processor()
@@ -40,9 +40,9 @@ def device_named(name: str) -> Processor | Accelerator:
 
 
 def why_no_gpu() -> str | None:
-    """Why torch can use no GPU, in its own words; None where it can."""
+    """Reason why torch can use no GPU, in its own words; None if it can."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # which it also says at its first call
+        warnings.simplefilter("ignore")  # its first call warns as well
         if torch.cuda.is_available():
             return None
     try:

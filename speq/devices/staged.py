@@ -1,48 +1,50 @@
-"""Small tensors between the host and an accelerator, by way of pinned memory."""
+"""Transfer of small tensors between the host and an accelerator, through pinned memory."""
 
 from collections import deque
 
 import torch
 from torch import Tensor
 
-from speq.devices.device import Accelerator, Event
+from speq.devices.device import Accelerator, StreamEvent
 
 
 class Readback:
-    """Brings what the device has computed to the host: one copy, and one wait, for all of it."""
+    """Reader of device tensors: one copy and one wait for all of them."""
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._staging = device.staging(0, torch.uint8)
 
     def read(self, *tensors: Tensor) -> list[Tensor]:
-        """The same tensors in host memory. The host waits until the compute stream has got here."""
+        """Copy tensors to host memory. The host waits until the compute stream has reached this
+        point.
+        """
         pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if len(self._staging) < len(packed):
-            # Twice as much, so that texts that grow do not ask for pinned memory again and again.
+            # Twice as much, so that growing sequences do not allocate pinned memory repeatedly.
             self._staging = self._device.staging(2 * len(packed), torch.uint8)
         staging = self._staging[: len(packed)]
         compute = self._device.compute
         compute.copy(staging, packed)
         compute.record().wait()
-        # Copies of their own: the next read writes over the staging memory.
+        # Copies: the next read overwrites the staging memory.
         values = zip(staging.split([len(piece) for piece in pieces]), tensors, strict=True)
         return [value.clone().view(like.dtype).view(like.shape) for value, like in values]
 
 
 class Uploads:
-    """Sends host tensors to the device in the order of the compute stream, and nobody waits.
+    """Sender of host tensors to the device, in the order of the compute stream, without waiting.
 
-    Each goes by way of pinned memory of its own, which is held until its copy is through.
+    Each goes through pinned memory of its own, which is held until its copy is done.
     """
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
-        self._under_way: deque[tuple[Event, Tensor]] = deque()
+        self._under_way: deque[tuple[StreamEvent, Tensor]] = deque()
 
     def send(self, source: Tensor) -> Tensor:
-        """A copy of `source` on the device."""
+        """Copy `source` to the device."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device.torch)
         self.write(source, target)
         return target
@@ -50,7 +52,7 @@ class Uploads:
     def write(self, source: Tensor, target: Tensor) -> None:
         """Copy `source`, which may change at once, to `target` [the same] on the device.
 
-        Whatever has been queued on the compute stream still finds the old values in `target`.
+        Work already queued on the compute stream still reads the old values of `target`.
         """
         while self._under_way and self._under_way[0][0].done():
             self._under_way.popleft()

@@ -1,1 +1,1 @@
-"""Where a draft's INT4 codes come from: GPTQ checkpoints, packs, rounding."""
+"""Sources of a draft's INT4 codes: GPTQ checkpoints, packs, rounding."""

@@ -1,7 +1,7 @@
-"""Dense layers of a draft in codes: which of them, how wide, and where the codes come from.
+"""Dense layers of a draft in codes: which layers, their widths, and the source of the codes.
 
-A GPTQ checkpoint brings what it has quantised beside the experts. The rest is rounded, and what was
-rounded is kept beside the model, as the experts are.
+A GPTQ checkpoint provides the dense layers that it has quantised. The rest is rounded and cached
+beside the model, as experts are.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from speq.files.checkpoint import Checkpoint
 from speq.kernels.ops import Int4Weight, quantize_int4, quantize_int4_planes
 
 
-class Shape(Protocol):
+class DenseLayer(Protocol):
     """A dense layer; `speq.models.dense_parts.DenseShape` is one."""
 
     @property
@@ -32,7 +32,7 @@ class Shape(Protocol):
     def columns(self) -> int: ...
 
 
-# Bits of each part, by what --draft-dense says.
+# Bits of each part, by value of --draft-dense.
 WIDTHS: Mapping[str, Mapping[str, int]] = {
     "none": {},
     "shared": {"mlp": 4},
@@ -44,12 +44,12 @@ AUTO = "all"
 
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
-    """How the matrix [outputs, columns] of one layer is held.
+    """Form of one layer's matrix [outputs, columns].
 
-    planes      of INT4 codes: 1, or 2 for eight bits
+    planes      planes of INT4 codes: 1, or 2 for eight bits
     group_size  columns to a scale
-    permuted    whether an order of inputs (desc_act) belongs to it
-    brought     whether the draft's source has the codes; they are made by rounding if not
+    permuted    whether it has an order of inputs (desc_act)
+    brought     whether the draft's source has the codes; otherwise they are rounded
     """
 
     name: str
@@ -79,21 +79,21 @@ class DenseLayout:
 
 
 class DenseSource(Protocol):
-    """A draft's source that may bring codes of dense layers."""
+    """A draft's source that may have codes of dense layers."""
 
     @property
     def dense(self) -> Mapping[str, DenseLayout]:
-        """Those it brings, by the names of their modules."""
+        """Layouts of its dense layers, by module name."""
 
     def dense_weight(self, name: str) -> Int4Weight:
-        """The codes of one of them. Raises SpeqError where they are damaged."""
+        """Read the codes of one of them. Raises SpeqError if they are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseDraft:
-    """The dense layers that a draft runs on codes, by the names of their modules.
+    """The dense layers that a draft runs on codes, by module name.
 
-    source  what brings some of them; None: all are rounded
+    source  has some of them; None: all are rounded
     """
 
     layouts: Mapping[str, DenseLayout]
@@ -101,9 +101,9 @@ class DenseDraft:
 
     @classmethod
     def of(
-        cls, choice: str, shapes: tuple[Shape, ...], source: DenseSource | None = None
+        cls, choice: str, shapes: tuple[DenseLayer, ...], source: DenseSource | None = None
     ) -> "DenseDraft":
-        """choice: the option draft_dense."""
+        """Choose the dense layers that a draft runs on codes. choice: the option draft_dense."""
         widths = WIDTHS[AUTO if choice == "auto" else choice]
         brought = {} if source is None else source.dense
         layouts = {}
@@ -122,13 +122,13 @@ class DenseDraft:
 
     @property
     def bases(self) -> list[DenseLayout]:
-        """Those that exact matrices may be residuals of: four bits, in the model's order."""
+        """Four-bit matrices, in the model's order: exact ones may be residuals of these."""
         layouts = self.layouts.values()
         return [layout for layout in layouts if layout.planes == 1 and not layout.permuted]
 
 
 class DenseCodes:
-    """The codes of a draft's dense layers, each made once. Several threads may ask."""
+    """Codes of a draft's dense layers, each made once. Thread-safe."""
 
     def __init__(self, draft: DenseDraft, checkpoint: Checkpoint) -> None:
         self._draft = draft
@@ -140,13 +140,13 @@ class DenseCodes:
         }
         digest = hashlib.sha256(repr(sorted(map(repr, rounded))).encode()).hexdigest()
         self._paths = draft_file.candidate_paths(checkpoint, f"dense-{digest[:8]}")
-        self._kept = not rounded or draft_file.read_kept(self._parts, self._paths)
+        self._kept = not rounded or draft_file.read_cached(self._parts, self._paths)
 
     def weight(self, name: str, words: Callable[[], Tensor]) -> Int4Weight:
-        """The codes of one layer, on the CPU. words: gives its exact matrix, to be rounded."""
+        """Codes of one layer, on the CPU. words: returns its exact matrix, to be rounded."""
         layout = self._draft.layouts[name]
         if layout.brought:
-            source = present(self._draft.source, f"nothing brings the codes of {name}")
+            source = present(self._draft.source, f"no source has the codes of {name}")
             return source.dense_weight(name)
         qweight, scales = (self._parts[f"{name}.{part}"] for part in layout.shapes)
         if not self._kept:
@@ -154,7 +154,7 @@ class DenseCodes:
         return Int4Weight(qweight, scales)
 
     def finish(self) -> None:
-        """Keep on the disk what was rounded, once all was."""
+        """Cache the rounded codes on disk, once all are made."""
         if not self._kept:
             draft_file.keep(self._parts, self._paths)
             self._kept = True

@@ -1,7 +1,7 @@
-"""A draft on disk: rounded codes as one safetensors file, made once and kept.
+"""A rounded draft on disk: codes in one safetensors file, made once and cached.
 
-It lies beside the model, or in the user's cache folder where that cannot be written, under a name
-that carries a digest of the weights and of the settings it was made with.
+The file is beside the model, or in the user's cache folder if that cannot be written. Its name has
+a digest of the weights and of the settings it was made with.
 """
 
 import hashlib
@@ -31,23 +31,23 @@ FORMAT = "speq-int4-1"
 COPY_BYTES = 1 << 20
 
 
-class Rows(NamedTuple):
-    """Some of the rows of a file's tensors: the number of each, and how many a tensor has."""
+class RowSelection(NamedTuple):
+    """Selected rows of a file's tensors: their numbers, and the number of rows of a tensor."""
 
     wanted: Sequence[int]
     total: int
 
 
 def digest_of(checkpoint: Checkpoint) -> str:
-    """Names a draft: the weights it was made from and how."""
+    """Digest of a draft: the weights it was made from, and the settings."""
     settings = f"{FORMAT}:rtn:bits=4:group_size={GROUP_SIZE}:"
     return hashlib.sha256((settings + checkpoint.fingerprint()).encode()).hexdigest()[:16]
 
 
 def candidate_paths(checkpoint: Checkpoint, what: str = "") -> list[Path]:
-    """Where a draft of this checkpoint may lie, the preferred place first.
+    """Paths of a draft of this checkpoint, the preferred one first.
 
-    what  of the model, where it is not the experts
+    what  part of the model; empty: the experts
     """
     name = f"draft-int4-rtn-{what and what + '-'}{digest_of(checkpoint)}.safetensors"
     paths, cache = [checkpoint.path / FOLDER / name], cache_folder(DRAFTS)
@@ -63,21 +63,21 @@ def load_or_make(
     progress: Done | None = None,
     quantisable: bool = True,
 ) -> None:
-    """Fill `arena` from the draft on disk, or round the experts and keep the result.
+    """Fill `arena` from the draft on disk, or round the experts and cache the result.
 
-    An arena of some experts is filled from a draft of all where one is kept; what is rounded for it
-    is kept under the name of the very experts.
+    An arena of some experts is filled from a cached draft of all experts if there is one. Otherwise
+    its rounded experts are cached under a name of their own.
 
-    progress     told (done, total), to the end only when the result is kept
+    progress     called with (done, total); reaches total once the result is cached
     quantisable  whether `speq quantize` takes the model
     """
     paths = candidate_paths(checkpoint)
-    rows = None if arena.whole else Rows(arena.held, arena.base_slots.numel())
-    if not arena.held or read_kept(arena.parts, paths, progress, rows):
+    rows = None if arena.whole else RowSelection(arena.held, arena.base_slots.numel())
+    if not arena.held or read_cached(arena.parts, paths, progress, rows):
         return
     if not arena.whole:
         paths = candidate_paths(checkpoint, f"some-{digest_of_experts(arena.held)}")
-        if read_kept(arena.parts, paths, progress):
+        if read_cached(arena.parts, paths, progress):
             return
     better = f"; `speq quantize {checkpoint.path}` makes a better one (GPTQ)"
     logger.info("the draft is made by rounding%s", better if quantisable else "")
@@ -89,31 +89,31 @@ def load_or_make(
         progress(experts + 1, experts + 1)
 
 
-def is_kept(paths: list[Path]) -> bool:
-    # Unlike Path.exists, it takes a locked folder for no.
+def any_exists(paths: list[Path]) -> bool:
+    # Unlike Path.exists, it returns False for a folder without permission.
     return any(os.path.exists(path) for path in paths)
 
 
 def digest_of_experts(held: Sequence[int]) -> str:
-    """Names some of a model's experts by their numbers."""
+    """Digest of a selection of a model's experts."""
     return hashlib.sha256(",".join(map(str, held)).encode()).hexdigest()[:8]
 
 
-def read_kept(
+def read_cached(
     parts: Mapping[str, Tensor],
     paths: list[Path],
     progress: Done | None = None,
-    rows: Rows | None = None,
+    rows: RowSelection | None = None,
 ) -> bool:
-    """Whether tensors could be filled from one of some files.
+    """Fill tensors from the first usable file. Return False if there is none.
 
-    rows  of the files' tensors that are wanted; None: all
+    rows  rows of the files' tensors to read; None: all
 
-    What others left half-written, and write no more, goes first: it is as large as a draft.
+    Abandoned partial files are removed first: they are as large as a draft.
     """
     for path in paths:
         remove_abandoned(path.parent)
-        if os.path.exists(path):  # which, unlike Path.exists, takes a locked folder for no
+        if os.path.exists(path):  # unlike Path.exists, False for a folder without permission
             try:
                 read(parts, path, progress, rows)
                 return True
@@ -136,12 +136,12 @@ def read(
     parts: Mapping[str, Tensor],
     path: Path,
     progress: Done | None = None,
-    rows: Rows | None = None,
+    rows: RowSelection | None = None,
 ) -> None:
-    """Fill tensors from a file. Raises SpeqError where the file is damaged or of another shape.
+    """Fill tensors from a file. Raises SpeqError if the file is damaged or has other shapes.
 
-    progress  told (MiB, of all)
-    rows      of the file's tensors that are wanted; None: all
+    progress  called with (MiB done, MiB in all)
+    rows      rows of the file's tensors to read; None: all
     """
     with SafetensorsFile(path) as file:
         if file.metadata.get("format") != FORMAT:
@@ -162,12 +162,12 @@ def read(
 
 
 def blocks_of(part: Tensor) -> tuple[Tensor, ...]:
-    """Its first dimension in pieces: what crosses between a file and a device at a time."""
+    """Split a tensor along its first dimension into pieces that are transferred at a time."""
     return part.split(max(COPY_BYTES * len(part) // max(part.nbytes, 1), 1))
 
 
-def pieces_of(part: Tensor, rows: Rows | None) -> Iterator[tuple[int, Tensor]]:
-    """Pieces of a tensor, each with the number of its first row in a file."""
+def pieces_of(part: Tensor, rows: RowSelection | None) -> Iterator[tuple[int, Tensor]]:
+    """Yield pieces of a tensor, each with the number of its first row in a file."""
     first = 0
     for block in blocks_of(part) if rows is None else part.split(1):
         yield (first if rows is None else rows.wanted[first]), block
@@ -175,11 +175,11 @@ def pieces_of(part: Tensor, rows: Rows | None) -> Iterator[tuple[int, Tensor]]:
 
 
 def keep(parts: Mapping[str, Tensor], paths: list[Path]) -> None:
-    """Write tensors to the first place that takes it; say so where none does."""
+    """Write tensors to the first path that can be written; warn if none can."""
     reasons = []
     for path in paths:
         try:
-            # What lies beside its model need not name it.
+            # A file beside its model need not name it.
             write(parts, path, None if path == paths[0] else paths[0].parent.parent)
             return
         except (OSError, SpeqError) as error:
@@ -190,9 +190,9 @@ def keep(parts: Mapping[str, Tensor], paths: list[Path]) -> None:
 
 
 def write(parts: Mapping[str, Tensor], path: Path, model: Path | None = None) -> None:
-    """Write atomically: the file is either whole or absent. Raises OSError.
+    """Write atomically: the file is either complete or absent. Raises OSError.
 
-    model  its folder, noted for whoever looks through what is kept
+    model  its folder, recorded for `speq cache`
     """
     metadata = {"format": FORMAT}
     if model is not None:

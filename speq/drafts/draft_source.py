@@ -1,10 +1,10 @@
-"""Where a draft's INT4 experts come from: a GPTQ checkpoint, or exact experts that are rounded."""
+"""Opening of a draft's source of INT4 experts: a GPTQ checkpoint, or rounded exact experts."""
 
 import os
 from pathlib import Path
 
 from speq.drafts import draft_file, kinship
-from speq.drafts.dense_draft import DenseDraft, Shape
+from speq.drafts.dense_draft import DenseDraft, DenseLayer
 from speq.drafts.gptq_config import has_gptq_config
 from speq.drafts.gptq_folder import GptqFolder
 from speq.errors import SpeqError
@@ -19,7 +19,7 @@ from speq.units import Done
 
 
 class RoundedDraft:
-    """Exact experts rounded to nearest, or what was kept of that the last time."""
+    """Exact experts rounded to nearest, or a cached copy of them."""
 
     def __init__(
         self, checkpoint: Checkpoint, store: ExpertStore, experts: ExpertLayout, owned: bool
@@ -30,8 +30,8 @@ class RoundedDraft:
 
     @property
     def label(self) -> str:
-        """What `fill` does."""
-        kept = draft_file.is_kept(draft_file.candidate_paths(self._checkpoint))
+        """Description of what `fill` does."""
+        kept = draft_file.any_exists(draft_file.candidate_paths(self._checkpoint))
         return "reading the INT4 copy" if kept else "rounding experts to INT4"
 
     @property
@@ -53,8 +53,8 @@ class RoundedDraft:
             self._checkpoint.close()
 
 
-def gptq_beside(model: Path) -> Path:
-    """Where a GPTQ checkpoint of a model is looked for, and where `speq quantize` leaves one."""
+def gptq_path(model: Path) -> Path:
+    """Path of the GPTQ checkpoint of a model, where `speq quantize` writes it."""
     return model / draft_file.FOLDER / "gptq"
 
 
@@ -63,17 +63,17 @@ def open_draft(
     model: Checkpoint,
     store: ExpertStore,
     experts: ExpertLayout,
-    dense: tuple[Shape, ...] = (),
+    dense: tuple[DenseLayer, ...] = (),
 ) -> DraftSource:
-    """The draft of a model: "auto", or a folder or hub id. Raises SpeqError where it does not fit.
+    """Open the draft of a model: "auto", or a folder or hub id. Raises SpeqError if it does not
+    fit.
 
-    dense  the model's layers that a draft may bring codes of beside the experts
+    dense  the model's dense layers that a draft may have codes of
 
-    A model that is packed with its draft takes no other, but the folder that it was copied from.
+    A model that is packed with its draft takes no other, except the folder that it was copied from.
 
-    auto  the one that the model is packed with; else the GPTQ checkpoint beside it, if there is
-          one, or else its own experts, rounded. A folder without config.json, which is written
-          last, is no checkpoint yet.
+    auto  the draft in the pack; else the GPTQ checkpoint beside the model; else its own experts,
+          rounded. A folder without config.json, which is written last, is incomplete and ignored.
     """
     tied = store.tied_draft
     if tied is None:
@@ -94,10 +94,10 @@ def _open(
     model: Checkpoint,
     store: ExpertStore,
     experts: ExpertLayout,
-    dense: tuple[Shape, ...],
+    dense: tuple[DenseLayer, ...],
 ) -> DraftSource:
     if draft == "auto":
-        beside = gptq_beside(model.path)
+        beside = gptq_path(model.path)
         if os.path.exists(beside / "config.json"):
             return open_gptq(beside, model, store, experts, dense)
         return RoundedDraft(model, store, experts, owned=False)
@@ -118,8 +118,8 @@ def _open(
         raise SpeqError(f"draft {path} does not fit the model: {error}") from error
 
 
-def dense_draft(choice: str, dense: tuple[Shape, ...], source: DraftSource) -> DenseDraft:
-    """The dense layers of a draft: those that its source brings, and the rest rounded.
+def dense_draft(choice: str, dense: tuple[DenseLayer, ...], source: DraftSource) -> DenseDraft:
+    """Choose a draft's dense layers: those of its source, and the rest rounded.
 
     choice  the option draft_dense
     """
@@ -131,9 +131,9 @@ def open_gptq(
     model: Checkpoint,
     store: ExpertStore,
     experts: ExpertLayout,
-    dense: tuple[Shape, ...],
+    dense: tuple[DenseLayer, ...],
 ) -> GptqFolder:
-    """A GPTQ checkpoint made from `model`, whose exact experts are in `store`."""
+    """Open a GPTQ checkpoint made from `model`, whose exact experts are in `store`."""
     kinship.check_sizes(path, read_json(path / "config.json"), model)
     folder = GptqFolder(path, experts, dense, model.part)
     try:
@@ -144,7 +144,7 @@ def open_gptq(
                 "desc_act"
             )
         kinship.check_weights(path, folder.tensors, model, experts.names)
-        if store.tied_draft is None:  # which knows its draft by its codes
+        if store.tied_draft is None:  # a tied draft is compared by its codes
             kinship.check_experts(folder, store)
     except BaseException:
         folder.close()

@@ -1,7 +1,7 @@
-"""What a GPTQ folder says of its packing: `quantization_config`, read and checked.
+"""The packing of a GPTQ folder: `quantization_config`, read and checked.
 
-It stands in config.json (transformers, optimum, GPTQModel) or in quantize_config.json (AutoGPTQ),
-or in both.
+It is in config.json (transformers, optimum, GPTQModel) or in quantize_config.json (AutoGPTQ), or in
+both.
 """
 
 import os
@@ -11,28 +11,28 @@ from typing import Any
 
 from speq.drafts.gptq_format import FORMATS
 from speq.errors import SpeqError
-from speq.experts.int4 import whole_groups
+from speq.experts.int4 import group_columns
 from speq.files.json_file import read_json
 
 CONFIG = "config.json"
 QUANTIZE_CONFIG = "quantize_config.json"
 KEY = "quantization_config"
-# Two files, or two names of one setting, that disagree leave open how the words are to be read.
+# If two files, or two names of one setting, disagree, the packing is ambiguous.
 SETTINGS = ("quant_method", "checkpoint_format", "bits", "group_size", "desc_act", "sym")
 ALIASES = {"method": "quant_method", "format": "checkpoint_format"}
-# Of a draft that is sound and another model's.
+# Remedy for a sound draft of another model.
 OF_THIS_MODEL = "give a draft of this very checkpoint"
 REMEDY = "give a 4-bit, symmetric checkpoint of the format gptq or gptq_v2"
 
 
 @dataclass(frozen=True, slots=True)
 class GptqConfig:
-    """How a checkpoint's linear layers are packed.
+    """Packing of a checkpoint's linear layers.
 
-    group_size         inputs to a scale, all of a row where it has fewer; -1: all of a row
-    desc_act           whether groups are of inputs far apart, as g_idx says
-    sym                whether all zero points are 8; None where that is not said
-    checkpoint_format  how zero points are stored; see gptq_format
+    group_size         inputs per scale, at most a whole row; -1: a whole row
+    desc_act           whether g_idx assigns inputs to groups
+    sym                whether all zero points are 8; None: not given
+    checkpoint_format  storage of zero points; see gptq_format
     """
 
     group_size: int
@@ -41,19 +41,19 @@ class GptqConfig:
     checkpoint_format: str
 
     def group_size_for(self, columns: int) -> int:
-        """Inputs to a scale, of a layer of `columns` inputs."""
-        return whole_groups(self.group_size, columns)
+        """Inputs per scale of a layer of `columns` inputs."""
+        return group_columns(self.group_size, columns)
 
 
 def has_gptq_config(path: Path, config: dict[str, Any]) -> bool:
-    """Whether a folder of this config.json says that it is quantised, by whatever method."""
+    """True if a folder with this config.json is quantised by any method."""
     return config.get(KEY) is not None or os.path.exists(path / QUANTIZE_CONFIG)
 
 
 def gptq_config(path: Path, config: dict[str, Any]) -> GptqConfig:
-    """The packing of the folder `path`, whose config.json is `config`.
+    """Read the packing of the folder `path`, whose config.json is `config`.
 
-    Raises SpeqError, naming the setting, for what contradicts itself or is not read here.
+    Raises SpeqError, naming the setting, for contradictions and unsupported values.
     """
     said: dict[str, tuple[Any, str]] = {}
     for where, settings in _sources(path, config).items():
@@ -78,7 +78,7 @@ def gptq_config(path: Path, config: dict[str, Any]) -> GptqConfig:
 
 
 def _sources(path: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The objects that hold settings, by where they stand."""
+    """Objects with settings, by location."""
     found: dict[str, Any] = {}
     if config.get(KEY) is not None:
         found[f"{KEY} of {CONFIG}"] = config[KEY]

@@ -1,9 +1,9 @@
-"""A GPTQ checkpoint as a draft: its experts, checked and brought into the INT4 arena, and the dense
-layers that it has quantised.
+"""A GPTQ checkpoint as a draft: its experts, checked and loaded into the INT4 arena, and its
+quantised dense layers.
 
-Everything else in the folder is left alone: a draft shares it with the exact model. So are biases
-of dense layers. Those of experts, which no supported family has but AutoGPTQ once wrote, must be
-zero.
+Everything else in the folder is ignored: a draft shares it with the exact model. So are biases of
+dense layers. Biases of experts, which AutoGPTQ once wrote, must be zero: no supported family has
+them.
 """
 
 from dataclasses import replace
@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.drafts.dense_draft import DenseLayout, Shape
+from speq.drafts.dense_draft import DenseLayer, DenseLayout
 from speq.drafts.gptq_config import gptq_config
 from speq.drafts.gptq_format import (
     CODES_PER_WORD,
     GptqMatrix,
-    Int4Matrix,
+    Int4Linear,
     check_zeros,
+    concatenate,
     dequantise,
     float16_scales,
-    fused,
     input_perm_of,
     to_int4,
 )
@@ -32,7 +32,7 @@ from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.files.json_file import read_json
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import Shards
-from speq.files.text_part import TextPart
+from speq.files.text_part import TextModelPart
 from speq.kernels.ops import Int4Weight
 from speq.units import Done
 
@@ -40,12 +40,12 @@ from speq.units import Done
 class GptqFolder:
     """A folder of GPTQ experts for a model whose experts are `experts`.
 
-    layout  what an expert of it takes in an arena
-    dense   by name, those of the model's dense layers `shapes` that it has packed
-    part    where the model is a part of what its checkpoints hold
+    layout  layout of one of its experts in an arena
+    dense   by name, the model's dense layers of `shapes` that it has packed
+    part    prefix of the text model in multimodal checkpoints
 
-    Names, shapes, dtypes and settings are checked when it is opened, and the scales, zero points
-    and g_idx of an expert of each layer; all others' when they are loaded. Raises SpeqError.
+    Opening checks names, shapes, dtypes and settings, and the scales, zero points and g_idx of one
+    expert of each layer. Loading checks those of the others. Raises SpeqError.
     """
 
     label = "loading the GPTQ draft"
@@ -54,8 +54,8 @@ class GptqFolder:
         self,
         path: Path,
         experts: ExpertLayout,
-        shapes: tuple[Shape, ...] = (),
-        part: TextPart | None = None,
+        shapes: tuple[DenseLayer, ...] = (),
+        part: TextModelPart | None = None,
     ) -> None:
         self.path = path
         self.config = gptq_config(path, read_json(path / "config.json"))
@@ -83,11 +83,11 @@ class GptqFolder:
                     f"experts have rows of {columns}, which must be whole groups and whole words "
                     "of eight codes; quantise with a group_size that divides them, or -1"
                 )
-        # An order of inputs is needed only where there are several groups to sort them by.
+        # An order of inputs is needed only with several groups.
         permuted = self.config.desc_act and self.config.group_size_for(hidden) < hidden
         return Int4Layout(hidden, width, self.config.group_size, permuted)
 
-    def _dense_layout(self, shape: Shape) -> DenseLayout:
+    def _dense_layout(self, shape: DenseLayer) -> DenseLayout:
         group_size = self.config.group_size_for(shape.columns)
         permuted = self.config.desc_act and group_size < shape.columns
         sizes = shape.name, shape.outputs, shape.columns
@@ -99,19 +99,22 @@ class GptqFolder:
 
     @property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorInfo]]:
-        """Every tensor of the folder, of experts or not."""
+        """Every tensor of the folder."""
         return self._shards.tensors
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
-        """Bring those that an arena of `layout` holds; progress is told (experts done, experts)."""
+        """Load the experts that an arena of `layout` holds. progress: called with (experts done,
+        experts).
+        """
         for base_slot, at in enumerate(arena.held):
             arena.put(base_slot, self.expert(at))
             if progress is not None:
                 progress(base_slot + 1, len(arena.held))
 
     def sample(self, base_slot: int, count: int) -> Tensor:
-        """The first `count` rows of an expert's gate, of its up, and of its down, dequantised and
-        flattened one behind the other: [2 * count * H + count * F] float32."""
+        """Dequantise the first `count` rows of an expert's gate, up and down, flattened and
+        concatenated: [2 * count * H + count * F] float32.
+        """
         expert, rows = self._experts[base_slot], torch.arange(count)
         gate_up = self._fused(*expert.gate_up)
         up_rows = rows + self.layout.expert_width
@@ -125,11 +128,11 @@ class GptqFolder:
         self._shards.close()
 
     def expert(self, at: int) -> Int4Expert:
-        """One of them, in the kernels' layout. Raises SpeqError where it is damaged."""
+        """Read one expert in the kernels' layout. Raises SpeqError if it is damaged."""
         expert = self._experts[at]
         gate_up, down = self._matrix(*expert.gate_up), self._matrix(expert.down)
         if down.input_perm is not None:
-            # What down multiplies comes out of gate and up: their rows take its order.
+            # The inputs of down are the outputs of gate and up, whose rows take its order.
             half = down.input_perm
             gate_up = gate_up.reorder_rows(torch.cat([half, half + len(half)]))
         parts = {
@@ -145,7 +148,7 @@ class GptqFolder:
         return Int4Expert(parts, down.input_perm)
 
     def dense_weight(self, name: str) -> Int4Weight:
-        """One of `dense`, in the kernels' layout. Raises SpeqError where it is damaged."""
+        """Read one of `dense` in the kernels' layout. Raises SpeqError if it is damaged."""
         module = self._dense[name]
         biasless = {part: held for part, held in module.parts.items() if part != "bias"}
         matrix = self._matrix(replace(module, parts=biasless))
@@ -156,15 +159,15 @@ class GptqFolder:
             matrix.qweight, matrix.scales, None if order is None else order.to(torch.int32)
         )
 
-    def _matrix(self, *modules: PackedModule) -> Int4Matrix:
+    def _matrix(self, *modules: PackedModule) -> Int4Linear:
         whole = self._fused(*modules)
         return to_int4(whole, self.config.group_size_for(modules[0].columns))
 
     def _fused(self, *modules: PackedModule) -> GptqMatrix:
-        """Modules over the same inputs as one, their rows behind one another."""
+        """Concatenate the rows of modules over the same inputs."""
         matrices = [self._read(module) for module in modules]
         try:
-            return fused(matrices)
+            return concatenate(matrices)
         except ValueError as error:
             names = " and ".join(module.name for module in modules)
             raise SpeqError(
@@ -176,7 +179,7 @@ class GptqFolder:
         return replace(values, qweight=module.parts["qweight"].read())
 
     def _read_values(self, module: PackedModule) -> GptqMatrix:
-        """A module without its codes, once its values were found to be what the config says."""
+        """Read a module without its codes, and check its values against the config."""
         parts = {name: part.read() for name, part in module.parts.items() if name != "qweight"}
         g_idx, bias = parts.get("g_idx"), parts.get("bias")
         at, remedy = "qzeros", self._zeros_remedy

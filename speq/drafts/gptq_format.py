@@ -21,10 +21,10 @@ from torch import Tensor
 
 FORMATS = ("gptq", "gptq_v2")
 CODES_PER_WORD = 8
-# The zero point of symmetric codes, which is the kernels' own.
+# Zero point of symmetric codes, as in the kernels.
 SYMMETRIC_ZERO = 8
-# One in each of a word's zero points. It is taken from the word as a whole, so that a zero point
-# of 0 borrows from the next; adding it to the word undoes that.
+# A 1 in each zero point of a word. It is subtracted from the whole word, so a zero point of 0
+# borrows from the next; adding it to the word undoes that.
 ONES = 0x11111111
 
 
@@ -39,8 +39,8 @@ class GptqMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Matrix:
-    """The same in the kernels' layout.
+class Int4Linear:
+    """A packed linear layer in the kernels' layout.
 
     qweight     [N, K / 2] uint8, two codes to a byte, low nibble first, zero point 8
     scales      [N, K / G] float16
@@ -51,14 +51,14 @@ class Int4Matrix:
     scales: Tensor
     input_perm: Tensor | None = None
 
-    def reorder_rows(self, order: Tensor) -> "Int4Matrix":
-        """Row r becomes what row order[r] was."""
+    def reorder_rows(self, order: Tensor) -> "Int4Linear":
+        """Reorder rows: row r becomes row order[r]."""
         qweight, scales = (part.index_select(0, order) for part in (self.qweight, self.scales))
-        return Int4Matrix(qweight, scales, self.input_perm)
+        return Int4Linear(qweight, scales, self.input_perm)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Codes [K, N] of 0 to 15, any integer dtype, to qweight [K / 8, N] int32."""
+    """Pack codes [K, N] of 0 to 15, any integer dtype, into qweight [K / 8, N] int32."""
     words = torch.zeros(codes.shape[0] // CODES_PER_WORD, codes.shape[1], dtype=torch.int32)
     for place in range(CODES_PER_WORD):
         words |= codes[place::CODES_PER_WORD].to(torch.int32) << 4 * place
@@ -66,23 +66,25 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def unpack_codes(qweight: Tensor) -> Tensor:
-    """qweight [K / 8, N] int32 to codes [K, N] uint8."""
+    """Unpack qweight [K / 8, N] int32 into codes [K, N] uint8."""
     return _unpack(qweight.unsqueeze(1), dim=1).flatten(0, 1)
 
 
 def pack_zeros(zeros: Tensor, checkpoint_format: str) -> Tensor:
-    """Zero points [K / G, N] of 0 to 15, any integer dtype, to qzeros [K / G, N / 8] int32."""
-    # Which wraps, as the words do.
-    return pack_codes(zeros.t()).t().contiguous() - _stored_less(checkpoint_format)
+    """Pack zero points [K / G, N] of 0 to 15, any integer dtype, into qzeros [K / G, N / 8]
+    int32.
+    """
+    # The subtraction wraps, as the words do.
+    return pack_codes(zeros.t()).t().contiguous() - _zero_offset(checkpoint_format)
 
 
 def unpack_zeros(qzeros: Tensor, checkpoint_format: str) -> Tensor:
-    """qzeros [K / G, N / 8] int32 to zero points [K / G, N] uint8."""
-    words = qzeros + _stored_less(checkpoint_format)
+    """Unpack qzeros [K / G, N / 8] int32 into zero points [K / G, N] uint8."""
+    words = qzeros + _zero_offset(checkpoint_format)
     return _unpack(words.unsqueeze(2), dim=2).flatten(1, 2)
 
 
-def _stored_less(checkpoint_format: str) -> int:
+def _zero_offset(checkpoint_format: str) -> int:
     if checkpoint_format not in FORMATS:
         raise ValueError(
             f"checkpoint_format {checkpoint_format!r} must be one of {', '.join(FORMATS)}"
@@ -91,7 +93,7 @@ def _stored_less(checkpoint_format: str) -> int:
 
 
 def _shifts(dim: int) -> Tensor:
-    """Of each code of a word, along dimension `dim` of three."""
+    """Bit shift of each code of a word, along dimension `dim` of three."""
     shape = [1, 1, 1]
     shape[dim] = CODES_PER_WORD
     return torch.arange(0, 32, 4, dtype=torch.int32).view(shape)
@@ -101,10 +103,10 @@ def _unpack(words: Tensor, dim: int) -> Tensor:
     return ((words >> _shifts(dim)) & 0xF).to(torch.uint8)
 
 
-def fused(matrices: list[GptqMatrix]) -> GptqMatrix:
-    """Layers over the same inputs as one, outputs behind one another.
+def concatenate(matrices: list[GptqMatrix]) -> GptqMatrix:
+    """Concatenate the outputs of layers over the same inputs.
 
-    Raises ValueError where their g_idx differ: one order of inputs could not serve them all.
+    Raises ValueError if their g_idx differ: one order of inputs must serve all.
     """
     first, *others = matrices
     for other in others:
@@ -135,7 +137,7 @@ def check_zeros(qzeros: Tensor, checkpoint_format: str) -> None:
 
 
 def float16_scales(scales: Tensor) -> Tensor:
-    """Scales of any float dtype in float16. Raises ValueError where that would change one."""
+    """Convert scales of any float dtype to float16. Raises ValueError if that would change one."""
     if not bool(scales.isfinite().all()):
         raise ValueError("holds an infinity or a NaN")
     halves = scales.to(torch.float16)
@@ -149,7 +151,7 @@ def float16_scales(scales: Tensor) -> Tensor:
 
 
 def input_perm_of(g_idx: Tensor | None, columns: int, group_size: int) -> Tensor | None:
-    """Inputs [K] int64 in the order of their groups, or None where they are in it already.
+    """Order of inputs [K] int64 by group; None if they are in that order already.
 
     Raises ValueError unless each of the K / group_size groups has group_size inputs.
     """
@@ -168,19 +170,22 @@ def input_perm_of(g_idx: Tensor | None, columns: int, group_size: int) -> Tensor
     return order
 
 
-def to_int4(matrix: GptqMatrix, group_size: int) -> Int4Matrix:
-    """A symmetric layer, whose zero points were checked, in the kernels' layout: bit for bit the
-    same weights, columns sorted by group. Raises as `float16_scales` and `input_perm_of` do."""
+def to_int4(matrix: GptqMatrix, group_size: int) -> Int4Linear:
+    """Convert a symmetric layer with checked zero points to the kernels' layout: bit-identical
+    weights, columns sorted by group. Raises as `float16_scales` and `input_perm_of` do.
+    """
     scales = float16_scales(matrix.scales).t().contiguous()
     order = input_perm_of(matrix.g_idx, CODES_PER_WORD * matrix.qweight.shape[0], group_size)
     if order is not None:
-        return Int4Matrix(reordered_rows(matrix.qweight, order), scales, order)
-    # A word's bytes, least first, hold neighbouring inputs in the kernels' own order.
-    return Int4Matrix(matrix.qweight.t().contiguous().view(torch.uint8), scales)
+        return Int4Linear(reorder_codes(matrix.qweight, order), scales, order)
+    # A little-endian word's bytes hold neighbouring inputs in the kernels' order.
+    return Int4Linear(matrix.qweight.t().contiguous().view(torch.uint8), scales)
 
 
 def dequantise(matrix: GptqMatrix, rows: Tensor) -> Tensor:
-    """Rows `rows` [R] int64 of a symmetric layer, inputs in the model's order: [R, K] float32."""
+    """Dequantise rows `rows` [R] int64 of a symmetric layer, inputs in the model's order: [R, K]
+    float32.
+    """
     codes = unpack_codes(matrix.qweight[:, rows])
     columns, groups = codes.shape[0], matrix.scales.shape[0]
     g_idx = torch.arange(columns) // (columns // groups) if matrix.g_idx is None else matrix.g_idx
@@ -188,10 +193,11 @@ def dequantise(matrix: GptqMatrix, rows: Tensor) -> Tensor:
     return ((codes.float() - SYMMETRIC_ZERO) * scales).t()
 
 
-def reordered_rows(qweight: Tensor, order: Tensor) -> Tensor:
-    """qweight [K / 8, N] int32 as rows of codes [N, K / 2] uint8, two to a byte, low nibble first;
-    column c is input order[c]."""
-    # Inputs along the first dimension, so that whole rows are moved: [K / 2, N] bytes.
+def reorder_codes(qweight: Tensor, order: Tensor) -> Tensor:
+    """Convert qweight [K / 8, N] int32 to rows of codes [N, K / 2] uint8, two per byte, low nibble
+    first; column c is input order[c].
+    """
+    # Inputs along the first dimension, so whole rows are moved: [K / 2, N] bytes.
     pairs = qweight.view(torch.uint8).unflatten(1, (-1, 4)).transpose(1, 2).flatten(0, 1)
 
     def codes(inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The packed linear layers of a GPTQ folder: found by name, checked by shape and dtype.
+"""Packed linear layers of a GPTQ folder: found by name, checked by shape and dtype.
 
 Names are those of GPTQModel, optimum and AutoGPTQ, for a family with the usual names and mixtral's:
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.drafts.dense_draft import Shape
+from speq.drafts.dense_draft import DenseLayer
 from speq.drafts.gptq_config import OF_THIS_MODEL, GptqConfig
 from speq.drafts.gptq_format import CODES_PER_WORD
 from speq.errors import SpeqError
@@ -49,7 +49,7 @@ class ModulePart:
     info: TensorInfo
 
     def of_expert(self, expert: int) -> "ModulePart":
-        """Slice `expert` of tensors stacked along the first dimension."""
+        """Select slice `expert` of a tensor stacked along the first dimension."""
         count, *shape = self.info.shape
         nbytes = self.info.nbytes // count
         offset = self.info.offset + expert * nbytes
@@ -65,7 +65,9 @@ class ModulePart:
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """A packed linear layer on disk, its parts by name; empty ones (g_idx, bias) are left out."""
+    """A packed linear layer on disk, with its parts by name; empty ones (g_idx, bias) are left
+    out.
+    """
 
     name: str
     parts: dict[str, ModulePart]
@@ -85,7 +87,9 @@ class PackedModule:
 
 @dataclass(frozen=True, slots=True)
 class PackedExpert:
-    """gate_up is one module, or gate and up; all matrices [out, in] as the model has them."""
+    """A packed expert. gate_up is one module, or gate and up; all matrices are [out, in] as in the
+    model.
+    """
 
     gate_up: tuple[PackedModule, ...]
     down: PackedModule
@@ -96,7 +100,7 @@ class PackedExpert:
 
 
 def tensor_pattern(names: ExpertNames) -> re.Pattern[str]:
-    """Matches whole names of tensors of packed experts."""
+    """Pattern of full tensor names of packed experts."""
     projections = "|".join(map(re.escape, (*names.projection_of, "gate_up_proj")))
     return re.compile(
         rf"(?P<module>(?:^|.*\.){names.within_layer}(?:(?P<expert>\d{{1,9}})\.)?"
@@ -105,7 +109,7 @@ def tensor_pattern(names: ExpertNames) -> re.Pattern[str]:
 
 
 class ExpertFinder:
-    """Finds the experts of a model in the shards of a folder. Errors call the folder a draft."""
+    """Finder of a model's experts in the shards of a folder. Errors call the folder a draft."""
 
     def __init__(self, shards: Shards, experts: ExpertLayout, config: GptqConfig) -> None:
         self._path = shards.path
@@ -115,7 +119,9 @@ class ExpertFinder:
         self._used: set[ModuleKey] = set()
 
     def find(self) -> list[PackedExpert]:
-        """Every expert, layer after layer. Raises SpeqError where the folder has fewer or more."""
+        """Find every expert, layer after layer. Raises SpeqError if the folder has fewer or
+        more.
+        """
         found = [
             self._expert(layer, expert)
             for layer in self._experts.layers
@@ -158,7 +164,7 @@ class ExpertFinder:
         )
 
     def _modules(self, shards: Shards) -> dict[ModuleKey, PackedModule]:
-        """Every packed module of experts that the folder holds."""
+        """Every packed module of experts in the folder."""
         names, found = self._experts.names, dict[ModuleKey, PackedModule]()
         pattern = tensor_pattern(names)
         for name, (file, info) in shards.tensors.items():
@@ -184,17 +190,17 @@ class ExpertFinder:
 
 
 def dense_modules(
-    shards: Shards, config: GptqConfig, shapes: Iterable[Shape]
+    shards: Shards, config: GptqConfig, shapes: Iterable[DenseLayer]
 ) -> dict[str, PackedModule]:
-    """Dense layers of the model that the folder has packed, by the model's names for them.
+    """Find the dense layers of the model that the folder has packed, by the model's names.
 
-    Raises SpeqError for those that are not whole, or of other sizes.
+    Raises SpeqError for incomplete ones and for other sizes.
     """
     by_name = {shape.name: shape for shape in shapes}
     found: dict[str, PackedModule] = {}
     for name, (file, info) in shards.tensors.items():
         module, _, part = name.rpartition(".")
-        own = next((ending for ending in endings(module) if ending in by_name), None)
+        own = next((ending for ending in suffixes(module) if ending in by_name), None)
         if own is not None and part in DTYPES and (info.nbytes or part in REQUIRED):
             found.setdefault(own, PackedModule(module, {})).parts[part] = ModulePart(file, info)
     found = {name: packed for name, packed in found.items() if "qweight" in packed.parts}
@@ -204,8 +210,8 @@ def dense_modules(
     return found
 
 
-def endings(name: str) -> Iterator[str]:
-    """A dotted name, and what is left of it without its first words."""
+def suffixes(name: str) -> Iterator[str]:
+    """Yield a dotted name, and its suffixes without the first components."""
     while name:
         yield name
         _, _, name = name.partition(".")
@@ -219,7 +225,7 @@ def check_module(
     columns: int,
     stacked: tuple[int, ...],
 ) -> None:
-    """Raise SpeqError unless a module of the draft `path` is whole and packs [*stacked, rows,
+    """Raise SpeqError unless a module of the draft `path` is complete and packs [*stacked, rows,
     columns].
     """
     groups = columns // config.group_size_for(columns)
@@ -250,9 +256,9 @@ def check_module(
 
 
 def file_names(path: Path) -> tuple[str, str]:
-    """What the index and the only file of a folder are called.
+    """File names of a folder's index and of its single file.
 
-    AutoGPTQ names them for the settings: gptq_model-4bit-128g.safetensors.
+    AutoGPTQ names them after the settings: gptq_model-4bit-128g.safetensors.
     """
     try:
         names = sorted(os.listdir(path))

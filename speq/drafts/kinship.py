@@ -1,4 +1,4 @@
-"""Whether a quantised checkpoint was made from the model that it is to draft for."""
+"""Checks that a quantised checkpoint was made from the model that it drafts for."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from speq.files.checkpoint import Checkpoint
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
-# Sizes that two configs of one model share, where both name them; by all their names.
+# Sizes that two configs of one model share, if both name them; by all their names.
 SIZES = (
     ("model_type",),
     ("num_hidden_layers",),
@@ -29,12 +29,12 @@ EMBEDDING = re.compile(r"(?:^|\.)embed_tokens\.weight$")
 # Elements compared of a tensor, and rows of each matrix of an expert.
 SAMPLE = 1 << 16
 SAMPLE_ROWS = 64
-# The square of rounding's error is some hundredths of that of the weights; of other weights, twice.
+# Squared error relative to the weights: some hundredths for rounding, 2 for unrelated weights.
 MAX_ERROR = 0.5
 
 
 def check_sizes(path: Path, config: dict[str, Any], model: Checkpoint) -> None:
-    """Raise SpeqError where the config of the draft at `path` is of another model's sizes."""
+    """Raise SpeqError if the config of the draft at `path` has another model's sizes."""
     theirs = config if model.part is None else model.part.config(config, path)
     ours = model.model_config
     for names in SIZES:
@@ -49,12 +49,12 @@ def check_sizes(path: Path, config: dict[str, Any], model: Checkpoint) -> None:
 
 
 def check_weights(path: Path, tensors: Tensors, model: Checkpoint, names: ExpertNames) -> None:
-    """Raise SpeqError where routers of the draft at `path` are not the model's.
+    """Raise SpeqError if routers of the draft at `path` are not the model's.
 
-    Quantisers leave routers as they are. Without routers in both, embeddings are compared; without
-    those either, nobody could tell.
+    Quantisers do not change routers. If both have none in common, embeddings are compared; without
+    those, the model cannot be identified.
 
-    names  what either may call routers
+    names  names of routers in either
     """
     for pattern in (names.router, EMBEDDING):
         ours, theirs = (_floats(pattern, held) for held in (model.tensors, tensors))
@@ -62,7 +62,9 @@ def check_weights(path: Path, tensors: Tensors, model: Checkpoint, names: Expert
         for key in shared:
             name, file, info = theirs[key]
             _, own_file, own = ours[key]
-            if info.shape != own.shape or not same(_sample(file, info), _sample(own_file, own)):
+            if info.shape != own.shape or not equal_up_to_rounding(
+                _sample(file, info), _sample(own_file, own)
+            ):
                 raise SpeqError(
                     f"draft {path} was made from another model: its {name}, which is not "
                     f"quantised, differs from the model's; {OF_THIS_MODEL}"
@@ -76,9 +78,9 @@ def check_weights(path: Path, tensors: Tensors, model: Checkpoint, names: Expert
 
 
 def check_experts(draft: GptqFolder, store: ExpertStore) -> None:
-    """Raise SpeqError where the first expert of a draft is not near the model's own.
+    """Raise SpeqError if the first expert of a draft is not close to the model's own.
 
-    Another model may have the same routers; and a checkpoint may lay gate and up out otherwise.
+    Another model may have the same routers, and a checkpoint may order gate and up otherwise.
     """
     gate_up_proj, down_proj = read_matrices(store, 0, 0, expert_slot(store))
     width, count = down_proj.shape[1], min(SAMPLE_ROWS, *down_proj.shape)
@@ -92,8 +94,8 @@ def check_experts(draft: GptqFolder, store: ExpertStore) -> None:
         )
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Whether float tensors are equal, but for the rounding of either to the other's dtype."""
+def equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
+    """True if float tensors are equal, up to rounding either to the other's dtype."""
     if one.dtype == other.dtype:
         return torch.equal(one, other)
     infos = [torch.finfo(tensor.dtype) for tensor in (one, other)]
@@ -105,7 +107,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 def _floats(
     pattern: re.Pattern[str], tensors: Tensors
 ) -> dict[tuple[str, ...], tuple[str, SafetensorsFile, TensorInfo]]:
-    """Float tensors whose names match, by what the pattern captures."""
+    """Float tensors whose names match, by the pattern's groups."""
     found = {}
     for name, (file, info) in tensors.items():
         match = pattern.search(name)

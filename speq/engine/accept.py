@@ -1,6 +1,6 @@
-"""Which drafted tokens stand: those that the exact model, greedy or drawing, chooses itself.
+"""Accepts the drafted tokens that the exact model, greedy or sampled, chooses itself.
 
-Greedy or sampled, the text is then what the exact model alone would have written, token for token.
+So the output is the exact model's own, token for token.
 """
 
 from collections.abc import Callable, Container
@@ -21,9 +21,9 @@ def accept(
 ) -> Outcome:
     """Walk down the draft from the pending token as far as the exact model agrees.
 
-    logits   [N + 1, V] of the exact model at the draft's nodes
-    sampler  chooses where they lie; in host memory if it is left out
-    live     nodes whose logits are the exact model's, the others having been given up; None: all
+    logits       [N + 1, V] of the exact model at the draft's nodes
+    sampler      chooses on the logits' device; None: in host memory
+    active_rows  nodes that were not pruned, whose logits are the exact model's; None: all
     """
     outcome = walk(draft, (sampler or HostSampler()).choices(draft, logits, request), active_rows)
     if request.logprobs is not None:
@@ -34,7 +34,7 @@ def accept(
 def walk(
     draft: Draft, choice: Callable[[int], int], active_rows: Container[int] | None = None
 ) -> Outcome:
-    """choice: the exact model's token after a node; asked for nodes on the path alone."""
+    """Walk down the draft. choice: returns the exact model's token after a node of the path"""
     path: list[int] = [0]
     tokens: list[int] = []
     while True:

@@ -1,7 +1,7 @@
-"""What an expert budget costs: counted in every verification, and audited in some.
+"""Measures the effect of an expert budget: counted in every verification, and audited in some.
 
 An audited verification runs twice over the same draft: within the budget, and then exactly. The
-exact tokens and KV entries are the ones that are kept.
+exact tokens and KV are kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from speq.engine.request_step import RequestStep
 from speq.engine.sampler import Sampler
 from speq.errors import present
-from speq.layers.expert_budget import ExpertBudget, Kept
+from speq.layers.expert_budget import ExpertBudget, KeptWeight
 from speq.models.moe_model import Scored
 from speq.stats import ApproximationStats
 
@@ -30,16 +30,16 @@ class Approximation:
     audit_share: float
     timed: Callable[[str], AbstractContextManager[None]]
     _due: float = field(default=0.0, init=False)
-    _kept: Kept | None = field(default=None, init=False)
+    _kept: KeptWeight | None = field(default=None, init=False)
     _budgeted: Tensor | None = field(default=None, init=False)
 
     def score(self, score: Callable[[], Scored], accept_prob: Sequence[float]) -> Scored:
-        """Verify a draft whose nodes stand with these chances, the pending token's first.
+        """Verify a draft whose nodes are accepted with these probabilities, the pending one first.
 
         score  verifies it, with all experts or within a budget that has begun
         """
         self._kept = self._budgeted = None
-        if len(accept_prob) == 1:  # no draft: fewer experts than it wants would be a worse model
+        if len(accept_prob) == 1:  # without a draft, fewer experts would only be a worse model
             return score()
         self.budget.begin(accept_prob)
         try:
@@ -57,7 +57,7 @@ class Approximation:
     def report(
         self, step: RequestStep, scored: Scored, sampler: Sampler
     ) -> ApproximationStats | None:
-        """What the last verification lost, by its accepted rows; None where there was no budget.
+        """Return the loss of the last verification in its accepted rows; None without a budget.
 
         Called before the outcome is added to the request.
         """
@@ -79,7 +79,7 @@ class Approximation:
     def _compare(
         self, stats: ApproximationStats, step: RequestStep, exact: Tensor, sampler: Sampler
     ) -> None:
-        """The exact model's tokens, beside what the budget would have made of them."""
+        """Compare the exact model's tokens with those within the budget."""
         budgeted = present(self._budgeted, "an audit comes before its verification")
         choice = sampler.choices(step.draft, budgeted, step.request)
         rows, token_ids = step.outcome.path, step.outcome.token_ids

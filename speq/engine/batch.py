@@ -27,9 +27,9 @@ PrefillProgress = Callable[[Request, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step has brought for a request: tokens, or the error that ended it.
+    """The tokens that a step emitted for a request, or the error that ended it.
 
-    origins  of each token, where it is from
+    origins  source of each token
     """
 
     request: Request

@@ -12,10 +12,9 @@ class Draft:
 
     token_ids  proposed tokens, parents before children
     parents    node of each token's parent; a chain is 0, 1, 2, ...
-    leads      by how much, in logits, each token leads the one that the drafter would have chosen
-               next; below 0 for a token that it would not have chosen: by how much that is behind.
-               None where the drafter does not know; empty where it knows none
-    passes     of what drafted
+    logit_margins  logit of each token minus that of the best other one; negative for a token that
+               the drafter would not have chosen. None: unknown; empty: all are
+    passes     of the drafter
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -27,7 +26,7 @@ class Draft:
     def chain(
         cls, token_ids: list[int], logit_margins: list[float | None] | None = None, passes: int = 0
     ) -> "Draft":
-        """Each token behind the one before it."""
+        """Make a chain: each token follows the one before it."""
         unknown: list[float | None] = [None] * len(token_ids)
         known = unknown if logit_margins is None else logit_margins
         return cls(token_ids, list(range(len(token_ids))), known, passes)
@@ -38,7 +37,7 @@ class Draft:
 
     @property
     def tree(self) -> Tree:
-        """The shape of it, from the pending token down."""
+        """Shape of the draft, from the pending token down."""
         return Tree.of(self.parents)
 
     @property
@@ -47,13 +46,13 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest path."""
+        """Number of tokens on the longest path."""
         return max(self.tree.depths())
 
     def accept_prob(self, probability: Callable[[float | None], float]) -> list[float]:
-        """Of each node, how likely it and all above it are to stand; 1 for the pending token.
+        """Return each node's probability that it and its ancestors are accepted; 1 at the root.
 
-        probability  that a token stands if those above it do, by its lead
+        probability  that a token is accepted if its ancestors are, by its logit margin
         """
         accept_prob = [1.0]
         unknown: list[float | None] = [None] * len(self.parents)
@@ -62,13 +61,13 @@ class Draft:
         return accept_prob
 
     def tried(self, outcome: "Outcome") -> Iterator[tuple[float | None, bool]]:
-        """Tokens behind those that stand: the lead of each, and whether it was the right one."""
+        """Yield (logit margin, accepted) of each token whose ancestors were all accepted."""
         for node, token_id in zip(outcome.path, outcome.token_ids, strict=True):
             for child in self.children(node) if self.logit_margins else []:
                 yield self.logit_margins[child - 1], self.token_ids[child - 1] == token_id
 
     def above(self, node: int) -> list[int]:
-        """Proposed tokens from below the pending one down to `node`, its own last."""
+        """List the proposed tokens from below the pending one down to `node`."""
         token_ids: list[int] = []
         while node:
             token_ids.append(self.token_ids[node - 1])
@@ -81,7 +80,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Outcome:
-    """What acceptance made of a draft.
+    """The result of accepting a draft.
 
     path       accepted nodes from the pending token (node 0) down
     token_ids  tokens to emit: the accepted ones and one of the exact model's own

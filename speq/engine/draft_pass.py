@@ -1,4 +1,4 @@
-"""A pass of one token over the experts that draft: launched kernel by kernel, or recorded."""
+"""Draft passes of one token: launched kernel by kernel, or replayed from a graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,33 +14,32 @@ from speq.models.packed_batch import SequenceTokens
 from speq.models.recorded import RecordedPasses
 from speq.routing import Route
 
-# Told (layer, route).
+# Called with (layer, route).
 OnLayer = Callable[[int, Route], None]
 
 
 class DraftPass(Protocol):
     def run(self, batch: Sequence[SequenceTokens], on_layer: OnLayer) -> Tensor:
-        """Run one token of each sequence. Its KV is written behind the length of the cache, which
-        stays as it is.
+        """Run one token of each sequence; return logits [B, V], which the next run may overwrite.
 
-        on_layer  told the route of every layer, a row for each sequence, whose tensors the next
-                  run may overwrite
+        Its KV is written after the cache's length, which does not change.
 
-        Returns logits [B, V], which the next run may overwrite.
+        on_layer  called with every layer's route, a row for each sequence; the next run may
+                  overwrite its tensors
         """
 
 
 def draft_pass_over(
     model: MoEModel, cache: KVCache, backend: DraftBackend, graphs_on: Accelerator | None
 ) -> DraftPass:
-    """graphs_on: the device that passes are recorded on; None: they are launched."""
+    """Make a draft pass. graphs_on: device to record passes on; None: they are launched"""
     if graphs_on is None:
         return EagerPass(model, backend)
     return RecordedPass(model, cache, backend, graphs_on)
 
 
 class EagerPass:
-    """Launches kernel by kernel; routes are told as soon as each router has chosen."""
+    """Launches kernel by kernel; reports a route as soon as the router has chosen."""
 
     def __init__(self, model: MoEModel, backend: DraftBackend) -> None:
         self._model, self._backend = model, backend
@@ -55,8 +54,10 @@ class EagerPass:
 
 
 class RecordedPass:
-    """Launches a graph; routes are told when it is done. Several sequences, and a token that does
-    not follow the KV of the cache, are launched kernel by kernel.
+    """Launches a graph, and reports routes when it has ended.
+
+    Several sequences, and a token that does not follow the KV of the cache, are launched kernel by
+    kernel.
     """
 
     def __init__(

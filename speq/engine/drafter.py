@@ -20,20 +20,20 @@ from speq.models.moe_model import MoEModel
 
 class ContinueDraft(Protocol):
     def __call__(self, drafted: int, logit_margin: float | None, parent: int | None = None) -> bool:
-        """Whether a draft goes on behind one of its tokens; asked before each pass but the first.
+        """Tell whether to draft more after a token; called before each pass but the first.
 
-        drafted  passes so far
-        lead     of that token, as `Draft.logit_margins` has it
-        parent   the node before it; None: the one that the last pass ran
+        drafted       passes so far
+        logit_margin  of that token, see `Draft.logit_margins`
+        parent        the node before it; None: the one that the last pass ran
         """
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """How far a draft may go.
+    """Limits of a draft.
 
-    length  passes of what drafts, and so tokens one behind another
-    nodes   tokens in all of a tree; None: the draft is a chain
+    length  passes of the drafter, and so the longest path
+    nodes   tokens of a tree in all; None: the draft is a chain
     """
 
     length: int
@@ -42,15 +42,15 @@ class DraftLimits:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """The loaded parts that a drafter may draft with.
+    """The loaded parts that a drafter may use.
 
-    cache      the exact model's; a drafter leaves its length as it was
-    int4       the INT4 copy of the experts, where one is held
-    sampler    chooses tokens where the model computes
-    graphs_on  the device that passes may be recorded on; None: they are not
-    confidence  how likely drafted tokens are to stand
-    head       drafts out of the exact model's hidden states, where one is held
-    residents  the exact experts that lie in slots
+    cache       of the exact model; a drafter does not change its length
+    int4        the INT4 copy of the experts, if loaded
+    sampler     chooses tokens on the model's device
+    graphs_on   device to record passes on; None: they are launched
+    confidence  estimates the acceptance of drafted tokens
+    head        drafts from the exact model's hidden states, if loaded
+    residents   the exact experts in slots
     """
 
     model: MoEModel
@@ -64,9 +64,9 @@ class DraftContext:
 
 
 class Drafter(Protocol):
-    """Made over a `DraftContext` whenever arenas are laid out.
+    """Proposes drafts. Made from a `DraftContext` whenever memory is laid out.
 
-    needs_int4  whether it drafts with the INT4 copy, which then must fit the budget
+    needs_int4  True if it drafts with the INT4 copy, which then must fit the budget
     """
 
     needs_int4: ClassVar[bool]
@@ -78,16 +78,16 @@ class Drafter(Protocol):
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Draft:
-        """Propose tokens behind the sequence's pending one.
+        """Propose tokens after the sequence's pending one.
 
-        on_route is told the routes as they become known, by the numbers of nodes, and go_on asked
-        before each pass but the first. Drafters whose tokens come all at once, or without routes,
-        need call neither. Drafters that make no trees draft chains.
+        `on_route` is called with routes as they become known, by node, and `continue_draft` before
+        each pass but the first. Drafters whose tokens come all at once, or without routes, call
+        neither. Drafters without trees draft chains.
         """
 
 
 class DraftRequest(NamedTuple):
-    """What a text asks a drafter for: the arguments of `Drafter.propose`."""
+    """The arguments of `Drafter.propose` for one request."""
 
     request: Request
     limits: DraftLimits
@@ -97,48 +97,49 @@ class DraftRequest(NamedTuple):
 
 @runtime_checkable
 class SharedPasses(Protocol):
-    """A drafter whose passes may be those of several texts, each with such a drafter of its own."""
+    """A drafter whose passes can serve a batch, in which each request has its own drafter."""
 
     def propose_together(
         self, drafters: Sequence[Any], asking: Sequence[DraftRequest]
     ) -> list[Draft]:
-        """Of each text its draft, of drafters made like this one, which is among them."""
+        """Propose a draft for each request, with drafters of this class, including this one."""
 
 
 @runtime_checkable
 class SecondaryDrafter(Drafter, Protocol):
-    """A drafter that tells beforehand whether it has a draft, so that it may be one beside another:
-    it takes no memory, and drafts chains where it has any.
+    """A drafter that can be used in addition to the run's own.
+
+    It takes no memory, knows in advance whether it has a draft, and drafts chains.
     """
 
     def has_proposal(self, request: Request) -> bool:
-        """Whether it has tokens to propose behind the sequence's pending one."""
+        """Tell whether it has tokens to propose after the sequence's pending one."""
 
 
 @runtime_checkable
 class FeatureDrafter(Protocol):
-    """A drafter that goes by what the exact model made of the text. Others are told nothing."""
+    """A drafter that uses the exact model's hidden states."""
 
     def common_prefix_length(self, prompt_token_ids: list[int]) -> int:
-        """Tokens that a prompt begins with and that need not be heard again, by the text that was
-        heard last.
-        """
+        """Number of first tokens of a prompt that the last sequence shares and it has observed."""
 
     def reset(self, count: int, of: Any) -> None:
-        """Another text. Its first `count` tokens are known to `of`, this listener or another one
-        like it, and those behind them are about to be run.
+        """Begin another sequence, whose first `count` tokens `of` (this or a like drafter) knows.
+
+        The tokens after them are run next.
         """
 
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
-        """The next tokens of the text for certain, and of them what drafters go by [T, F], which
-        the exact model's next pass may overwrite: last hidden states, or what `MoEModel.tap` was
-        asked for. Chunks of the prompt come first, then after each round the token that was pending
-        and those that were accepted.
+        """Observe the sequence's next verified tokens and their features [T, F].
+
+        Features are last hidden states, or those that `MoEModel.tap` captures; the next pass may
+        overwrite them. Chunks of the prompt come first, then after each step the token that was
+        pending and the accepted ones.
         """
 
 
 class PlainDecoding:
-    """Proposes nothing: the exact model emits one token a step."""
+    """Proposes nothing: the exact model emits one token per step."""
 
     needs_int4: ClassVar[bool] = False
 

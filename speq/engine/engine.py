@@ -174,7 +174,7 @@ class Engine:
     # --- decode ---
 
     def step(self, batch: Sequence[Request], draft_length: int | None = None) -> list[list[int]]:
-        """One step of a batch; the tokens that it emitted for each request.
+        """Run one step of a batch; return the tokens that it emitted for each request.
 
         draft_length  where it is given, the governor neither decides nor learns
 

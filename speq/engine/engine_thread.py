@@ -151,7 +151,7 @@ class EngineThread:
             self._refuse_waiting(self._closing)
 
     def abort(self) -> None:
-        """Drain, and end those that run as well: their streams raise Unavailable."""
+        """Drain, and end running requests too: their streams raise Unavailable."""
         self._aborting = True
         self.drain()
 
@@ -167,7 +167,7 @@ class EngineThread:
             raise Unavailable(self._closing)
 
     def _retry_after_s(self, ahead: int) -> int:
-        """The time that those ahead may take, if they take as long as the last one."""
+        """Estimate the wait for the requests ahead, if each takes as long as the last one."""
         least, most = RETRY_AFTER_S
         expected_s = ahead * self._took_s / self._engine.max_batch
         return math.ceil(min(max(expected_s, least), most))
@@ -209,7 +209,7 @@ class EngineThread:
             self._die(str(error))
 
     def _awaited(self) -> bool:
-        """Wait for a request for a while; return whether one waits."""
+        """Wait briefly for a request; return whether one is waiting."""
         with self._changed:
             if not self._waiting and not self._draining and self.failure is None:
                 self._changed.wait(CHECK_S)
@@ -338,6 +338,6 @@ def failure_of(error: Exception) -> EngineFailed:
 
 
 def is_fatal(cause: BaseException | None) -> bool:
-    """Return whether any request after a failure of this cause fails as well."""
+    """Tell whether all requests after a failure of this cause fail too."""
     lost_device = isinstance(cause, RuntimeError) and is_device_error(cause)
     return lost_device or isinstance(cause, EngineLost)

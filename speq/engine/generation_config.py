@@ -1,4 +1,4 @@
-"""transformers' GenerationConfig: honoured where it applies, refused by name where it does not."""
+"""Reads transformers' GenerationConfig; fields that are not supported are refused by name."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 
 from speq.errors import SpeqError, checked_int, checked_token_ids
 
-# Fields that mean nothing here, or what we do anyway.
+# Fields without a meaning here, or with the meaning of our own behaviour.
 WITHOUT_EFFECT = {
     "_from_model_config",
     "bos_token_id",
@@ -21,7 +21,7 @@ WITHOUT_EFFECT = {
     "assistant_lookbehind",
     "target_lookbehind",
 }
-# Values that ask for nothing; `save_pretrained` writes many of them out.
+# Values without an effect; `save_pretrained` writes many of them.
 HARMLESS = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -57,12 +57,12 @@ HONOURED = {
     "eos_token_id",
     "stop_strings",
 }
-# What `generate` takes where do_sample is set and this is not.
+# Defaults of transformers' `generate` with do_sample.
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 
 
 def options_of(config: GenerationConfig, prompt_tokens: int) -> dict[str, Any]:
-    """Our options for what `config` asks: fields of SamplingParams, and eos_ids where it names any.
+    """Convert `config` to fields of SamplingParams, and eos_ids if it names any.
 
     Raises SpeqError naming every field that is set and not supported.
     """

@@ -1,6 +1,6 @@
-"""How likely the exact model found the tokens of a text, and which it found likeliest.
+"""Log-probabilities of a sequence's tokens, and of the likeliest ones.
 
-These are the model's own log-probabilities, before temperature, penalties and what cuts off.
+They are the exact model's own, before temperature, penalties and truncation.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from speq.engine.draft import Outcome
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """logprob: of the token, the natural logarithm; top: (token id, logprob), likeliest first."""
+    """A token's log-probability. top: (token id, logprob) of the likeliest ones, in order"""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -21,16 +21,16 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Keeps the odds of one sequence's tokens until they are taken.
+    """Keeps the log-probabilities of one sequence's tokens until they are taken.
 
-    count  of the likeliest tokens that are told beside each one
+    count  number of likeliest tokens that are kept with each one
     """
 
     count: int
     _noted: list[TokenLogprobs] = field(default_factory=list)
 
     def note(self, logits: Tensor, outcome: Outcome) -> None:
-        """logits: [N, V]; row `outcome.path[i]` is what `outcome.token_ids[i]` was chosen from."""
+        """Note an outcome: row `outcome.path[i]` of logits [N, V] gave `outcome.token_ids[i]`."""
         path = torch.tensor(outcome.path, device=logits.device)
         scores = torch.log_softmax(logits[path].float(), dim=-1)
         chosen = torch.tensor(outcome.token_ids, device=logits.device)
@@ -40,6 +40,6 @@ class Logprobs:
             self._noted.append(TokenLogprobs(logprob, tuple(zip(row_ids, row, strict=True))))
 
     def take(self, count: int) -> list[TokenLogprobs]:
-        """Of the next `count` tokens. Tokens behind the end of the text are forgotten."""
+        """Take the next `count` tokens' log-probabilities, and drop those after the end."""
         noted, self._noted = self._noted[:count], []
         return noted

@@ -1,4 +1,4 @@
-"""Two banks of exact experts over one arena of slots, and what fills it."""
+"""Builds the exact experts' two backends over one arena of slots, and their loader."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from speq.kernels.ops import ExpertBiases
 from speq.layers.cached_experts import CachedExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.layers.offloaded_experts import ExpertBackend
 from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
@@ -33,12 +33,12 @@ from speq.stats import Recorder, Timed
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The exact experts, and what brings them into `slots` in time.
+    """The exact experts, and the parts that load them into `slots`.
 
-    target, prefetcher  the bank of verifications, and what serves it
-    reader, stream      the bank that reads prompts, and what serves that
-    rows                which rows of a verification are given up
-    budget              which experts a verification may ask for; None: all
+    target, prefetcher  backend of verifications, and its server
+    reader, stream      backend of prefill, and its server
+    rows                prunes rows of a verification
+    budget              limits the experts of a verification; None: all are allowed
     """
 
     target: ExpertBackend
@@ -53,10 +53,10 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How slots are filled and emptied, by name.
+    """Names of the policies that fill and empty slots.
 
-    prune_rows  whether rows are given up whose experts cost more than they are worth
-    budget      of the layers of a verification; None: it is exact
+    prune_rows  True to prune rows whose experts cost more than their tokens are worth
+    budget      of a verification's layers; None: verifications are exact
     """
 
     cache_policy: str
@@ -67,10 +67,10 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class MoeSizes:
-    """Of MoE layers.
+    """Sizes of the MoE layers.
 
-    num_experts  of each
-    biases       of its experts, layer by layer; empty where they have none
+    num_experts  of each layer
+    biases       of the experts, by layer; empty if they have none
     """
 
     num_layers: int
@@ -89,7 +89,7 @@ def offload_over(
     recorder: Recorder,
     timed: Timed,
 ) -> Offload:
-    """Put cache, prefetcher and both banks over an arena of slots [S, slot_bytes] on a device."""
+    """Build cache, prefetcher and both backends over an arena of slots [S, slot_bytes]."""
     all_fit = len(slots) >= sizes.num_layers * sizes.num_experts
     policy_class = KeepAllPolicy if all_fit else CACHE_POLICIES[scheduling.cache_policy]
     policy = policy_class(len(slots), sizes.num_layers, sizes.num_experts)
@@ -139,11 +139,11 @@ def offload_over(
 def residents_of(
     loader: ExpertLoader,
     experts: SlotExperts,
-    gates: Sequence[Gate],
+    gates: Sequence[RouterGate],
     sizes: MoeSizes,
     device: Processor | Accelerator,
 ) -> CachedExperts:
-    """The bank of drafts that make do with what lies in slots.
+    """Build the backend of drafts that use only resident experts.
 
     gates  of the MoE layers, in order
     """
@@ -152,14 +152,14 @@ def residents_of(
 
 
 def host_side(device: Processor | Accelerator, num_experts: int) -> tuple[SlotTable, RouteReader]:
-    """What goes between a bank on a device and the host that serves it: slots and routes."""
+    """Build the slot table and route reader between a backend's device and the host."""
     if isinstance(device, Processor):
         return HostSlotTable(num_experts), HostRoutes()
     return DeviceSlotTable(num_experts, device), DeviceRoutes(device)
 
 
 def fetch_from(source: ExpertStore) -> Fetch:
-    """Reads of one source, which holds on to nothing else."""
+    """Make a read function that keeps only the source alive."""
 
     def fetch(key: ExpertKey, slot: Tensor) -> int:
         return source.read(key.layer, key.expert, slot)
@@ -168,7 +168,7 @@ def fetch_from(source: ExpertStore) -> Fetch:
 
 
 def moved_from(source: ExpertStore) -> MovedBytes:
-    """Bytes that such reads move."""
+    """Make a function that returns the bytes of such a read."""
 
     def moved_bytes(key: ExpertKey) -> int:
         return source.moved_bytes(key.layer, key.expert)

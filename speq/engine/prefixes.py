@@ -1,8 +1,8 @@
-"""Entries of earlier texts, for texts that begin with the same tokens.
+"""Prefix reuse: KV of earlier sequences, for prompts that begin with the same tokens.
 
-An entry's last bits depend on the rows of the pass that made it. Where a prompt's chunks end
-depends on its length alone (`chunk_end`), so two prompts that begin alike have the same entries,
-bit for bit, as far as their chunks end at the same places.
+The last bits of KV depend on the rows of its pass. The ends of a prompt's chunks depend on its
+length alone (`chunk_end`), so prompts with a common prefix have the same KV, bit for bit, as far as
+their chunks end at the same places.
 """
 
 from collections.abc import Iterable
@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 from speq.engine.drafter import FeatureDrafter
 from speq.models.kv_cache import KVCache, common_prefix
 
-# Of the last chunk of a prompt that much, twice as much and so on is a chunk of its own.
+# The last chunk of a prompt is divided at this size times a power of two.
 LEAST_CHUNK = 256
 
 
 def chunk_end(start: int, length: int, chunk: int) -> int:
-    """Where the chunk from `start` of a prompt of so many tokens ends: at a multiple of `chunk`,
-    behind the last of these at the greatest power of two from `LEAST_CHUNK` on that there is room
-    for, or with the prompt.
+    """Return the end of the chunk that begins at `start` in a prompt of `length` tokens.
 
-    So a prompt has one chunk more than it must. All that grow from it up to the next power of two
-    have the same chunks but for the last one.
+    Chunks end at multiples of `chunk`; after the last of these at the greatest power of two, from
+    LEAST_CHUNK on, that fits; and with the prompt. So a prompt has one chunk more than necessary,
+    and all its extensions up to the next power of two share all chunks but the last one.
     """
     base = start - start % chunk
     rest = length - base
@@ -33,12 +32,12 @@ def chunk_end(start: int, length: int, chunk: int) -> int:
 
 @dataclass(slots=True)
 class Prefixes:
-    """What KV caches know of the texts that they were for.
+    """The sequences that KV caches hold, for reuse.
 
-    caches     by row
-    chunk      tokens of a pass over a prompt, at most
-    kind       what is reused: "chunks" that ended alike, all "tokens", or "none"
-    listeners  drafters by row, which must know what is reused as well; none: no drafter listens
+    caches     by KV slot
+    chunk      most tokens of a prefill pass
+    kind       what is reused: "chunks" with the same ends, all "tokens", or "none"
+    listeners  drafters by KV slot that must have observed what is reused; empty: none must
     """
 
     caches: list[KVCache]
@@ -47,14 +46,15 @@ class Prefixes:
     listeners: list[FeatureDrafter] = field(default_factory=list)
 
     def end(self, start: int, length: int) -> int:
-        """Where the pass from `start` over a prompt of so many tokens ends."""
+        """Return the end of the prefill pass from `start` in a prompt of `length` tokens."""
         if self.kind == "chunks":
             return chunk_end(start, length, self.chunk)
         return min(start + self.chunk, length)
 
     def common(self, kv_slot: int, prompt_token_ids: list[int], owner: str = "") -> int:
-        """Tokens of a prompt whose entries a row has. The last one is not among them: what follows
-        it is asked for. Entries of another owner's texts are none.
+        """Count the first tokens of a prompt whose KV a slot has, without the prompt's last token.
+
+        Another owner's KV does not count.
         """
         cache = self.caches[kv_slot]
         if self.kind == "none" or cache.owner != owner:
@@ -74,22 +74,23 @@ class Prefixes:
     def kv_slot_for(
         self, prompt_token_ids: list[int], kv_slots: Iterable[int], owner: str = ""
     ) -> int:
-        """Of some rows the one where least is forgotten; of equals, the one that has most of it."""
+        """Choose the slot that drops the fewest tokens; among equals, the one that has most."""
 
-        def worth(kv_slot: int) -> tuple[int, int]:
+        def score(kv_slot: int) -> tuple[int, int]:
             common = self.common(kv_slot, prompt_token_ids, owner)
             return common - len(self.caches[kv_slot].known), common
 
-        return max(kv_slots, key=worth)
+        return max(kv_slots, key=score)
 
     def begin(self, kv_slot: int, prompt_token_ids: list[int], owner: str = "") -> int:
-        """Forget a row's text but for what a prompt begins with; return how many tokens that is.
-        Entries are copied where another row has more of them.
+        """Keep only the KV of a prompt's prefix in a slot; return its number of tokens.
+
+        KV is copied from another slot that has more of it.
         """
         cache = self.caches[kv_slot]
-        others = range(len(self.caches))
+        slots = range(len(self.caches))
         best = max(
-            others, key=lambda each: (self.common(each, prompt_token_ids, owner), each == kv_slot)
+            slots, key=lambda each: (self.common(each, prompt_token_ids, owner), each == kv_slot)
         )
         count = self.common(best, prompt_token_ids, owner)
         if best == kv_slot:
@@ -102,18 +103,18 @@ class Prefixes:
         return count
 
     def read(self, kv_slot: int, token_ids: list[int]) -> None:
-        """The next tokens of a row's prompt were run in one pass."""
+        """Note that the next tokens of a slot's prompt were run in one pass."""
         cache = self.caches[kv_slot]
         start = len(cache.known)
         end = start + len(token_ids)
-        # Where the prompt alone ended, no longer one has a chunk that ends there.
+        # A longer prompt has no chunk that ends where only this prompt ended.
         whole = self.kind == "chunks" and self.end(start, end + 1) == end
         if whole or self.kind == "tokens":
             cache.known += token_ids
             cache.ends.append(end)
 
     def ended(self, kv_slot: int, token_ids: list[int]) -> None:
-        """A row's text, prompt and answer, has come to its end or is given up."""
+        """Note that a slot's sequence, prompt and output, has ended or was dropped."""
         cache = self.caches[kv_slot]
         if self.kind == "tokens":
             cache.known = token_ids[: cache.length]

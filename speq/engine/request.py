@@ -1,4 +1,4 @@
-"""One request, from its arrival to its last token, and what is measured of it on the way."""
+"""A request from its arrival to its last token, with its measurements."""
 
 import secrets
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class LogprobsObserver(Protocol):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """What is measured of one request.
+    """Measurements of one request.
 
     arrival_s, first_token_s, last_token_s  by the engine's clock
     cached_tokens  of the prompt whose KV was reused
@@ -118,7 +118,7 @@ class RequestMetrics:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What is asked for, and what has come of it.
+    """A request: the prompt, its options, and the output so far.
 
     The KV cache holds every token but the last one, the pending token.
 

@@ -1,4 +1,4 @@
-"""What one request does in a step: it is drafted for, and some of the draft is accepted."""
+"""One request's part in a step: its draft and the outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class RequestStep:
 
     cache    its KV
     drafter  proposes tokens for it
-    limits   how far its draft may go
+    limits   of its draft
     active   nodes of the draft that were not pruned in the verification
     outcome  of acceptance
-    stopped  whether the governor stopped the draft
-    error    that the model's logits are not finite, while others of the batch went on
+    stopped  True if the governor stopped the draft
+    error    set if its logits are not finite, while other requests of the batch continue
     """
 
     request: Request
@@ -37,7 +37,7 @@ class RequestStep:
 
     @property
     def tokens(self) -> SequenceTokens:
-        """What the verification runs: the pending token and the draft."""
+        """Tokens that the verification runs: the pending one and the draft."""
         token_ids = [self.request.pending_id, *self.draft.token_ids]
         return SequenceTokens(self.cache, token_ids, self.draft.tree)
 
@@ -81,9 +81,9 @@ class PackedDrafts:
         expert_s: float,
         token_s: float,
     ) -> RowValues:
-        """What decides which rows are pruned.
+        """Return the values by which rows are pruned.
 
-        probability  that a token is accepted if those above it are, by its logit margin
+        probability  that a token is accepted if its ancestors are, by its logit margin
         """
         parents: list[int] = []
         accept_prob: list[float] = []

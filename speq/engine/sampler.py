@@ -1,7 +1,7 @@
-"""Who chooses tokens: the host from logits of its own, or the device from logits that stay there.
+"""Samplers: the host chooses from logits in host memory, or a device from logits that stay there.
 
-Both choose alike, but a device adds up in an order of its own, so it need not choose bit for bit
-what the host would.
+Both follow the same rules, but a device sums in its own order, so its choices need not be the
+host's bit for bit.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from speq.devices.device import Accelerator, Processor
 from speq.devices.staged import Readback, Uploads
 from speq.engine.draft import Draft
 from speq.engine.request import Request
-from speq.engine.sampling import Before, chosen, greedy, noise, not_numbers, shaped
+from speq.engine.sampling import Before, choose, greedy, noise, not_numbers, shape_probs
 
 
 class Sampler(Protocol):
     def choices(self, draft: Draft, logits: Tensor, request: Request) -> Callable[[int], int]:
-        """The exact model's token after each of the draft's nodes, by logits [N, V].
+        """Return a function from a draft's node to the exact model's token after it.
 
-        Raises SpeqError, now or when a node is asked for, where logits are not numbers.
+        Raises SpeqError, here or in the function, if logits [N, V] are not numbers.
         """
 
 
 class HostSampler:
-    """Chooses from logits in host memory, for drawn tokens only where it is asked to."""
+    """Chooses from logits in host memory; sampled tokens only for nodes that are asked for."""
 
     def choices(self, draft: Draft, logits: Tensor, request: Request) -> Callable[[int], int]:
         if request.sampling.greedy and not request.sampling.penalises:
             return greedy(logits).__getitem__
-        return lambda node: chosen(logits[node], request, draft.above(node))
+        return lambda node: choose(logits[node], request, draft.above(node))
 
 
 class DeviceSampler:
@@ -49,24 +49,24 @@ class DeviceSampler:
     def choices(self, draft: Draft, logits: Tensor, request: Request) -> Callable[[int], int]:
         scores = logits.float()
         aheads = [draft.above(node) for node in range(draft.nodes)]
-        tokens, highest = self._readback.read(self.chosen(scores, request, aheads), scores.amax(-1))
+        tokens, highest = self._readback.read(self.choose(scores, request, aheads), scores.amax(-1))
         if highest.isnan().any() or highest.isposinf().any():
             raise not_numbers()
         return tokens.tolist().__getitem__
 
-    def chosen(self, scores: Tensor, request: Request, aheads: list[list[int]]) -> Tensor:
-        """[N, V] float32 logits to [N] int64 tokens on the device; the host does not wait.
+    def choose(self, scores: Tensor, request: Request, aheads: list[list[int]]) -> Tensor:
+        """Choose from [N, V] float32 logits [N] int64 tokens on the device, without a host wait.
 
-        aheads  for each row, the drafted tokens between those of the sequence and the one chosen
+        aheads  for each row, the drafted tokens between those of the sequence and the chosen one
         """
         if request.sampling.greedy and not request.sampling.penalises:
             return scores.argmax(-1)
-        # One by one: a row's sums do not depend on how many there are, nor does their memory.
+        # Row by row, so that neither sums nor memory depend on the number of rows.
         rows = zip(scores.split(1), aheads, strict=True)
         return torch.cat([self.standings(row, request, ahead).argmax(-1) for row, ahead in rows])
 
     def standings(self, scores: Tensor, request: Request, ahead: list[int]) -> Tensor:
-        """[1, V] float32 logits to [1, V], as `sampling.standings` makes them, on the device."""
+        """Compute `sampling.standings` of [1, V] float32 logits on the device."""
         sampling, vocab_size = request.sampling, scores.shape[1]
         if sampling.penalises:
             before = Before.of(request, ahead, vocab_size)
@@ -75,13 +75,11 @@ class DeviceSampler:
         if sampling.greedy:
             return scores
         clock = self._noise.at(request.seed, request.position, len(ahead), vocab_size)
-        return shaped(scores, sampling) / clock
+        return shape_probs(scores, sampling) / clock
 
 
 class DeviceNoise:
-    """Noise of positions, sent to an accelerator once: the exact model draws with what the draft
-    has drawn with.
-    """
+    """Noise by position, sent to an accelerator once for the draft and the exact model."""
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
@@ -89,9 +87,9 @@ class DeviceNoise:
         self._rows: dict[int, Tensor] = {}
 
     def at(self, seed: int, start: int, ahead: int, size: int) -> Tensor:
-        """`sampling.noise` [size] at the position start + ahead.
+        """Return `sampling.noise` [size] at the position start + ahead.
 
-        start  of the text's next token: what belongs to positions before it is forgotten
+        start  position of the sequence's next token; noise of earlier positions is dropped
         """
         if seed != self._seed:
             self._seed, self._rows = seed, {}

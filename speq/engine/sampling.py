@@ -1,14 +1,14 @@
-"""From logits to tokens: greedy, or drawn from the distribution the user shaped.
+"""Chooses tokens from logits: greedily, or by sampling from a shaped distribution.
 
-What is drawn at a position of the text depends on its distribution, the seed and the position, and
-on nothing that was drawn before (the Gumbel-max trick with noise that draft and exact model share:
-Daliri, Musco and Suresh, arXiv:2408.07978). So a seed gives the same text however many tokens are
-drafted, by whatever drafter, and a draft that is close to the exact model mostly draws the same.
-Tokens stand a little less often than with rejection sampling: if a share d of the probability
-differs, up to 2d / (1 + d) of them fall in place of d.
+The token sampled at a position depends on its distribution, the seed and the position, and on no
+earlier sample (the Gumbel-max trick with noise that draft and exact model share: Daliri, Musco and
+Suresh, arXiv:2408.07978). So a seed gives the same output for any drafter and draft length, and a
+draft close to the exact model mostly samples the same tokens. Acceptance is a little lower than
+with rejection sampling: if a share d of the probability differs, up to 2d / (1 + d) of the tokens
+are rejected instead of d.
 
-Penalties look at the tokens before a position. Drafted tokens count among them, so a penalised
-text does not depend on drafts either.
+Penalties count the tokens before a position, drafted ones included, so a penalised output does not
+depend on drafts either.
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.errors import SpeqError
 
-# Colder is no different, but would divide logits beyond the range of float32.
+# Lower temperatures choose the same, but would divide logits beyond the range of float32.
 MIN_TEMPERATURE = 1e-20
-# Of 2^32 equal parts of the unit interval: in one below this, the place within it is drawn too.
+# The unit interval has 2^32 equal parts; below this one, the place within the part is drawn too.
 FIRST_PARTS = 2**22
-# Leaves the exponent of a float32 and six bits of its fraction.
+# Shift that leaves the exponent of a float32 and six bits of its fraction.
 BIN_SHIFT = 17
 
 
-def checked(logits: Tensor) -> Tensor:
-    """Logits in float32. Raises SpeqError where damage, or too narrow a dtype, spoilt them."""
+def check_finite(logits: Tensor) -> Tensor:
+    """Return logits in float32. Raises SpeqError if any is NaN or positive infinity."""
     logits = logits.float()
     highest = logits.amax()  # NaN where there is any
     if highest.isnan() or highest.isposinf():
@@ -46,21 +46,23 @@ def not_numbers() -> SpeqError:
 
 
 def greedy(logits: Tensor) -> list[int]:
-    """The likeliest token of each row of [N, V]; the first of equals.
+    """Return the likeliest token of each row of [N, V]; the first of equals.
 
-    Compared in float32, as transformers does, so that equals in that dtype are equals here.
+    Logits are compared in float32, as in transformers, so that ties are the same.
     """
-    return checked(logits).argmax(-1).tolist()
+    return check_finite(logits).argmax(-1).tolist()
 
 
 def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """[N, V] logits to [N, V] float32 probabilities on the CPU, as `shaped` makes them."""
-    return shaped(checked(logits).cpu(), sampling)
+    """Shape [N, V] logits into [N, V] float32 probabilities on the CPU."""
+    return shape_probs(check_finite(logits).cpu(), sampling)
 
 
-def shaped(scores: Tensor, sampling: SamplingParams) -> Tensor:
-    """[N, V] float32 logits to probabilities where they lie: temperature, top-k, top-p, then min-p,
-    which is transformers' order. Tokens as likely as the last one that stays are kept as well.
+def shape_probs(scores: Tensor, sampling: SamplingParams) -> Tensor:
+    """Shape [N, V] float32 logits into probabilities on their device.
+
+    The order is transformers': temperature, top-k, top-p, min-p. Tokens as likely as the last kept
+    one are kept too.
     """
     probs = torch.softmax(scores / max(float(sampling.temperature), MIN_TEMPERATURE), dim=-1)
     likeliest = None
@@ -75,9 +77,9 @@ def shaped(scores: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def _nucleus_edge(probs: Tensor, likeliest: Tensor | None, top_p: float) -> Tensor:
-    """[N, 1] the least of [N, V] among the fewest largest whose share of the sum is `top_p`.
+    """Return [N, 1]: the least of the fewest largest of [N, V] whose share of the sum is `top_p`.
 
-    likeliest  the largest in order where others are 0 or equal the last of these; None: unknown
+    likeliest  the largest in order, if all others are 0 or equal the last of these; None: unknown
     """
     if likeliest is None and probs.is_cpu:
         return torch.tensor([[_nucleus_edge_of(row, top_p)] for row in probs.numpy()])
@@ -89,8 +91,10 @@ def _nucleus_edge(probs: Tensor, likeliest: Tensor | None, top_p: float) -> Tens
 
 
 def _nucleus_edge_of(probs: np.ndarray, top_p: float) -> float:
-    """As `_nucleus_edge`, of one row [V]. A processor takes 20 ms to put 200,000 numbers in order,
-    so they are counted by the first bits of their float32, and ordered only where the edge lies.
+    """Compute `_nucleus_edge` of one row [V].
+
+    Sorting 200,000 numbers takes a processor 20 ms. So they are counted by the first bits of their
+    float32, and only the bin of the edge is sorted.
     """
     bins = probs.view(np.int32) >> BIN_SHIFT
     mass = np.bincount(bins, probs)
@@ -103,12 +107,11 @@ def _nucleus_edge_of(probs: np.ndarray, top_p: float) -> float:
 
 
 def noise(seed: int, position: int, size: int) -> Tensor:
-    """[size] float32: independent draws of the exponential distribution, the same ones for the same
-    seed and position of the text. None of them is 0.
+    """Draw [size] float32 from the exponential distribution, by seed and position; none is 0.
 
-    A vocabulary of 200,000 meets draws of 5e-6 at every position, and a token that has the least
-    one is drawn however unlikely it is. So small draws have 85 random bits, others 32: all are as
-    exact as float32 is. (numpy's own draws in float32 are 0 once in 2^23.)
+    A vocabulary of 200,000 has draws of 5e-6 at every position, and a token with the least one is
+    chosen however unlikely it is. So small draws have 85 random bits, others 32: all are as exact
+    as float32. (numpy's own draws in float32 are 0 once in 2^23.)
     """
     words = _raw(seed, position, 0, (size + 1) // 2).view(np.uint32)
     draws = words[:size].astype(np.float64)
@@ -125,33 +128,37 @@ def noise(seed: int, position: int, size: int) -> Tensor:
 
 
 def _raw(seed: int, position: int, stream: int, size: int) -> np.ndarray:
-    """[size] uint64 random words. Streams lie 2^64 blocks of four apart, positions 2^128."""
+    """Draw [size] random uint64. Streams are 2^64 blocks of four apart, positions 2^128."""
     return np.random.Philox(key=seed, counter=[0, stream, position, 0]).random_raw(size)
 
 
 def draw(probs: Tensor, seed: int, position: int) -> int:
-    """A token from one distribution [V], on the CPU: whose exponential clock, ticking at the rate
-    of its probability, strikes first.
+    """Sample a token from one distribution [V] on the CPU.
+
+    It is the token whose exponential clock, with its probability as the rate, strikes first.
     """
     return first_largest(ticks(probs, seed, position))
 
 
 def ticks(probs: Tensor, seed: int, position: int) -> Tensor:
-    """One over the time when each token's clock strikes: [V] on the CPU, of a distribution [V]."""
+    """Return 1 / time at which each token's clock strikes, [V] on the CPU, for a distribution."""
     return probs / noise(seed, position, len(probs))
 
 
 def first_largest(standing: Tensor) -> int:
-    """Index of the largest of [V] on the CPU, the first of equals. numpy's is ten times as fast."""
+    """Return the index of the largest of [V] on the CPU, the first of equals.
+
+    numpy's argmax is ten times as fast as torch's.
+    """
     return int(standing.numpy().argmax())
 
 
-def penalised(logits: Tensor, request: Request, ahead: list[int]) -> Tensor:
-    """[V] logits to [V] float32 logits on the CPU, less likely where tokens came before.
+def penalise(logits: Tensor, request: Request, ahead: list[int]) -> Tensor:
+    """Penalise [V] logits of earlier tokens; return [V] float32 logits on the CPU.
 
-    ahead  drafted tokens between those of the sequence and the one that is chosen
+    ahead  drafted tokens between those of the sequence and the chosen one
     """
-    scores = checked(logits).cpu()
+    scores = check_finite(logits).cpu()
     token_ids = Before.of(request, ahead, len(scores))
     return token_ids.penalise(scores, request.sampling)
 
@@ -160,7 +167,7 @@ def penalised(logits: Tensor, request: Request, ahead: list[int]) -> Tensor:
 class Before:
     """The tokens before a position, as penalties count them.
 
-    text   [M] int64, prompt and all; times: [V] int64, how often each was generated
+    token_ids  [M] int64, with the prompt; times: [V] int64, how often each was generated
     """
 
     token_ids: Tensor
@@ -168,13 +175,13 @@ class Before:
 
     @classmethod
     def of(cls, request: Request, ahead: list[int], vocab_size: int) -> "Before":
-        """In host memory."""
+        """Count the tokens before a position, in host memory."""
         generated = torch.tensor([*request.output_token_ids, *ahead], dtype=torch.long)
         token_ids = torch.cat([torch.tensor(request.prompt_token_ids, dtype=torch.long), generated])
         return cls(token_ids, torch.bincount(generated, minlength=vocab_size))
 
     def penalise(self, scores: Tensor, sampling: SamplingParams) -> Tensor:
-        """[V] float32 logits to less likely ones, all on the device of these tensors."""
+        """Penalise [V] float32 logits on the device of these tensors."""
         if sampling.repetition_penalty != 1:
             factor = float(sampling.repetition_penalty)
             repeated = scores[self.token_ids]
@@ -184,29 +191,29 @@ class Before:
         return scores - sampling.frequency_penalty * times - sampling.presence_penalty * (times > 0)
 
 
-def chosen(logits: Tensor, request: Request, ahead: list[int]) -> int:
-    """The token behind one row of logits [V], after the sequence and `ahead`, drafted tokens."""
+def choose(logits: Tensor, request: Request, ahead: list[int]) -> int:
+    """Choose a token from logits [V] that follow the sequence and the drafted tokens `ahead`."""
     return first_largest(standings(logits, request, ahead))
 
 
 def standings(logits: Tensor, request: Request, ahead: list[int]) -> Tensor:
-    """[V] logits to [V] float32, by which `chosen` takes the largest: logits, or for drawn tokens
-    one over the time when their clocks strike.
+    """Compute [V] float32 of which `choose` takes the largest.
+
+    They are logits, or for sampled tokens 1 / time at which their clocks strike.
     """
-    scores = penalised(logits, request, ahead) if request.sampling.penalises else logits
+    scores = penalise(logits, request, ahead) if request.sampling.penalises else logits
     if request.sampling.greedy:
-        return checked(scores)
+        return check_finite(scores)
     probs = distribution(scores[None], request.sampling)[0]
     return ticks(probs, request.seed, request.position + len(ahead))
 
 
 def runners_up(standing: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor, Tensor]:
-    """The tokens of [V] that come next behind the one that is chosen: ids [N] int64, N at most
-    `count`, and by how much, in logits, each of them is behind it. The first of these is the lead
-    of the chosen one.
+    """Return the tokens of [V] after the chosen one: ids [N] int64, N at most `count`, and margins.
 
-    A clock's time is its noise over exp(logit / temperature), so a ratio of times is a difference
-    of logits. What cannot be drawn is infinitely far behind.
+    A margin is the difference in logits from the chosen token; the first one is the chosen token's
+    own logit margin. A clock's time is its noise over exp(logit / temperature), so a ratio of times
+    is a difference of logits. A token that cannot be sampled has an infinite margin.
     """
     values, ids = standing.topk(min(count + 1, len(standing)))
     if sampling.greedy:

@@ -12,11 +12,11 @@ from speq.errors import SpeqError
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a request ended.
+    """The end of a request.
 
-    finish_reason  "eos", "length", "stop", or "stopped" where it was cancelled
-    stats          as `Request.figures` has them; empty where it was cancelled
-    queued_s       how long it waited for its turn
+    finish_reason  "eos", "length", "stop", or "stopped" if it was cancelled
+    stats          see `Request.figures`; empty if it was cancelled
+    queued_s       time that it waited in the queue
     """
 
     finish_reason: str
@@ -65,7 +65,7 @@ class TokenStream:
 
     @property
     def queued_s(self) -> float:
-        """How long it waited for its turn."""
+        """Time that it waited in the queue."""
         return self.start_s - self.arrival_s
 
     def put(self, tokens: list[Token]) -> None:

@@ -1,8 +1,7 @@
-"""The pass that scores a draft with the exact experts: launched kernel by kernel, or recorded.
+"""Verification passes with the exact experts: launched kernel by kernel, or replayed from graphs.
 
-The host has its part in it: it learns what each layer's router chose and sees that those experts
-are in slots. So what is recorded ends where a layer's experts are asked for, and goes on behind
-them.
+In each layer the host reads the router's choice and loads the experts. So a recorded graph ends
+before a layer's experts, and the next one begins after them.
 """
 
 from collections.abc import Sequence
@@ -23,8 +22,10 @@ from speq.routing import Route
 
 class Verification(Protocol):
     def score(self, batch: Sequence[SequenceTokens]) -> list[Scored]:
-        """Score the pending tokens and drafts of a batch in one pass. Their KV is written behind
-        the length of each cache, which stays as it is. The next pass may overwrite the result.
+        """Score the pending tokens and drafts of a batch in one pass.
+
+        Their KV is written after each cache's length, which does not change. The next pass may
+        overwrite the result.
         """
 
 
@@ -47,11 +48,11 @@ class CutBackend:
         self._backend, self._cut = backend, cut
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        # No part of this object, which would hold on to the graph that it is held by.
+        # No reference to this object, which the graph holds: that would be a cycle.
         backend, output = self._backend, torch.empty_like(hidden_states)
 
         def serve() -> None:
-            # A new route for each time: it is kept, and told of by what the host knows of it.
+            # A new route each time, since routes are kept and hold host copies.
             output.copy_(backend(layer, hidden_states, replace(route)))
 
         self._cut(serve)
@@ -59,7 +60,7 @@ class CutBackend:
 
 
 class Scoring:
-    """Computes logits [T, V] and what drafters go by [T, F]."""
+    """Computes logits [T, V] and features for drafters [T, F]."""
 
     def __init__(self, model: MoEModel, cache: KVCache, backend: ExpertBackend) -> None:
         self._model, self._cache, self._backend = model, cache, backend
@@ -73,8 +74,9 @@ class Scoring:
 
 
 class RecordedVerification:
-    """Launches the pieces of a graph between calls of the experts. Trees, several sequences, and a
-    sequence with another cache are launched as a whole pass, kernel by kernel.
+    """Launches the pieces of a graph between calls of the experts.
+
+    Trees, several sequences, and a sequence with another cache are launched kernel by kernel.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class RecordedVerification:
 def verification_over(
     model: MoEModel, cache: KVCache, backend: ExpertBackend, graphs_on: Accelerator | None
 ) -> Verification:
-    """graphs_on: the device that passes are recorded on; None: they are launched."""
+    """Make a verification. graphs_on: device to record passes on; None: they are launched"""
     if graphs_on is None:
         return EagerVerification(model, backend)
     return RecordedVerification(model, cache, backend, graphs_on)

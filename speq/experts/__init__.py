@@ -1,1 +1,1 @@
-"""Exact experts and INT4 codes: their codecs, where they lie on disk, and their slots."""
+"""Exact experts and INT4 codes: codecs, storage on disk, and expert slots."""

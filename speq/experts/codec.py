@@ -1,13 +1,13 @@
-"""How an exact expert is laid out in a record, in a file or in a slot: the ExpertCodec seam.
+"""Codecs of exact experts: the layout of a packed expert in a file or an expert slot.
 
-raw       the checkpoint's words
+raw       the checkpoint's plain weights
 lossless  11 to 12 bits a BF16 weight, without a draft
-residual  under 9 bits a BF16 weight: what the draft's INT4 codes do not already say
+residual  under 9 bits a BF16 weight: the residual over the draft's INT4 codes
 
 Experts that were published in fewer bits have codecs of their own (`speq.experts.scaled_codecs`).
 
-Nothing outside this file asks which of them it has: callers ask what a codec can do. A new codec is
-a class and a line of `speq.registries.CODECS`.
+Callers never test which codec they have; they ask what it can do. A new codec is a class and a line
+of `speq.registries.CODECS`.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
-from speq.files.alignment import aligned
+from speq.files.alignment import align
 from speq.files.published_format import WORDS
 from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
@@ -33,10 +33,11 @@ Base = TypeVar("Base", Int4Expert, Int4Arena)
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """One expert's matrices: gate_up_proj [2F, H], gate over up, and down_proj [H, F].
+    """Shape of one expert's matrices: gate_up_proj [2F, H], gate over up, and down_proj [H, F].
 
-    dtype      of their words
-    published  as what: words, or codes with scales, which one codec alone has (`published_format`)
+    dtype      of their weights
+    published  format in which they were published: plain weights, or codes with scales, which have
+               one codec only (`published_format`)
     """
 
     hidden_size: int
@@ -61,7 +62,7 @@ class ExpertShape:
         return self.weights * self.dtype.itemsize
 
     def empty(self, device: torch.device | None = None) -> Matrices:
-        """Memory for both matrices, on the CPU where no device is named."""
+        """Allocate both matrices, on the CPU by default."""
         shapes = (self.gate_up_shape, self.down_shape)
         gate_up_proj, down_proj = (
             torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes
@@ -70,9 +71,9 @@ class ExpertShape:
 
 
 class ExpertCodec(Protocol):
-    """Records of experts of one shape, and the slots that hold them.
+    """Codec of experts of one shape, in files and in expert slots.
 
-    A base is an expert's INT4 codes, or all experts'; only codecs that need a draft look at it.
+    A base is an expert's INT4 codes, or all experts'; only codecs that need a draft use it.
     """
 
     @property
@@ -80,58 +81,58 @@ class ExpertCodec(Protocol):
 
     @property
     def needs_draft(self) -> bool:
-        """Whether records are read over the codes of a draft."""
+        """True if packed experts are decoded over the codes of a draft."""
 
     @property
     def usual_bits(self) -> float | None:
-        """Bits a weight that records usually take; None: all records are of one known size."""
+        """Usual bits per weight of packed experts; None: all have one known size."""
 
     @property
     def op(self) -> str:
-        """The kernel that runs experts out of slots."""
+        """Kernel that runs experts out of slots."""
 
     @property
     def takes(self) -> str:
-        """What experts must be for it to code them, in words."""
+        """Description of the experts that it can code."""
 
     @property
     def plain_bytes(self) -> int:
-        """What one expert's words take beside its slot, where they are wanted plain."""
+        """Bytes of one expert's plain weights outside its slot, if they are needed."""
 
     @property
     def shape(self) -> ExpertShape: ...
 
     @property
     def record_range(self) -> tuple[int, int]:
-        """The fewest and the most bytes that a record can have."""
+        """Smallest and largest size of a packed expert, in bytes."""
 
     @property
     def slot_bytes(self) -> int:
-        """The largest record's bytes in whole blocks, as reads past the page cache fill them."""
+        """Bytes of the largest packed expert, rounded up to whole blocks for direct reads."""
 
     def residency_plan(self, largest_bytes: int) -> Self:
-        """The same with slots for records of so many bytes at most."""
+        """The same codec, with slots for packed experts of at most `largest_bytes`."""
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        """Write the record of an expert, in the checkpoint's order, into a slot; its bytes.
+        """Encode an expert, in the checkpoint's order, into a slot. Return the bytes written.
 
-        slot  [slot_bytes] uint8 on the CPU. Raises SpeqError where it is too small.
+        slot  [slot_bytes] uint8 on the CPU. Raises SpeqError if it is too small.
         """
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
-        """The matrices in a slot on the CPU, bit for bit, perhaps as views of it.
+        """Decode the matrices in a slot on the CPU, bit-exact; possibly views of the slot.
 
-        Over a draft they are in the order of its codes (`Int4Expert.in_order`). Raises SpeqError
-        where there is no base and one is needed.
+        With a draft they are in the order of its codes (`Int4Expert.in_order`). Raises SpeqError if
+        a base is needed and missing.
         """
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
-        """The experts in slots [S, slot_bytes] uint8, to be run."""
+        """Wrap the experts in slots [S, slot_bytes] uint8 for running them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """Plain words in the checkpoint's dtype: gate, up, down, each row after row."""
+    """Plain weights in the checkpoint's dtype: gate, up, down, each row by row."""
 
     name: ClassVar[str] = "raw"
     needs_draft: ClassVar[bool] = False
@@ -143,7 +144,7 @@ class RawCodec:
 
     @classmethod
     def codes(cls, shape: ExpertShape) -> bool:
-        """Whether the codec codes such experts."""
+        """True if the codec can code such experts."""
         return shape.published == WORDS
 
     @property
@@ -156,7 +157,7 @@ class RawCodec:
 
     @property
     def slot_bytes(self) -> int:
-        return aligned(self.record_bytes)
+        return align(self.record_bytes)
 
     def residency_plan(self, largest_bytes: int) -> "RawCodec":
         return self
@@ -179,7 +180,7 @@ class RawCodec:
         return SlotExperts(ops.moe_grouped, lambda layer: matrices, lambda layer: plain)
 
     def _matrices(self, slots: Tensor) -> Matrices:
-        """gate_up_proj [S, 2F, H] and down_proj [S, H, F] of slots [S, slot_bytes] uint8."""
+        """View slots [S, slot_bytes] uint8 as gate_up_proj [S, 2F, H] and down_proj [S, H, F]."""
         shape = self.shape
         words = slots.view(shape.dtype)[:, : shape.weights]
         split = 2 * shape.expert_width * shape.hidden_size
@@ -189,9 +190,9 @@ class RawCodec:
 
 @dataclass(frozen=True, slots=True)
 class CompactCodec:
-    """Records of the formats of `speq.kernels.compact_layout`, no two of which need be of one size.
+    """Codec of the formats of `speq.kernels.compact_layout`, whose packed experts differ in size.
 
-    largest_bytes  of a record; None: of any there can be
+    largest_bytes  of a packed expert; None: the largest possible
     """
 
     name: ClassVar[str]
@@ -204,7 +205,7 @@ class CompactCodec:
 
     @classmethod
     def codes(cls, shape: ExpertShape) -> bool:
-        """Whether the codec codes such experts. FP16 would save 11 % of its 16 bits."""
+        """True if the codec can code such experts. FP16 would save 11 % of its 16 bits."""
         return shape.published == WORDS and shape.dtype == torch.bfloat16
 
     @property
@@ -222,7 +223,7 @@ class CompactCodec:
 
     @property
     def slot_bytes(self) -> int:
-        return aligned(self.largest_bytes or self.layout.most_bytes)
+        return align(self.largest_bytes or self.layout.most_bytes)
 
     def residency_plan(self, largest_bytes: int) -> Self:
         return replace(self, largest_bytes=largest_bytes)
@@ -230,7 +231,7 @@ class CompactCodec:
 
 @dataclass(frozen=True, slots=True)
 class LosslessCodec(CompactCodec):
-    """The low byte of each word, and a 3-bit class for its high byte."""
+    """Lossless codec: the low byte of each word, and a 3-bit class for its high byte."""
 
     name: ClassVar[str] = "lossless"
     needs_draft: ClassVar[bool] = False
@@ -263,7 +264,7 @@ class LosslessCodec(CompactCodec):
 
 @dataclass(frozen=True, slots=True)
 class ResidualCodec(CompactCodec):
-    """What INT4 codes do not say: a word's low byte, and a little for codes 0."""
+    """Residual codec over INT4 codes: each word's low byte, and a little more for codes 0."""
 
     name: ClassVar[str] = "residual"
     needs_draft: ClassVar[bool] = True
@@ -272,21 +273,21 @@ class ResidualCodec(CompactCodec):
     op: ClassVar[str] = "moe_grouped_residual"
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        base = needed(base)
+        base = require_base(base)
         ordered = base.in_order(*exact)
         return compact_ops.encode_residual_into(*ordered, base.gate_up, base.down, slot)
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
-        base = needed(base)
+        base = require_base(base)
         gate_up_proj, down_proj = self.shape.empty()
         compact_ops.decode_residual(slot, base.gate_up, base.down, gate_up_proj, down_proj)
         return gate_up_proj, down_proj
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
-        base = needed(base)
+        base = require_base(base)
         backend, base_slots = base.backend, base.base_slots
         held = [(slots, of_layer, backend) for of_layer in base_slots.unbind()]
-        on_host = base_slots.tolist()  # now, so that nobody has to ask the device later
+        on_host = base_slots.tolist()  # now, to avoid reading the device later
 
         def plain(layer: int) -> PlainWords:
             words = self.shape.empty(slots.device)
@@ -301,18 +302,18 @@ class ResidualCodec(CompactCodec):
         return SlotExperts(compact_ops.moe_grouped_residual, held.__getitem__, plain)
 
 
-def needed(base: Base | None) -> Base:
-    """A draft's codes, for records that are nothing without them."""
+def require_base(base: Base | None) -> Base:
+    """Return a draft's codes. Raises SpeqError without them."""
     if base is None:
         raise SpeqError(
-            "these experts are packed as residuals, which only their draft turns into words; give "
+            "these experts are packed as residuals, which only decode with their draft; give "
             "the model they were packed from"
         )
     return base
 
 
 def codec_of(name: str, shape: ExpertShape) -> ExpertCodec:
-    """The codec of that name. Raises SpeqError for experts that it does not code."""
+    """Find the codec of that name. Raises SpeqError for experts that it cannot code."""
     made = CODECS[name]
     if not made.codes(shape):
         given = str(shape.dtype).removeprefix("torch.")
@@ -327,17 +328,17 @@ def codec_of(name: str, shape: ExpertShape) -> ExpertCodec:
 
 
 def codecs_for(shape: ExpertShape) -> tuple[str, ...]:
-    """Codecs of such experts, by name."""
+    """Names of the codecs of such experts."""
     return tuple(name for name in CODECS.names if CODECS[name].codes(shape))
 
 
 def own_codec(shape: ExpertShape) -> ExpertCodec:
-    """The codec whose records are experts as published."""
+    """The codec of experts in their published format."""
     return codec_of("raw" if shape.published == WORDS else shape.published, shape)
 
 
 def usual_bytes(codec: ExpertCodec) -> int:
-    """What a slot usually has to hold, before any record is known."""
+    """Usual bytes of a packed expert, before any is known."""
     if codec.usual_bits is None:
         return codec.slot_bytes
-    return aligned(int(codec.usual_bits * codec.shape.weights / 8))
+    return align(int(codec.usual_bits * codec.shape.weights / 8))

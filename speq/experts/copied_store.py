@@ -1,7 +1,7 @@
-"""Experts out of a packed copy: what it was made of, and records that are mended from the original.
+"""Experts of a packed copy: its source, and repair of damaged experts from the original.
 
-source.json  the model that was copied, the CRC-32 of each expert's published words, and the stamps
-             of the model's files under which these are known to be what the files hold
+source.json  the model that was copied, the CRC-32 of each expert's published weights, and the
+             stamps of the model's files that are known to hold these weights
 """
 
 import logging
@@ -19,9 +19,9 @@ from speq.experts.codec import codec_of
 from speq.experts.expert_store import ExpertLayout, SafetensorsExpertStore
 from speq.experts.packed_store import PackedExpertStore
 from speq.experts.record_writer import read_words, words_slot
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.atomic_file import replacing
-from speq.files.checksums import sealed
+from speq.files.checksums import seal
 from speq.files.json_file import read_json
 from speq.files.range_file import bytes_of
 from speq.kernels.checksum import crc32_of
@@ -30,19 +30,20 @@ logger = logging.getLogger("speq")
 
 SOURCE_FILE = "source.json"
 FORMAT = "speq-copy-1"
-# Stamps that are kept: of the same model in several folders, or moved to and fro.
+# Most stamps that are kept: of the same model in several folders, or after moves.
 MAX_STAMPS = 8
 
 
 @dataclass(slots=True)
 class CopySource:
-    """source.json.
+    """Contents of source.json.
 
     model         folder of the model, without links
     fingerprint   of its checkpoint
-    words_crc32s  of each expert's published words, layer by layer; empty until the copy is whole
+    words_crc32s  of each expert's published weights, layer by layer; empty until the copy is
+                  complete
     compared      by stamps of the model's files: how many experts, from the first, are known to be
-                  in these files what they are here
+                  the same in these files
     """
 
     model: str
@@ -51,42 +52,42 @@ class CopySource:
     compared: dict[str, int] = field(default_factory=dict)
 
     def holds(self, stamp: str) -> bool:
-        """Whether the copy is known to be of files with this stamp."""
+        """True if the copy is known to be of files with this stamp."""
         whole = len(self.words_crc32s)
         return bool(whole) and self.compared.get(stamp) == whole
 
     def note(self, stamp: str, compared: int) -> None:
-        """Note for files with this stamp how many experts were compared."""
+        """Record how many experts of files with this stamp were compared."""
         self.compared.pop(stamp, None)
         self.compared[stamp] = compared
         for oldest in list(self.compared)[:-MAX_STAMPS]:
             del self.compared[oldest]
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all. Raises OSError."""
+        """Write source.json atomically. Raises OSError."""
         with replacing(folder / SOURCE_FILE) as file:
-            file.write(dumps(sealed({"format": FORMAT, **asdict(self)})).encode())
+            file.write(dumps(seal({"format": FORMAT, **asdict(self)})).encode())
 
     @classmethod
     def of(cls, folder: Path) -> "CopySource":
-        """Raises SpeqError where the file is damaged, absent, or of another version."""
+        """Read source.json. Raises SpeqError if it is damaged, absent, or of another version."""
         path = folder / SOURCE_FILE
         entries = read_json(path, "the copy is made anew", "the copy is made anew")
         crc32 = entries.pop("crc32", None)
-        if entries.get("format") != FORMAT or sealed(entries)["crc32"] != crc32:
+        if entries.get("format") != FORMAT or seal(entries)["crc32"] != crc32:
             raise SpeqError(f"{path} is damaged, or of another version: the copy is made anew")
         del entries["format"]
         return cls(**entries)
 
 
 class CopiedExperts(PackedExpertStore):
-    """Reads records of a copy. One that is not what was written, or cannot be read, is made again
-    from the model, and mended where it lies.
+    """Store of a copy's experts. A damaged or unreadable one is encoded again from the model and
+    repaired in place.
 
-    words   the model's published experts
-    source  of the copy
+    words   store of the model's published experts
+    source  source of the copy
 
-    Raises SpeqError where the model has other words by now as well.
+    Raises SpeqError if the model's weights have changed as well.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class CopiedExperts(PackedExpertStore):
         super().__init__(folder, layout)
         self.mended = 0
         self._words, self._source = words, source
-        self._mending = threading.Lock()  # one at a time: it takes memory for an expert's words
+        self._mending = threading.Lock()  # one at a time: it takes memory for an expert's weights
         if len(source.words_crc32s) != len(self.manifest.records):
             self.close()
             raise SpeqError(f"{folder / SOURCE_FILE} does not have as many experts as the copy")
@@ -108,7 +109,7 @@ class CopiedExperts(PackedExpertStore):
                 return self._mend(self._at(layer, expert), slot, error)
 
     def _mend(self, at: int, slot: Tensor, reason: SpeqError) -> int:
-        """Fill `slot` with a record that is made of the model's words; bytes that were read."""
+        """Fill `slot` with an expert encoded from the model's weights. Return the bytes read."""
         wanted = self.manifest.records[at]
         words = words_slot(self._words)
         if read_words(self._words, at, words) != self._source.words_crc32s[at]:
@@ -118,7 +119,7 @@ class CopiedExperts(PackedExpertStore):
                 "again, which makes the copy anew"
             ) from reason
         codec = codec_of(self.manifest.codec, self.manifest.shape)
-        room = aligned_bytes(1, codec.slot_bytes)[0]
+        room = allocate_aligned(1, codec.slot_bytes)[0]
         record = room[: codec.encode(self._words.codec.decode(words), None, room)]
         if record.nbytes != wanted.nbytes or crc32_of(record) != wanted.crc32:
             raise SpeqError(
@@ -139,10 +140,9 @@ class CopiedExperts(PackedExpertStore):
         return words.nbytes
 
     def _write(self, offset: int, record: Tensor) -> bool:
-        """Put a record where it belongs; whether that could be done.
+        """Write a packed expert in place. Return True if that succeeded.
 
-        Whoever else reads it meanwhile finds either bytes, and compares them: several may write the
-        same.
+        Concurrent readers compare checksums, and concurrent writers write the same bytes.
         """
         try:
             descriptor = os.open(self._file.path, os.O_WRONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What brings INT4 codes of experts: the protocol of all draft sources."""
+"""Protocol of the sources of a draft's INT4 codes."""
 
 from typing import Protocol
 
@@ -7,25 +7,27 @@ from speq.units import Done
 
 
 class DraftSource(Protocol):
-    """Opened and checked, but not read."""
+    """A source of INT4 experts, opened and checked but not read."""
 
     @property
     def label(self) -> str:
-        """What filling an arena is called."""
+        """Description of filling an arena."""
 
     @property
     def layout(self) -> Int4Layout:
-        """What an expert takes in an arena."""
+        """Layout of an expert in an arena."""
 
     @property
     def fingerprint(self) -> str:
-        """A digest that tells drafts apart without reading all of them."""
+        """Digest that identifies the draft without reading all of it."""
 
     def expert(self, at: int) -> Int4Expert:
-        """One expert's codes, layer after layer. Raises SpeqError where it is damaged."""
+        """Read the codes of expert number `at`, layer after layer. Raises SpeqError if it is
+        damaged.
+        """
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
-        """Bring those that an arena of `layout` holds. Raises SpeqError for damaged ones."""
+        """Load the experts that an arena of `layout` holds. Raises SpeqError for damaged ones."""
 
     def close(self) -> None:
-        """Give back files that are the source's own."""
+        """Close the source's own files."""

@@ -1,7 +1,7 @@
-"""Published experts, encoded as they are read: records in slots, words on the disk.
+"""Published experts, encoded as they are read: packed in slots, plain weights on disk.
 
-Slots hold more experts so, but each read still moves all words, and is encoded besides. A packed
-model has its records on the disk.
+Slots hold more experts, but each read still moves all weights and encodes them. A packed model has
+packed experts on disk.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,26 +14,26 @@ from speq.experts.codec import ExpertCodec, usual_bytes
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_draft import TiedDraft
-from speq.experts.passes import by_layer, over_all
-from speq.files.alignment import ALIGNMENT, aligned_bytes
+from speq.experts.passes import by_layer, for_each_key
+from speq.files.alignment import ALIGNMENT, allocate_aligned
 from speq.units import Done
 
-# Told (layer, expert, record): [n] uint8.
+# Called with (layer, expert, packed expert [n] uint8).
 Keep = Callable[[int, int, Tensor], None]
 
 
 def encoding_bytes(words: ExpertCodec, codec: ExpertCodec) -> int:
-    """What a thread that encodes holds besides what it reads with: an expert's words and, over a
-    draft, their copy in its order.
+    """Bytes that an encoding thread holds besides its read buffers: an expert's weights and, for a
+    codec with a draft, their copy in its order.
     """
     return (2 if codec.needs_draft else 1) * words.slot_bytes + ALIGNMENT
 
 
 class EncodingStore:
-    """Reads words, and fills slots with records of `codec`.
+    """Store that reads plain weights and fills slots with experts packed by `codec`.
 
-    Until `measure` knows the largest record, slots are said to hold the smallest there can be:
-    plans made by that refuse no budget that would do.
+    Until `measure` knows the largest packed expert, slots have the smallest possible size, so that
+    plans refuse no budget that would be enough.
     """
 
     published = False
@@ -55,7 +55,7 @@ class EncodingStore:
 
     @property
     def usual_bytes(self) -> int:
-        """What a record usually takes: known before any is."""
+        """Usual bytes of a packed expert, before any is known."""
         return usual_bytes(self._any_size)
 
     @property
@@ -78,17 +78,17 @@ class EncodingStore:
         keys: Sequence[tuple[int, int]] | None = None,
         keep: Keep | None = None,
     ) -> None:
-        """Encode every expert once, so that slots are known to hold the largest.
+        """Encode every expert once, to size slots for the largest.
 
-        base  the codes of a draft, of a codec that needs them; they must stay as they are
-        keys  all (layer, expert), in the order in which they are begun; None: layer by layer
-        keep  is given each expert's record by several threads: it may copy it, and not hold it
+        base  codes of a draft, for a codec that needs them; they must not change
+        keys  all (layer, expert), in order; None: layer by layer
+        keep  called by several threads with each packed expert, which it may copy but not keep
         """
         self._base = base
         sizes = [0] * (self.num_layers * self.num_experts)
-        # Memory for the largest there can be: what no record reaches is never touched.
+        # Buffers for the largest possible expert; pages that none reaches are never touched.
         rooms: SimpleQueue[Tensor] = SimpleQueue()
-        for room in aligned_bytes(threads, self._any_size.slot_bytes):
+        for room in allocate_aligned(threads, self._any_size.slot_bytes):
             rooms.put(room)
 
         def encode(layer: int, expert: int) -> None:
@@ -101,7 +101,7 @@ class EncodingStore:
             finally:
                 rooms.put(room)
 
-        over_all(encode, keys or by_layer(self.num_layers, self.num_experts), threads, progress)
+        for_each_key(encode, keys or by_layer(self.num_layers, self.num_experts), threads, progress)
         self._sizes = sizes
         self._codec = self._codec.residency_plan(max(sizes))
 
@@ -115,10 +115,10 @@ class EncodingStore:
         return self._fill(layer * self.num_experts + expert, slot)[1]
 
     def _fill(self, at: int, slot: Tensor) -> tuple[int, int]:
-        """Encode an expert into `slot`; the record's bytes, and those read from the disk."""
+        """Encode an expert into `slot`. Return its bytes, and those read from disk."""
         try:
             words = self._scratch.get_nowait()
-        except Empty:  # as many as threads ever read at a time
+        except Empty:  # as many buffers as threads that read at a time
             words = expert_slot(self.words)
         try:
             read_bytes = self.words.read(*divmod(at, self.num_experts), words)

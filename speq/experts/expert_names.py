@@ -1,4 +1,4 @@
-"""What a checkpoint calls routed experts and their routers."""
+"""Names of routed experts and their routers in checkpoints."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from speq.files.published_format import BLOCKS, words_name
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# What transformers calls all experts of a layer in one tensor, with gate above up.
+# transformers' name for a tensor of all experts of a layer, with gate above up.
 GATE_UP = "gate_up_proj"
 FUSED = (GATE_UP, "down_proj")
 
@@ -16,7 +16,7 @@ FUSED = (GATE_UP, "down_proj")
 class ExpertMatrix(NamedTuple):
     """A matrix of experts: its model layer, its expert, and one of PROJECTIONS.
 
-    Where the expert is None it is one of FUSED, [E, ...] of all experts of the layer.
+    If the expert is None, it is one of FUSED, [E, ...] of all experts of the layer.
     """
 
     layer: int
@@ -26,19 +26,19 @@ class ExpertMatrix(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names on disk, all that checkpoints of a family use; those of transformers come first.
+    """Names in a family's checkpoints; those of transformers come first.
 
     An expert's matrix is `layers.L.BLOCK.EXPERTS.E.PROJECTION.weight`, that of all experts of a
     layer `layers.L.BLOCK.EXPERTS.FUSED`, a router's `layers.L.BLOCK.ROUTER.weight`. Quantised
-    checkpoints take either's names; of MXFP4 `_blocks` stands behind them, or `_scales`.
+    checkpoints use the same names; MXFP4 appends `_blocks` or `_scales`.
 
-    blocks       what a layer calls the block that has the router and the experts; empty where the
-                 layer itself has them
-    routers      what the block calls its router; on disk, what holds the router's weight
-    experts      what the block calls its experts
-    projections  what an expert calls PROJECTIONS, in their order
-    mlp          what a layer calls its dense MLP, or the block that its shared experts are in
-    parent       what `layers` lies below; empty: anything but `mtp`
+    blocks       names of a layer's block with the router and the experts; empty: the layer itself
+                 has them
+    routers      names of the router in the block; on disk, of the module with its weight
+    experts      name of the experts in the block
+    projections  names of PROJECTIONS in an expert, in order
+    mlp          name of a layer's dense MLP, or of the block with its shared experts
+    parent       prefix of `layers`; empty: anything but `mtp`
     """
 
     blocks: tuple[str, ...] = ("mlp",)
@@ -50,7 +50,7 @@ class ExpertNames:
 
     @cached_property
     def projection_of(self) -> dict[str, str]:
-        """One of PROJECTIONS by its names on disk."""
+        """Map names on disk to PROJECTIONS."""
         return {
             name: projection
             for names in self.projections
@@ -58,26 +58,26 @@ class ExpertNames:
         }
 
     def is_up(self, name: str) -> bool:
-        """Whether a tensor is the weight of an up projection, by what experts call it."""
+        """True if a tensor is the weight of an up projection."""
         *_, module, parameter = ["", *name.split(".")]
         return parameter == "weight" and self.projection_of.get(module) == PROJECTIONS[1]
 
     @cached_property
     def within_layer(self) -> str:
         """Pattern of the experts' prefix, from a layer's number on, which is group `layer`."""
-        # Layers below `mtp` predict tokens ahead, and have numbers of their own.
+        # Layers below `mtp` are MTP layers with numbers of their own.
         above = rf"{re.escape(self.parent)}\." if self.parent else r"(?<!mtp\.)"
         return rf"{above}layers\.(?P<layer>\d{{1,9}})\.{self._block}{re.escape(self.experts)}\."
 
     @cached_property
     def router(self) -> re.Pattern[str]:
-        """Finds a router's weight; group 1 is its model layer."""
+        """Pattern of a router's weight; group 1 is its model layer."""
         routers = _any(self.routers)
         return re.compile(rf"(?:^|\.)layers\.(\d+)\.{self._block}{routers}\.weight$")
 
     @cached_property
     def _block(self) -> str:
-        """Pattern of a block's name, with the dot behind it."""
+        """Pattern of a block's name, with a final dot."""
         return _any(tuple(name and f"{name}." for name in self.blocks))
 
     @cached_property
@@ -93,7 +93,7 @@ class ExpertNames:
         return re.compile(rf"(?:^|\.){self.within_layer}{fused}")
 
     def matrix(self, name: str) -> ExpertMatrix | None:
-        """Which experts' matrix a tensor is; None: of no routed expert."""
+        """Find the expert matrix that a tensor is; None: it is not of a routed expert."""
         match = self._expert.search(name)
         if match is not None:
             projection = self.projection_of[match["projection"]]
@@ -104,11 +104,11 @@ class ExpertNames:
         )
 
     def is_expert(self, name: str) -> bool:
-        """Whether a tensor belongs to routed experts: a matrix, or its scales."""
+        """True if a tensor is a matrix of routed experts, or its scales."""
         return self.matrix(words_name(name)) is not None
 
     def module(self, layer: int, expert: int, projection: str) -> str:
-        """The name that transformers gives an expert's matrix, without `.weight`."""
+        """transformers' name for an expert's matrix, without `.weight`."""
         name = self.projections[0][PROJECTIONS.index(projection)]
         block = f"{self.blocks[0]}." if self.blocks[0] else ""
         parent = self.parent or "model"

@@ -1,4 +1,4 @@
-"""Exact experts on disk, as records that can be read one at a time."""
+"""Stores of exact experts on disk, which are read one at a time."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,7 +21,7 @@ from speq.experts.expert_names import (
     ExpertNames,
 )
 from speq.experts.packed_draft import TiedDraft
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.files.published_format import (
     FP8,
@@ -40,7 +40,7 @@ Range = tuple[SafetensorsFile, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Where a matrix of an expert lies; of codes, their scales too."""
+    """Location of an expert's matrix, and of its scales if it is codes."""
 
     range: Range
     scales: Range | None = None
@@ -48,11 +48,10 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A range of a shard, and where in a record it belongs.
+    """A range of a shard, and its place in a packed expert.
 
-    widened  whether it holds bfloat16 that the record has as float32
-    turned   of a matrix that lies there transposed: how the words of the range become those of the
-             record
+    widened  whether it is bfloat16 and the packed expert has float32
+    turned   how to transpose it, if the matrix is transposed on disk
     """
 
     range: Range
@@ -63,25 +62,25 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """A matrix [N, K] that lies on disk as [K, N].
+    """A matrix [N, K] stored as [K, N].
 
-    in_turns  whether rows of gate and of up take turns there
+    interleaved  whether rows of gate and of up are interleaved there
     """
 
     rows: int
     columns: int
     dtype: torch.dtype
-    in_turns: bool
+    interleaved: bool
 
     def put(self, stored: Tensor, room: Tensor) -> None:
         """Write the bytes of the matrix into `room`; both [rows * columns * itemsize] uint8.
 
-        What is in `stored` may be lost.
+        `stored` may be overwritten.
         """
         given, made = stored.view(self.dtype), room.view(self.dtype).view(self.rows, self.columns)
-        # torch is fast at whole matrices that are transposed, and at rows.
+        # torch is fast at transposing whole matrices and at copying rows.
         made.copy_(given.view(self.columns, self.rows).t())
-        if self.in_turns:
+        if self.interleaved:
             ordered = given.view(self.rows, self.columns)
             for first, half in enumerate(ordered.chunk(2)):
                 half.copy_(made[first::2])
@@ -89,9 +88,9 @@ class Turned:
 
 
 class ExpertStore(Protocol):
-    """Records of exact experts. Layers count MoE layers only.
+    """Store of exact experts. Layers count MoE layers only.
 
-    published  whether records are words as published, which a run may encode as it reads them
+    published  whether experts are plain weights as published, which a run may encode as it reads
     """
 
     published: bool
@@ -103,47 +102,47 @@ class ExpertStore(Protocol):
 
     @property
     def source(self) -> "ExpertStore":
-        """The store that reads come from: this one, or that whose words are encoded."""
+        """The store that reads the disk: this one, or the one whose experts are encoded."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that hold the records, perhaps with other weights."""
+        """Files of the experts, possibly with other weights."""
 
     @property
     def tied_draft(self) -> TiedDraft | None:
-        """The only draft that the records can be read over, where they need a certain one."""
+        """The draft that experts must be decoded with, if they need a certain one."""
 
     @property
     def reading_bytes(self) -> int:
-        """What each thread that reads takes beside the slot it fills."""
+        """Bytes that each reading thread takes besides the slot it fills."""
 
     def record_bytes(self, layer: int, expert: int) -> int:
-        """What an expert's record takes of its slot."""
+        """Bytes of a packed expert in its slot."""
 
     def moved_bytes(self, layer: int, expert: int) -> int:
-        """What has to be moved to fill a slot with it."""
+        """Bytes moved to fill a slot with the expert."""
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
-        """Fill `slot` [slot_bytes] uint8, aligned CPU memory, with one expert's record.
+        """Read one expert into `slot` [slot_bytes] uint8, aligned CPU memory.
 
-        What lies behind the record is undefined. Returns bytes read, which may be more than the
-        record's. Threads may read at the same time, into different slots.
+        Bytes after the expert are undefined. Returns the bytes read, which may exceed the expert's.
+        Threads may read into different slots at the same time.
         """
 
     def close(self) -> None:
-        """Give back files that are the store's own."""
+        """Close the store's own files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """What a model's config and its family say of its experts.
+    """Number, shape and names of a model's experts, from its config and family.
 
     layers  model layers that have experts
-    names   what experts and routers are called on disk
-    transposed  whether words of all experts of a layer lie there as [E, H, 2F], gate and up in
-                turns, and [E, F, H]
-    biased      whether they have biases, which lie outside the records
-    normed      whether what they give goes through norms, and is not added as it is
+    names   names of experts and routers on disk
+    transposed  whether weights of all experts of a layer are stored as [E, H, 2F], gate and up
+                interleaved, and [E, F, H]
+    biased      whether they have biases, which are not part of packed experts
+    normed      whether their output is normed before it is added
     """
 
     layers: tuple[int, ...]
@@ -156,7 +155,7 @@ class ExpertLayout:
     normed: bool = False
 
     def shape(self, matrix: ExpertMatrix) -> tuple[int, ...]:
-        """What a tensor of experts' matrices is on disk."""
+        """Shape of a tensor of experts' matrices on disk."""
         hidden, width = self.hidden_size, self.expert_width
         rows = 2 * width if matrix.projection == GATE_UP else width
         shape = (hidden, width) if matrix.projection == "down_proj" else (rows, hidden)
@@ -164,9 +163,9 @@ class ExpertLayout:
 
 
 class SafetensorsExpertStore:
-    """Experts read straight from the shards a model was published in, as they were published.
+    """Store of experts in the shards of a published model.
 
-    Raises SpeqError where an expert is absent or not of the shape and dtype the others have.
+    Raises SpeqError if an expert is missing or differs in shape or dtype.
     """
 
     published = True
@@ -213,8 +212,8 @@ class SafetensorsExpertStore:
     def _common_shape(
         checkpoint: Checkpoint, layout: ExpertLayout
     ) -> tuple[torch.dtype, ExpertShape]:
-        """The dtype on disk of the first matrix of an expert of these layers, and what experts are
-        then: those of other layers may be of another.
+        """Find the dtype on disk of the first matrix of these layers' experts, and the experts'
+        shape. Other layers may have another dtype.
         """
         sizes = layout.hidden_size, layout.expert_width
         for name, (_, info) in checkpoint.tensors.items():
@@ -245,7 +244,7 @@ class SafetensorsExpertStore:
                     if projection not in parts:
                         raise SpeqError(
                             f"{checkpoint.path} lacks {projection} of expert {expert} in layer "
-                            f"{layout.layers[layer]}; config.json promises {self.num_experts} "
+                            f"{layout.layers[layer]}; config.json has {self.num_experts} "
                             f"experts in each such layer; {OTHER_VERSION}"
                         )
                 if len(parts) > len(projections):
@@ -304,10 +303,10 @@ class SafetensorsExpertStore:
 
 
 class Buffers(NamedTuple):
-    """What a thread that reads takes beside the slot.
+    """Buffers of a reading thread, besides the slot.
 
-    ends    for blocks at the ends of ranges
-    turned  for a matrix that lies on disk transposed
+    ends    blocks at the ends of ranges
+    turned  a matrix that is transposed on disk
     """
 
     ends: Tensor
@@ -315,28 +314,30 @@ class Buffers(NamedTuple):
 
     @classmethod
     def made(cls, nbytes: int) -> "Buffers":
-        """nbytes: of the largest matrix that lies on disk transposed; 0: none does."""
-        turned = aligned_bytes(1, aligned(nbytes))[0] if nbytes else torch.empty(0)
-        return cls(aligned_bytes(1, ENDS_BYTES)[0], turned)
+        """Allocate buffers. nbytes: of the largest matrix that is transposed on disk; 0: none
+        is.
+        """
+        turned = allocate_aligned(1, align(nbytes))[0] if nbytes else torch.empty(0)
+        return cls(allocate_aligned(1, ENDS_BYTES)[0], turned)
 
 
 def turned_bytes(shape: ExpertShape, transposed: bool) -> int:
-    """What a thread that reads takes for a matrix that lies on disk transposed."""
+    """Bytes of a reading thread's buffer for a matrix that is transposed on disk."""
     if not transposed or shape.published != WORDS:
         return 0
     return max(prod(shape.gate_up_shape), prod(shape.down_shape)) * shape.dtype.itemsize
 
 
 def reading_bytes(shape: ExpertShape, transposed: bool) -> int:
-    """What a thread that reads published experts takes beside the slot it fills."""
+    """Bytes of a reading thread's buffers for published experts, besides the slot it fills."""
     turned = turned_bytes(shape, transposed)
-    return ENDS_BYTES + ALIGNMENT + (aligned(turned) + ALIGNMENT if turned else 0)
+    return ENDS_BYTES + ALIGNMENT + (align(turned) + ALIGNMENT if turned else 0)
 
 
 def stored_shape(shape: tuple[int, ...], published: str, turned: bool) -> tuple[int, ...]:
-    """What a tensor of experts' matrices is on disk; shape: as words.
+    """Shape on disk of a tensor of experts' matrices; shape: that of its plain weights.
 
-    turned  whether words lie there transposed
+    turned  whether weights are transposed on disk
     """
     if published != MXFP4:
         return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
@@ -344,7 +345,7 @@ def stored_shape(shape: tuple[int, ...], published: str, turned: bool) -> tuple[
 
 
 def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Range:
-    """One of `count` equal parts of a tensor."""
+    """Select one of `count` equal parts of a tensor."""
     nbytes = info.nbytes // count
     return file, info.offset + at * nbytes, nbytes
 
@@ -352,9 +353,9 @@ def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Ran
 def parts_of(
     shape: ExpertShape, matrices: list[Matrix], transposed: bool = False
 ) -> list[TensorPart]:
-    """Where the matrices of an expert belong in its record, and their scales where it has those.
+    """Places of an expert's matrices, and of their scales, in the packed expert.
 
-    transposed  as `ExpertLayout` has it
+    transposed  see `ExpertLayout`
     """
     if shape.published == WORDS:
         ends = accumulate((each.range[2] for each in matrices), initial=0)
@@ -362,8 +363,8 @@ def parts_of(
         if transposed and len(matrices) == len(FUSED):
             dtype = shape.dtype
             turned = [
-                Turned(*shape.gate_up_shape, dtype, in_turns=True),
-                Turned(*shape.down_shape, dtype, in_turns=False),
+                Turned(*shape.gate_up_shape, dtype, interleaved=True),
+                Turned(*shape.down_shape, dtype, interleaved=False),
             ]
         places = zip(matrices, ends, turned, strict=False)
         return [TensorPart(each.range, at, turned=turn) for each, at, turn in places]
@@ -382,21 +383,21 @@ def parts_of(
 
 
 def expert_slot(store: ExpertStore) -> Tensor:
-    """A slot on the CPU, empty."""
-    return aligned_bytes(1, store.codec.slot_bytes)[0]
+    """Allocate a slot on the CPU."""
+    return allocate_aligned(1, store.codec.slot_bytes)[0]
 
 
 def read_matrices(store: ExpertStore, layer: int, expert: int, slot: Tensor) -> Matrices:
-    """An expert's exact matrices, read by way of `slot` and perhaps views of it.
+    """Read an expert's exact matrices through `slot`; possibly views of it.
 
-    Raises SpeqError where they cannot be had without a draft.
+    Raises SpeqError if they need a draft.
     """
     store.read(layer, expert, slot)
     return store.codec.decode(slot)
 
 
 def mean_moved_bytes(store: ExpertStore) -> float:
-    """What has to be moved for an expert, in the mean over all."""
+    """Mean bytes moved for an expert."""
     count = store.num_layers * store.num_experts
     sizes = (store.moved_bytes(*divmod(at, store.num_experts)) for at in range(count))
     return sum(sizes) / count

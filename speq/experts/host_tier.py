@@ -1,8 +1,7 @@
-"""Exact experts in host memory, for devices that have memory of their own.
+"""Host tier: exact experts in host memory, for devices with memory of their own.
 
-Experts are encoded while they are brought here, where that is asked for: each is read, and encoded,
-once. Where the host has too little memory for all, the rest stay on disk and come through records
-that are free.
+Each expert is read once, and encoded if requested. If the host has too little memory for all, the
+rest stay on disk and are loaded through free host slots.
 """
 
 import ctypes
@@ -19,29 +18,29 @@ from speq.experts.codec import ExpertCodec
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.experts.int4 import Int4Arena
-from speq.experts.passes import over_all, spread
+from speq.experts.passes import for_each_key, spread_by_layer
 from speq.experts.pinned_arena import CHUNK_BYTES, PinnedArena
 from speq.units import Done, format_bytes
 
 logger = logging.getLogger("speq")
 
-# Records besides one for each reader, where experts come from disk: one is filled and one copied.
+# Host slots besides one per reader, if experts come from disk: one is filled and one copied.
 SPARE_RECORDS = 2
 
 
 def fewest_records(readers: int, num_experts: int) -> int:
-    """The fewest with which experts come from disk without waiting for each other.
+    """Fewest host slots with which loads from disk do not wait for each other.
 
-    num_experts  of all layers; more records than these are of no use
+    num_experts  of all layers; more slots than these are of no use
     """
     return min(readers + SPARE_RECORDS, num_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """What experts may take of the host.
+    """Host memory that experts may take.
 
-    limit_bytes  of records; readers: threads that fill them
+    limit_bytes  of host slots; readers: threads that fill them
     chunk_bytes  locked at a time
     """
 
@@ -52,10 +51,10 @@ class HostRoom:
 
 
 class HostTier:
-    """Records of experts in host memory that a device copies from.
+    """Packed experts in host memory that a device copies from.
 
-    contents  (layer, expert) of the first records, as they were filled; those behind are free
-    resident  whether all experts are held, and nothing is read any more
+    contents  (layer, expert) of the first host slots, as filled; the rest are free
+    resident  whether all experts are held, so that nothing is read from disk
     """
 
     def __init__(self, store: ExpertStore, room: HostRoom) -> None:
@@ -66,9 +65,9 @@ class HostTier:
 
     @classmethod
     def filled(cls, store: ExpertStore, room: HostRoom, progress: Done | None = None) -> "HostTier":
-        """Records as they lie on the disk, which all have room for the largest.
+        """Load experts as they are on disk, into slots for the largest.
 
-        Raises SpeqError for experts that cannot be read, and where there is room for too few.
+        Raises SpeqError for experts that cannot be read, and if too few fit.
         """
         slot_bytes = store.codec.slot_bytes
         chunk_bytes = max(room.chunk_bytes // slot_bytes, 1) * slot_bytes
@@ -82,7 +81,7 @@ class HostTier:
             def read(layer: int, expert: int) -> None:
                 store.read(layer, expert, tier.record(number[layer, expert]))
 
-            over_all(read, sorted(tier.contents), room.readers, progress)
+            for_each_key(read, sorted(tier.contents), room.readers, progress)
             tier._say()
             undo.pop_all()
         return tier
@@ -95,12 +94,12 @@ class HostTier:
         room: HostRoom,
         progress: Done | None = None,
     ) -> "HostTier":
-        """Published experts as records of the store's codec, whose sizes this pass tells.
+        """Load published experts, packed by the store's codec; this pass determines their sizes.
 
-        Records lie close to each other, each in as many blocks as it needs, as long as all fit. For
-        others to take their place they get room for the largest afterwards, when it is known.
+        Packed experts are contiguous, each in as many blocks as it needs, if all fit. Otherwise
+        they are moved to slots for the largest, once it is known, so that others can replace them.
 
-        base  as in `EncodingStore.measure`. Raises as `filled`.
+        base  see `EncodingStore.measure`. Raises as `filled` does.
         """
         tier = cls(store, room)
         with ExitStack() as undo:
@@ -114,7 +113,7 @@ class HostTier:
         return tier
 
     def _take_slots(self, slot_bytes: int) -> None:
-        for key in spread(self._store.num_layers, self._store.num_experts):
+        for key in spread_by_layer(self._store.num_layers, self._store.num_experts):
             left = self._count - len(self._records)
             record = self._arena.take(slot_bytes, left * slot_bytes)
             if record is None:
@@ -137,13 +136,12 @@ class HostTier:
                 self.contents.append((layer, expert))
             held.copy_(record)
 
-        keys = spread(store.num_layers, store.num_experts)
+        keys = spread_by_layer(store.num_layers, store.num_experts)
         store.measure(base, room.readers, progress, keys, keep)
 
     def _lay_out_for(self, slot_bytes: int) -> None:
-        """Move records that lie close to each other apart, so that each has room for the largest.
-
-        What has no place any more is forgotten.
+        """Move contiguous experts apart, so that each has room for the largest. Those without a
+        place are dropped.
         """
         held = dict(zip(self.contents, self._records, strict=True))
         filled: list[tuple[tuple[int, int], Tensor]] = []
@@ -160,7 +158,7 @@ class HostTier:
                 for at in range(0, chunk.nbytes - slot_bytes + 1, slot_bytes)
             ]
             moved = list(zip(inside.items(), places, strict=False))
-            # None lies behind its place, so that the last one, moved first, hits no other.
+            # Each moves to a higher address, so moving the last one first overwrites none.
             for (_, record), place in reversed(moved):
                 ctypes.memmove(place.data_ptr(), record.data_ptr(), len(record))
             filled += [(key, place) for (key, _), place in moved]
@@ -169,15 +167,15 @@ class HostTier:
         self._records = [place for _, place in filled] + free
 
     def _free_some(self, room: HostRoom) -> None:
-        """Leave records for experts that are read from disk, unless all are held.
+        """Free slots for experts that are read from disk, unless all are held.
 
-        Raises SpeqError where there are too few.
+        Raises SpeqError if there are too few.
         """
         if self.resident:
             return
         fewest = fewest_records(room.readers, self._count)
         if self.num_records < fewest:
-            raise too_small(room.limit_bytes, fewest, self.codec.slot_bytes)
+            raise too_small_error(room.limit_bytes, fewest, self.codec.slot_bytes)
         del self.contents[max(self.num_records - fewest, 0) :]
 
     def _say(self) -> None:
@@ -218,40 +216,38 @@ class HostTier:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of all records."""
+        """Host memory of all slots."""
         return self._arena.nbytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Of it, what the system locked."""
+        """Bytes of it that the system locked."""
         return self._arena.pinned_bytes
 
     def record(self, at: int) -> Tensor:
-        """Memory of a record: [slot_bytes] uint8, or its expert's bytes alone where all are held
-        and none is ever replaced.
-        """
+        """Memory of a host slot: [slot_bytes] uint8, or only its expert's bytes if all are held."""
         return self._records[at]
 
     def record_bytes(self, layer: int, expert: int) -> int:
-        """Bytes of an expert's record: what a copy to the device moves."""
+        """Bytes of a packed expert, which a copy to the device moves."""
         return self._store.record_bytes(layer, expert)
 
     def read(self, layer: int, expert: int, record: Tensor) -> int:
-        """Fill a record [slot_bytes] uint8 from the disk. Returns the bytes that this read.
+        """Read an expert from disk into a host slot [slot_bytes] uint8. Returns the bytes read.
 
-        Threads may read at the same time, into different records.
+        Threads may read into different slots at the same time.
         """
         return self._store.read(layer, expert, record)
 
     def close(self) -> None:
-        """Unlock the memory and give it back."""
+        """Unlock and free the memory."""
         self._records.clear()
         self.contents.clear()
         self._arena.close()
 
 
-def too_small(limit_bytes: int, records: int, record_bytes: int) -> SpeqError:
-    """For a host budget that leaves too little for experts that come from disk."""
+def too_small_error(limit_bytes: int, records: int, record_bytes: int) -> SpeqError:
+    """Error for a host budget that leaves too little for experts that come from disk."""
     short_bytes = records * record_bytes - max(limit_bytes, 0)
     return SpeqError(
         f"the host budget leaves {format_bytes(max(limit_bytes, 0))} for exact experts, and at "

@@ -1,4 +1,4 @@
-"""The INT4 copy of the experts that drafts: its layout, and the arena that holds it."""
+"""The draft's INT4 experts: their layout, and the arena that holds them."""
 
 import hashlib
 import math
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from speq.errors import Broken, SpeqError
 from speq.files.alignment import prefer_huge_pages
-from speq.kernels.ops import Int4Bank, quantize_int4
+from speq.kernels.ops import Int4Slots, quantize_int4
 
 GROUP_SIZE = 128
-# Rows quantised at a time, so that float32 copies of a large expert never exist whole.
+# Rows quantised at a time, to limit the memory of float32 copies.
 ROW_BLOCK = 512
 
 
 def group_size_of(columns: int) -> int:
-    """128, or the largest power of two that divides a dimension that 128 does not."""
+    """Group size of a dimension: 128, or the largest power of two that divides it."""
     size = min(GROUP_SIZE, columns & -columns)
     if size < 2:
         raise SpeqError(
@@ -28,18 +28,18 @@ def group_size_of(columns: int) -> int:
     return size
 
 
-def whole_groups(group_size: int, columns: int) -> int:
-    """Columns to a scale, of rows of `columns`: all, where group_size is -1 or they are fewer."""
+def group_columns(group_size: int, columns: int) -> int:
+    """Columns per scale in rows of `columns`: all, if group_size is -1 or larger."""
     return columns if group_size == -1 else min(group_size, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Layout:
-    """Shapes of one INT4 expert of gate_up_proj [2F, H] and down_proj [H, F].
+    """Layout of one INT4 expert of gate_up_proj [2F, H] and down_proj [H, F].
 
-    group_size  columns to a scale; a whole row where it has fewer, or where this is -1; None: what
-                `group_size_of` says of each dimension
-    permuted    whether an order of inputs (desc_act) belongs to each gate_up_proj
+    group_size  columns per scale; at most a whole row; -1: a whole row; None: `group_size_of` each
+                dimension
+    permuted    whether each gate_up_proj has an order of inputs (desc_act)
     """
 
     hidden_size: int
@@ -48,10 +48,10 @@ class Int4Layout:
     permuted: bool = False
 
     def group_size_for(self, columns: int) -> int:
-        """Columns to a scale, of rows of `columns`."""
+        """Columns per scale in rows of `columns`."""
         if self.group_size is None:
             return group_size_of(columns)
-        return whole_groups(self.group_size, columns)
+        return group_columns(self.group_size, columns)
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -77,7 +77,7 @@ class Int4Layout:
 class Int4Expert:
     """One expert's codes, on the CPU.
 
-    parts       by name, as `Int4Layout.shapes` says
+    parts       by name, see `Int4Layout.shapes`
     inner_perm  [F] int64 or None: down's column c is for neuron inner_perm[c], and so are rows c
                 and F + c of gate_up (desc_act)
     """
@@ -87,16 +87,16 @@ class Int4Expert:
 
     @property
     def gate_up(self) -> tuple[Tensor, Tensor]:
-        """qweight and scales."""
+        """Codes and scales."""
         return self.parts["gate_up_qweight"], self.parts["gate_up_scales"]
 
     @property
     def down(self) -> tuple[Tensor, Tensor]:
-        """qweight and scales."""
+        """Codes and scales."""
         return self.parts["down_qweight"], self.parts["down_scales"]
 
     def in_order(self, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Tensor, Tensor]:
-        """An exact expert with its rows and columns where those of the codes are."""
+        """Reorder an exact expert's rows and columns as the codes are."""
         if "input_perm" in self.parts:
             gate_up_proj = gate_up_proj.index_select(1, self.parts["input_perm"].long())
         if self.inner_perm is not None:
@@ -107,7 +107,7 @@ class Int4Expert:
 
     @classmethod
     def rounded(cls, layout: Int4Layout, gate_up_proj: Tensor, down_proj: Tensor) -> "Int4Expert":
-        """An exact expert (any float dtype, on the CPU) rounded to nearest."""
+        """Round an exact expert (any float dtype, on the CPU) to nearest."""
         parts = {
             name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.shapes.items()
         }
@@ -124,11 +124,11 @@ class Int4Expert:
 class Int4Arena:
     """INT4 experts on the device, addressed through an expert-to-base-slot table.
 
-    parts        by name, [N, ...] as `Int4Layout.shapes` says, N base slots
+    parts        by name, [N, ...], see `Int4Layout.shapes`; N base slots
     base_slots   [L, E] int64: the base slot of each expert; -1: it is not held
-    held         by base slot, the number of its expert, layer after layer
-    keep_orders  whether to keep each expert's inner_perm, which no kernel needs, but who encodes
-                 exact experts over the codes
+    held         number of the expert in each base slot, counted layer after layer
+    keep_orders  whether to keep each expert's inner_perm, which only encoding exact experts over
+                 the codes needs
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Int4Arena:
         keep_orders: bool = False,
         kept: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """kept: by layer, the experts to hold; None: all of them."""
+        """kept: experts to hold, by layer; None: all of them."""
         self.layout = layout
         self._keep_orders = keep_orders
         self._inner_perms: dict[int, Tensor] = {}
@@ -165,7 +165,7 @@ class Int4Arena:
 
     @property
     def whole(self) -> bool:
-        """Whether all experts are held, each in the base slot of its number."""
+        """True if all experts are held, each in the base slot of its number."""
         return len(self.held) == self.base_slots.numel()
 
     @property
@@ -173,9 +173,9 @@ class Int4Arena:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def backend(self) -> Int4Bank:
-        """The experts as the kernels take them."""
-        return Int4Bank(
+    def backend(self) -> Int4Slots:
+        """Experts in the form that the kernels take."""
+        return Int4Slots(
             (self.parts["gate_up_qweight"], self.parts["gate_up_scales"]),
             (self.parts["down_qweight"], self.parts["down_scales"]),
             self.parts.get("input_perm"),
@@ -193,13 +193,13 @@ class Int4Arena:
         self.put(base_slot, Int4Expert.rounded(self.layout, gate_up_proj, down_proj))
 
     def expert(self, base_slot: int) -> Int4Expert:
-        """What was put into a base slot, on the CPU, with its order if those are kept."""
+        """Copy an expert from a base slot to the CPU, with its order if orders are kept."""
         parts = {name: part[base_slot].cpu() for name, part in self.parts.items()}
         order = self._inner_perms.get(base_slot)
         return Int4Expert(parts, None if order is None else order.long())
 
     def digest(self) -> str:
-        """SHA-256 of every held expert's parts, one behind the other, expert after expert."""
+        """SHA-256 of all held experts' parts, expert after expert."""
         digest = hashlib.sha256()
         for base_slot in range(len(self.held)):
             digest.update(record_of(self.expert(base_slot)).numpy().data)
@@ -207,14 +207,14 @@ class Int4Arena:
 
 
 def record_of(expert: Int4Expert) -> Tensor:
-    """All parts, in the order of `Int4Layout.shapes`: [layout.nbytes] uint8."""
+    """Concatenate all parts in the order of `Int4Layout.shapes`: [layout.nbytes] uint8."""
     return torch.cat(
         [part.contiguous().view(-1).view(torch.uint8) for part in expert.parts.values()]
     )
 
 
 def expert_of(record: Tensor, layout: Int4Layout) -> Int4Expert:
-    """What `record_of` was given, as copies."""
+    """Split the output of `record_of` into parts, as copies."""
     parts: dict[str, Tensor] = {}
     at = 0
     for name, (shape, dtype) in layout.shapes.items():

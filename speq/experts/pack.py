@@ -1,7 +1,7 @@
-"""Writes a packed model: its experts as records, all else as it was.
+"""Packing of a model: experts are packed, everything else is copied.
 
-A folder becomes a model with its last file, config.json. Whatever is interrupted before that leaves
-a folder that no run opens, and that the same command goes on with (`record_writer`).
+A folder becomes a model with its last file, config.json. An interruption before that leaves a
+folder that no run opens and that the same command continues (`record_writer`).
 """
 
 import json
@@ -24,8 +24,8 @@ from speq.experts.packed_dense import DENSE_FILE, names_in, write_dense
 from speq.experts.packed_draft import DRAFT_FILE
 from speq.experts.packed_store import RECORDS_FILE, Manifest, dtype_name
 from speq.experts.record_writer import Packing, write_records
-from speq.files.alignment import aligned
-from speq.files.alone import alone_in
+from speq.files.alignment import align
+from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, remove_abandoned, replacing, writing
 from speq.files.checkpoint import (
     EXPERTS_JOURNAL,
@@ -53,20 +53,20 @@ def pack(
     packing: Packing | None = None,
     progress: Progress = no_progress,
 ) -> Manifest:
-    """Write `out`, or finish what an earlier run began there.
+    """Write a packed model to `out`, or continue an earlier run there.
 
-    packing   what experts and other matrices become; None: raw records of experts
-    progress  told (what, done, total)
+    packing   codecs of experts and dense matrices; None: plain weights
+    progress  called with (what, done, total)
 
-    Raises SpeqError where the folder is taken, the disk is full or cannot be written.
+    Raises SpeqError if the folder is in use, or the disk is full or cannot be written.
     """
     packing = packing or Packing(store.codec)
     codec = packing.codec
     make_folder(out)
     another = f"another process packs to {out}; wait for its end, or give another folder"
     remedy = "what was packed is kept, the same command goes on from there"
-    with alone_in(out, another), writing(out, remedy):
-        # Asked by whoever is alone: the one before may have made a model of it.
+    with lock_folder(out, another), writing(out, remedy):
+        # Checked under the lock: another process may have completed the model.
         begun = (out / EXPERTS_JOURNAL).exists()
         if (out / "config.json").exists() and not begun:
             raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
@@ -77,15 +77,17 @@ def pack(
             )
         source, before = checkpoint.fingerprint(), stamp(checkpoint)
         ours = written_names(checkpoint)
-        if packing.beside is not None:
-            ours.add(packing.beside.parts[0])
+        if packing.draft_folder is not None:
+            ours.add(packing.draft_folder.parts[0])
         journal = Journal(out / EXPERTS_JOURNAL, packing.named(source), ours.__contains__)
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         dense = names_in(checkpoint, packing.dense)
-        dense_bytes = sum(aligned(checkpoint.tensors[name][1].nbytes) for name in dense)
-        beside = None if packing.beside is None else checkpoint.path / packing.beside
-        copied = copied_files(checkpoint.path) + ([] if beside is None else files_in(beside))
+        dense_bytes = sum(align(checkpoint.tensors[name][1].nbytes) for name in dense)
+        folder = packing.draft_folder
+        draft_path = None if folder is None else checkpoint.path / folder
+        draft_files = [] if draft_path is None else files_in(draft_path)
+        copied = copied_files(checkpoint.path) + draft_files
         copied_bytes = sum(each.stat().st_size for each in copied)
         records_bytes = packing.most_bytes(left)
         check_room(checkpoint, store.names, records_bytes + dense_bytes + copied_bytes, out)
@@ -113,14 +115,14 @@ def pack(
         check_unchanged(checkpoint, before)
         with replacing(out / EXPERTS_MANIFEST) as file:
             file.write(manifest.to_json().encode())
-        if packing.beside is not None and beside is not None:
-            copy_draft(beside, out / packing.beside, progress)
+        if folder is not None and draft_path is not None:
+            copy_draft(draft_path, out / folder, progress)
         copy_rest(checkpoint.path, out)
     return manifest
 
 
 def check_room(checkpoint: Checkpoint, names: ExpertNames, records_bytes: int, out: Path) -> None:
-    """Raise SpeqError where the disk has no room for records and all else."""
+    """Raise SpeqError if the disk has too little room for the packed model."""
     tensors = checkpoint.tensors.items()
     others = sum(info.nbytes for name, (_, info) in tensors if not names.is_expert(name))
     needed = records_bytes + others
@@ -133,7 +135,7 @@ def check_room(checkpoint: Checkpoint, names: ExpertNames, records_bytes: int, o
 
 
 def written_names(checkpoint: Checkpoint) -> set[str]:
-    """Names of the files that packing writes before config.json, which makes the folder a model."""
+    """Names of the files that packing writes before config.json."""
     names = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, DRAFT_FILE, DENSE_FILE, INDEX}
     return names | set(checkpoint.files) | {each.name for each in copied_files(checkpoint.path)}
 
@@ -141,9 +143,9 @@ def written_names(checkpoint: Checkpoint) -> set[str]:
 def write_non_experts(
     checkpoint: Checkpoint, names: ExpertNames, out: Path, progress: Progress = no_progress
 ) -> Checksums:
-    """Shards with what is left of them, under their old names, and an index of it.
+    """Write the shards without their experts, under their old names, and an index.
 
-    They are written whether or not an earlier run did: they are a small part of all.
+    They are written even if an earlier run did: they are a small part of the model.
     """
     checksums = Checksums()
     weight_map: dict[str, str] = {}
@@ -176,10 +178,9 @@ def write_non_experts(
 def copy_tensors(
     source: SafetensorsFile, tensors: dict[str, TensorInfo], out: BinaryIO
 ) -> tuple[bytes, dict[str, int]]:
-    """A safetensors file of some of another's tensors, in their order, some bytes at a time, under
-    their names there.
+    """Copy some tensors of a safetensors file to another, in order and piece by piece, by name.
 
-    Returns its header and the CRC-32 of each tensor.
+    Returns the new header and the CRC-32 of each tensor.
     """
     in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
     entries = {source.stored[name]: (info.dtype, info.shape) for name, info in in_order}
@@ -198,19 +199,19 @@ def copy_tensors(
 
 
 def read_names(source: Path) -> list[str]:
-    """Files beside the weights that a run reads, and that checksums are kept of."""
+    """Names of the other files that a run reads, whose checksums are kept."""
     names = ["config.json", *(each.name for each in copied_files(source))]
     return sorted(name for name in names if any(fnmatch(name, p) for p in HUB_PATTERNS))
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of a model's folder, config.json, which makes it one, last."""
+    """Files of a model's folder, config.json last."""
     files = (each for each in folder.iterdir() if each.is_file())
     return sorted(files, key=lambda each: (each.name == "config.json", each.name))
 
 
 def copy_draft(source: Path, out: Path, progress: Progress = no_progress) -> None:
-    """A draft's checkpoint, as it is."""
+    """Copy a draft's checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
     files = files_in(source)
@@ -219,21 +220,21 @@ def copy_draft(source: Path, out: Path, progress: Progress = no_progress) -> Non
 
 
 def copy_rest(source: Path, out: Path) -> None:
-    """What goes with the weights, config.json last; then the journal goes."""
+    """Copy the other files, config.json last; then remove the journal."""
     for each in [*copied_files(source), source / "config.json"]:
         copy_whole(each, out / each.name)
     (out / EXPERTS_JOURNAL).unlink(missing_ok=True)
 
 
 def copy_whole(source: Path, out: Path) -> None:
-    """A file as it is, whole or not at all."""
-    with whole(out) as target, source.open("rb") as file:
+    """Copy a file atomically."""
+    with replace_synced(out) as target, source.open("rb") as file:
         shutil.copyfileobj(file, target, COPY_BYTES)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
-    """`replacing`, with the folder's own entry on the disk as well."""
+def replace_synced(path: Path) -> Iterator[BinaryIO]:
+    """Open a file as `replacing` does, and sync its folder as well."""
     with replacing(path) as file:
         yield file
     folder = os.open(path.parent, os.O_RDONLY)

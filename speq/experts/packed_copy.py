@@ -1,14 +1,13 @@
-"""A packed copy of a published model's experts, in the user's cache folder.
+"""Packed copy of a published model's experts, in the user's cache folder.
 
-A published checkpoint holds words of 16 bits, the matrices of an expert here and there. The first
-run that is larger than its memory goes by these, and a thread meanwhile writes the experts anew:
-lossless records, one behind the other. It mostly rests while tokens are generated, and never while
-a generator waits to be asked. Later runs read the records. What an end of the run interrupts, the
-next run goes on with.
+A published checkpoint has 16-bit weights, with the matrices of an expert scattered. The first run
+of a model larger than memory reads these, while a thread writes the experts losslessly packed, one
+after another. The thread mostly rests while tokens are generated, and works while the generator is
+idle. Later runs read the packed copy. If a run ends first, the next one continues.
 
-A copy is read as long as nobody has touched the files that it was made of. Where somebody has, a
-run reads these, and its thread compares their experts with those that were copied: if they are the
-same, later runs read the copy again, and if not, it is made anew.
+A copy is used as long as its source files are untouched. If they were touched, a run reads them,
+and its thread compares their experts with the copy. If they are the same, later runs use the copy
+again; if not, it is made anew.
 """
 
 import atexit
@@ -28,10 +27,10 @@ from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.copied_store import SOURCE_FILE, CopiedExperts, CopySource
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
 from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, dtype_name
-from speq.experts.record_writer import Packing, Words, write_records
+from speq.experts.record_writer import Packing, PublishedWeights, write_records
 from speq.files import kept
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
-from speq.files.alone import Taken, alone_in
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
+from speq.files.alone import FolderTaken, lock_folder
 from speq.files.atomic_file import replacing
 from speq.files.cache_folder import cache_folder
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
@@ -44,24 +43,24 @@ from speq.units import Done, format_bytes
 logger = logging.getLogger("speq")
 
 CODEC = "lossless"
-# Smaller models are read anew in a second, and their users expect no files.
+# Smaller models load in a second, and their users expect no files.
 LEAST_BYTES = 1 << 30
-# Of the disk this stays free.
+# Share of the disk that stays free.
 SPARE_SHARE = 0.05
-# While tokens are generated the thread rests so many times as long as it works: it takes a tenth of
-# a core at most. (A low priority would cost more: a thread that is kept waiting while it holds
-# Python's lock delays all.)
+# While tokens are generated, the thread rests this many times as long as it works, so it takes at
+# most a tenth of a core. (A low priority would cost more: a waiting thread that holds the GIL
+# delays all others.)
 REST = 9
 
 
-class Stopped(Exception):
-    """The run ends: what was journalled stays."""
+class CopyStopped(Exception):
+    """The run ends; the journalled part of the copy stays."""
 
 
 def copy_folder(checkpoint: Checkpoint) -> Path | None:
-    """Where the copy of a checkpoint lies; None for a user without a home.
+    """Folder of a checkpoint's copy; None for a user without a home.
 
-    A checkpoint with other weights may have the same folder: what the copy was made of is in it.
+    A checkpoint with other weights may have the same folder: source.json tells them apart.
     """
     named = f"{checkpoint.fingerprint()} {CODEC} {FORMAT}"
     digest = hashlib.sha256(named.encode()).hexdigest()[:16]
@@ -69,13 +68,13 @@ def copy_folder(checkpoint: Checkpoint) -> Path | None:
     return None if folder is None else folder / digest
 
 
-def kept_copy(
+def open_copy(
     checkpoint: Checkpoint, layout: ExpertLayout, words: SafetensorsExpertStore
 ) -> CopiedExperts | None:
-    """The whole copy of a checkpoint's experts; None where there is none that is known to be of
-    what its files hold now.
+    """Open the complete copy of a checkpoint's experts; None if there is none that is known to
+    match its present files.
 
-    A copy that is damaged is said to be, and begun anew.
+    A damaged copy is reported and begun anew.
     """
     folder = copy_folder(checkpoint)
     if folder is None or not (folder / EXPERTS_MANIFEST).exists():
@@ -85,26 +84,26 @@ def kept_copy(
         store = CopiedExperts(folder, layout, words, source)
     except SpeqError as error:
         logger.warning("%s holds no sound copy of the experts, and is not read: %s", folder, error)
-        remove_copied(folder)
+        remove_copy(folder)
         return None
     if not source.holds(stamp(checkpoint)):
         store.close()
         return None
-    with contextlib.suppress(OSError):  # when it was read last
+    with contextlib.suppress(OSError):  # time of the last use
         os.utime(folder / EXPERTS_MANIFEST)
     logger.info("experts are read from the packed copy in %s", folder)
     return store
 
 
-def remove_copied(folder: Path) -> None:
-    """Remove a copy that is of no use. Whoever reads it goes on with the file that it has open."""
+def remove_copy(folder: Path) -> None:
+    """Remove an unusable copy. Readers continue with the open file."""
     for name in (EXPERTS_MANIFEST, EXPERTS_JOURNAL, RECORDS_FILE):
         with contextlib.suppress(OSError):
             (folder / name).unlink(missing_ok=True)
 
 
-def copied_codec(store: ExpertStore) -> ExpertCodec | None:
-    """What a copy of these experts is in; None where there can be none, or it is not worth it."""
+def copy_codec(store: ExpertStore) -> ExpertCodec | None:
+    """Codec of a copy of these experts; None if it is impossible or not worth it."""
     shape = store.codec.shape
     count = store.num_layers * store.num_experts
     if not store.published or CODEC not in codecs_for(shape):
@@ -113,7 +112,7 @@ def copied_codec(store: ExpertStore) -> ExpertCodec | None:
 
 
 class PackedCopy:
-    """A copy in the making, by a thread of its own.
+    """A copy that a thread of its own is writing.
 
     store  the published experts; the copy reads them through files of its own
     """
@@ -126,30 +125,30 @@ class PackedCopy:
         self._stamp = stamp(checkpoint)  # before anything is read
         self._packing = Packing(codec_of(CODEC, store.codec.shape))
         self._stopping = False
-        self._alone = threading.Event()  # or stopping: either way there is nothing to rest for
+        self._alone = threading.Event()  # or stopping: either way there is no reason to rest
         self._alone.set()
         self._begun_s = 0.0
         self._thread = threading.Thread(target=self._run, name="speq-packed-copy", daemon=True)
 
     @property
     def writing_bytes(self) -> int:
-        """Memory that it takes: an expert's words, its record, and what is read beside them."""
+        """Memory that it takes: an expert's weights, its packed form, and read buffers."""
         codec = self._packing.codec
         room = codec.shape.nbytes + usual_bytes(codec) + 2 * ALIGNMENT
         return room + self._store.reading_bytes
 
     @property
     def usual_bytes(self) -> int:
-        """About what the copy takes of the disk."""
-        return self.total * aligned(usual_bytes(self._packing.codec))
+        """Approximate size of the copy on disk."""
+        return self.total * align(usual_bytes(self._packing.codec))
 
     @property
     def model(self) -> str:
-        """The model's folder, without links."""
+        """Folder of the model, without links."""
         return os.path.realpath(self._checkpoint.path)
 
     def begin(self) -> None:
-        """Start to write, and say so, where the disk has room."""
+        """Start to write, with a log line, if the disk has room."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if (self.folder / EXPERTS_MANIFEST).exists():
@@ -166,14 +165,14 @@ class PackedCopy:
         except (OSError, SpeqError) as error:
             logger.warning("no packed copy of the experts is made: %s", error)
             return
-        # A process may end without closing what it loaded, and must not end under a thread.
+        # A process may end without closing its models, but not while the thread runs.
         atexit.register(self.stop)
         self._thread.start()
 
     def _has_room(self) -> bool:
-        """Whether what is still to be written has room, in the limit and on the disk; it is said.
+        """Check that the rest of the copy fits the limit and the disk, with a log line.
 
-        Copies of what the same folder held before go first. Raises OSError.
+        Older copies of the same folder are removed first. Raises OSError.
         """
         kept.remove_others(self.folder, self.model)
         records = self.folder / RECORDS_FILE
@@ -206,7 +205,7 @@ class PackedCopy:
         return True
 
     def stop(self) -> None:
-        """Return when nothing is written any more."""
+        """Stop writing, and return once the thread has ended."""
         self._stopping = True
         self._alone.set()
         if self._thread.ident is not None:
@@ -214,13 +213,13 @@ class PackedCopy:
             atexit.unregister(self.stop)
 
     def wait(self) -> None:
-        """Return when the copy is whole, or was given up."""
+        """Wait until the copy is complete or has failed."""
         if self._thread.ident is not None:
             self._thread.join()
 
     @contextmanager
     def giving_way(self) -> Iterator[None]:
-        """Rest most of the time in this block, which generates tokens."""
+        """Make the thread rest most of the time inside the block, which generates tokens."""
         self._alone.clear()
         try:
             yield
@@ -229,11 +228,11 @@ class PackedCopy:
 
     def _run(self) -> None:
         try:
-            with alone_in(self.folder, f"another run writes to {self.folder}"):
+            with lock_folder(self.folder, f"another run writes to {self.folder}"):
                 self._write()
-        except Stopped:
+        except CopyStopped:
             logger.info("%d of %d experts are in the packed copy", self.done, self.total)
-        except Taken as error:
+        except FolderTaken as error:
             logger.info("no packed copy of the experts is made: %s", error)
         except (SpeqError, OSError) as error:
             logger.warning("the packed copy of the experts is not finished: %s", error)
@@ -244,7 +243,7 @@ class PackedCopy:
             if self._still_holds():  # or another run has made it meanwhile
                 return
             logger.warning("%s has other experts now: their packed copy is made anew", self.model)
-            remove_copied(self.folder)
+            remove_copy(self.folder)
         fingerprint = self._checkpoint.fingerprint()
         source = CopySource(self.model, fingerprint)
         ours = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, SOURCE_FILE, "lock"}
@@ -277,9 +276,9 @@ class PackedCopy:
         logger.info("the packed copy of the experts is whole: the next run reads it")
 
     def _still_holds(self) -> bool:
-        """Whether the copy that is there is of what the model's files hold: all are read.
+        """Compare the existing copy with the model's files, which are all read.
 
-        What a stop interrupts, the next run goes on with. Raises Stopped.
+        If stopped, the next run continues. Raises Stopped.
         """
         try:
             source = CopySource.of(self.folder)
@@ -287,7 +286,7 @@ class PackedCopy:
             return False
         if len(source.words_crc32s) != self.total:
             return False
-        words = Words(self._store, self._stamp)
+        words = PublishedWeights(self._store, self._stamp)
         compared = source.compared.get(self._stamp, 0)
         if compared == self.total:
             return True
@@ -298,8 +297,8 @@ class PackedCopy:
                 compared = at + 1
                 self._told(compared, self.total)
             check_unchanged(self._checkpoint, self._stamp)
-            source.model = self.model  # which may have moved
-        except Stopped:
+            source.model = self.model  # it may have moved
+        except CopyStopped:
             source.note(self._stamp, compared)
             source.write(self.folder)
             raise
@@ -312,19 +311,19 @@ class PackedCopy:
         self.done = done
         self._alone.wait(REST * (time.perf_counter() - self._begun_s))
         if done < total and self._stopping:
-            raise Stopped
+            raise CopyStopped
         self._begun_s = time.perf_counter()
 
 
 def damaged_records(folder: Path, progress: Done | None = None) -> list[int]:
-    """Numbers of a copy's records that are not what was written: all are read. Raises SpeqError
-    where the copy is not whole.
+    """Read a whole copy and return the numbers of damaged experts. Raises SpeqError if the copy is
+    incomplete.
 
-    progress  told (records, of all)
+    progress  called with (experts done, experts in all)
     """
     manifest = Manifest.of(folder / EXPERTS_MANIFEST)
     most = max(record.nbytes for record in manifest.records)
-    slot, found = aligned_bytes(1, aligned(most))[0], []
+    slot, found = allocate_aligned(1, align(most))[0], []
     with RangeFile(folder / RECORDS_FILE) as file:
         for at, record in enumerate(manifest.records):
             try:

@@ -1,9 +1,9 @@
-"""Matrices outside the experts in a packed model: their lossless records, which a run may hold.
+"""Losslessly packed dense matrices of a packed model.
 
-dense.bin  the records, in the order of the manifest, each at a multiple of 4,096 bytes
+dense.bin  the packed matrices, in the order of the manifest, each at a multiple of 4,096 bytes
 
-The words of these matrices are in the safetensors shards all the same: runs in another form or
-dtype, drafts and transformers read them there.
+Their plain weights stay in the safetensors shards, for runs in another form or dtype, for drafts
+and for transformers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.packed_store import Record, end_of
-from speq.experts.passes import in_turn
-from speq.files.alignment import aligned, aligned_bytes
+from speq.experts.passes import map_in_order
+from speq.files.alignment import align, allocate_aligned
 from speq.files.atomic_file import replacing
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import PACK_AGAIN
@@ -31,22 +31,22 @@ DENSE_FILE = "dense.bin"
 
 
 def smaller_record(words: Tensor) -> Tensor | None:
-    """The lossless record [R] uint8 of a matrix [N, K] bfloat16 of the host; None where it takes
-    no less than the words.
+    """Pack a matrix [N, K] bfloat16 on the host losslessly into [R] uint8; None if that is not
+    smaller.
     """
     record = dense_ops.encode_dense_lossless(words)
     return record if record.nbytes < words.nbytes else None
 
 
-def recordable(info: TensorInfo) -> bool:
-    """Whether a tensor is one that there are records of."""
+def can_pack(info: TensorInfo) -> bool:
+    """True if a tensor can be packed."""
     return info.dtype == torch.bfloat16 and len(info.shape) == 2
 
 
 def names_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-    """Those tensors of a checkpoint that there are records of."""
+    """Filter a checkpoint's tensors to those that can be packed."""
     tensors = checkpoint.tensors
-    return [name for name in names if name in tensors and recordable(tensors[name][1])]
+    return [name for name in names if name in tensors and can_pack(tensors[name][1])]
 
 
 def write_dense(
@@ -56,9 +56,9 @@ def write_dense(
     threads: int,
     progress: Progress = no_progress,
 ) -> dict[str, Record | None]:
-    """Write dense.bin: the records of the tensors of these names, by their names.
+    """Write dense.bin with the named tensors, packed. Return their records by name.
 
-    It is written whether or not an earlier run did: it is a small part of all.
+    It is written even if an earlier run did: it is a small part of the model.
     """
     records: dict[str, Record | None] = {}
     end = 0
@@ -66,23 +66,23 @@ def write_dense(
     def encoded(at: int) -> Tensor | None:
         return smaller_record(checkpoint.tensors[names[at]][0].tensor(names[at]))
 
-    making = in_turn(encoded, range(len(names)), threads)
+    making = map_in_order(encoded, range(len(names)), threads)
     with replacing(out / DENSE_FILE) as file, closing(making):
         pairs = zip(names, making, strict=True)
         for name, record in tracked("packing dense layers", pairs, len(names), progress):
             records[name] = None
             if record is not None:
                 records[name] = Record(end, record.nbytes, crc32_of(record))
-                end = aligned(end + record.nbytes)
+                end = align(end + record.nbytes)
                 file.write(bytes_of(record))
                 file.write(bytes(end - file.tell()))
     return records
 
 
 class PackedDense:
-    """Reads records of dense.bin, from any thread, and compares them with their checksums.
+    """Thread-safe reader of dense.bin that verifies checksums.
 
-    Raises SpeqError where the file or the manifest is not of the checkpoint's tensors.
+    Raises SpeqError if the file or the manifest does not match the checkpoint's tensors.
     """
 
     def __init__(self, checkpoint: Checkpoint, records: Mapping[str, Record | None]) -> None:
@@ -99,26 +99,26 @@ class PackedDense:
             )
 
     def __contains__(self, name: str | None) -> bool:
-        """Whether it was tried to make a record of a tensor."""
+        """True if packing a tensor was tried."""
         return name in self._records
 
     def nbytes(self, name: str, words_bytes: int) -> int | None:
-        """What a matrix takes: its record, or else so many bytes of words; None: it is not here."""
+        """Bytes of a matrix: packed, or else `words_bytes`; None: it is not here."""
         if name not in self._records:
             return None
         record = self._records[name]
         return words_bytes if record is None else record.nbytes
 
     def read(self, name: str) -> Tensor | None:
-        """The record of a tensor, [R] uint8; None where words take no more.
+        """Read a packed matrix, [R] uint8; None if plain weights are no larger.
 
-        Raises SpeqError where it is not what was packed.
+        Raises SpeqError if it is damaged.
         """
         wanted = self._records[name]
         if wanted is None:
             return None
         record = torch.empty(wanted.nbytes, dtype=torch.uint8)
-        self._file.read_scattered(wanted.offset, record, aligned_bytes(1, ENDS_BYTES)[0])
+        self._file.read_scattered(wanted.offset, record, allocate_aligned(1, ENDS_BYTES)[0])
         if crc32_of(record) != wanted.crc32:
             raise SpeqError(
                 f"{self._file.path}: the record of {name}, {wanted.nbytes} bytes at "
@@ -127,7 +127,9 @@ class PackedDense:
         return record
 
     def compare(self) -> int:
-        """Read all records; how many there are. Raises SpeqError for the first damaged one."""
+        """Verify all packed matrices; return their number. Raises SpeqError for the first damaged
+        one.
+        """
         return sum(self.read(name) is not None for name in self._records)
 
     def close(self) -> None:
@@ -135,9 +137,9 @@ class PackedDense:
 
 
 def _check(checkpoint: Checkpoint, name: str, record: Record | None) -> None:
-    """Raise SpeqError for what cannot be the record of a tensor of that name."""
+    """Raise SpeqError for a record that cannot be of the named tensor."""
     _, info = checkpoint.tensors.get(name, (None, None))
-    if info is None or not recordable(info):
+    if info is None or not can_pack(info):
         raise SpeqError(
             f"{checkpoint.path} has a record of {name}, which is no bfloat16 matrix of its shards; "
             "pack the model again"

@@ -1,7 +1,6 @@
-"""The INT4 draft in a packed model: the codes that its residual records were made from.
+"""The INT4 draft in a packed model: the codes under its residual experts.
 
-draft.bin  an expert's parts in the order of `Int4Layout.shapes`, one behind the other; expert after
-           expert, without gaps
+draft.bin  an expert's parts in the order of `Int4Layout.shapes`; expert after expert, without gaps
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from speq.errors import SpeqError
-from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout, expert_of, whole_groups
+from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout, expert_of, group_columns
 from speq.files.range_file import RangeFile
 from speq.units import Done
 
@@ -20,10 +19,10 @@ DRAFT_FILE = "draft.bin"
 
 @dataclass(frozen=True, slots=True)
 class TiedDraft:
-    """The only draft that a store's records can be read over.
+    """The draft that a store's experts must be decoded with.
 
     digest  `Int4Arena.digest` of it
-    source  fingerprint of what its codes were copied from; None in packs of earlier versions
+    source  fingerprint of the source of its codes; None in packs of earlier versions
     """
 
     layout: Int4Layout
@@ -31,7 +30,7 @@ class TiedDraft:
     source: str | None = None
 
     def entry(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Entry of a manifest."""
         return {
             "group_size": self.layout.group_size,
             "permuted": self.layout.permuted,
@@ -41,11 +40,11 @@ class TiedDraft:
 
     @classmethod
     def of(cls, entry: Any, hidden_size: int, expert_width: int) -> "TiedDraft":
-        """Of a manifest's entry. Raises ValueError, TypeError or KeyError where it is damaged."""
+        """Parse a manifest's entry. Raises ValueError, TypeError or KeyError if it is damaged."""
         group_size, permuted, digest = (entry[k] for k in ("group_size", "permuted", "digest"))
         if group_size is not None:
             for columns in (hidden_size, expert_width):
-                size = whole_groups(group_size, columns) if type(group_size) is int else 0
+                size = group_columns(group_size, columns) if type(group_size) is int else 0
                 if size <= 0 or columns % size or size % 2:
                     raise ValueError(f"group_size {group_size!r}")
         source = entry.get("source")
@@ -56,16 +55,16 @@ class TiedDraft:
         return cls(Int4Layout(hidden_size, expert_width, group_size, permuted), digest, source)
 
     def check_source(self, path: Path, other: Int4Layout, fingerprint: str) -> None:
-        """Raise SpeqError where a draft cannot be the one of the pack `path`, before it is loaded.
+        """Raise SpeqError if a draft that is not loaded yet cannot be the one of the pack `path`.
 
-        other, fingerprint  its layout, and what it is or was copied from
+        other, fingerprint  its layout, and its fingerprint or its source's
         """
         known = {self.digest, self.source} if self.source else {fingerprint}
         if other.shapes != self.layout.shapes or fingerprint not in known:
             raise _other_draft(path)
 
     def check(self, path: Path, arena: Int4Arena) -> None:
-        """Raise SpeqError unless an arena holds the very codes the pack `path` was made of."""
+        """Raise SpeqError unless an arena holds the codes that the pack `path` was made with."""
         if arena.digest() != self.digest:
             raise _other_draft(path)
 
@@ -78,7 +77,7 @@ def _other_draft(path: Path) -> SpeqError:
 
 
 class PackedDraft:
-    """Reads draft.bin, whose size is checked when it is opened. Raises SpeqError."""
+    """Reader of draft.bin; opening it checks its size. Raises SpeqError."""
 
     label = "loading the draft"
 

@@ -1,9 +1,9 @@
-"""Experts as `speq pack` writes them: one contiguous, aligned, checksummed record for each.
+"""Experts as `speq pack` writes them: each packed contiguously, aligned and with a checksum.
 
-experts.json  the manifest: what the records are, and where
-experts.bin   the records, layer by layer, each at a multiple of 4,096 bytes
-draft.bin     of residual records, the draft that they are read over (`packed_draft`)
-dense.bin     of compact codecs, records of matrices outside the experts (`packed_dense`)
+experts.json  the manifest: form and places of the packed experts
+experts.bin   the packed experts, layer by layer, each at a multiple of 4,096 bytes
+draft.bin     with the residual codec: the draft that it needs (`packed_draft`)
+dense.bin     with compact codecs: packed dense matrices (`packed_dense`)
 """
 
 import json
@@ -22,9 +22,9 @@ from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
 from speq.experts.packed_draft import TiedDraft
-from speq.files.alignment import ALIGNMENT, aligned
+from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
-from speq.files.checksums import Checksums, check_seal, sealed
+from speq.files.checksums import Checksums, check_seal, seal
 from speq.files.json_file import read_json
 from speq.files.published_format import FORMATS, WORDS
 from speq.files.range_file import RangeFile
@@ -39,7 +39,7 @@ SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "alignment"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where an expert or a matrix lies, how many bytes it has, and their CRC-32."""
+    """Offset, size and CRC-32 of a packed expert or matrix."""
 
     offset: int
     nbytes: int
@@ -48,13 +48,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """experts.json. Layers count MoE layers only; records are in their order, then the experts'.
+    """Contents of experts.json. Layers count MoE layers only; records are ordered by layer, then
+    expert.
 
     source  fingerprint of the checkpoint that was packed
-    draft   of a codec that needs one, the draft that the records are read over
-    checksums  of all that is not a record; None in packs of earlier versions
-    dense   records in dense.bin, by the names of the tensors; None for a matrix whose record would
-            take no less than its words
+    draft   the draft that experts are decoded with, for a codec that needs one
+    checksums  checksums of everything else; None in packs of earlier versions
+    dense   records in dense.bin, by tensor name; None for a matrix that packing would not make
+            smaller
     """
 
     codec: str
@@ -77,11 +78,11 @@ class Manifest:
         entries["dense"] = {name: each and astuple(each) for name, each in self.dense.items()}
         entries["draft"] = self.draft and self.draft.entry()
         entries["checksums"] = self.checksums and self.checksums.entry()
-        return json.dumps(sealed(entries)) + "\n"
+        return json.dumps(seal(entries)) + "\n"
 
     @property
     def record_bytes(self) -> int:
-        """Of all records together."""
+        """Bytes of all packed experts."""
         return sum(record.nbytes for record in self.records)
 
     @property
@@ -95,12 +96,12 @@ class Manifest:
 
     @property
     def end(self) -> int:
-        """Bytes of experts.bin."""
+        """Size of experts.bin in bytes."""
         return end_of(self.records)
 
     @classmethod
     def of(cls, path: Path) -> "Manifest":
-        """Read a manifest. Raises SpeqError where it is damaged or of another version."""
+        """Read a manifest. Raises SpeqError if it is damaged or of another version."""
         entries = read_json(path, "pack the model again")
         if entries.get("format") != FORMAT:
             raise SpeqError(
@@ -136,7 +137,7 @@ class Manifest:
         return manifest
 
     def check(self, path: Path) -> None:
-        """Raise SpeqError unless records follow one another, aligned, and are all there."""
+        """Raise SpeqError unless all records are there, consecutive and aligned."""
         for records in (self.records, self.dense.values()):
             end = 0
             for record in records:
@@ -166,8 +167,8 @@ class Manifest:
             )
 
 
-class Verified:
-    """What comparing records with their checksums came to: bytes, and seconds over all threads."""
+class VerifiedBytes:
+    """Bytes verified by checksums, and seconds over all threads."""
 
     def __init__(self) -> None:
         self.nbytes, self.seconds = 0, 0.0
@@ -180,14 +181,14 @@ class Verified:
 
 
 class PackedExpertStore:
-    """Reads records of a packed model, and compares each with its checksum when it is first read,
-    or at every read where `verify_reads` says so.
+    """Store of a packed model's experts. It verifies each one's checksum at its first read, or at
+    every read if `verify_reads` is set.
 
-    layout    of all of the model's experts, which the pack has
-    own       the layers of it that are read; None: all
-    verified  what was compared so far
+    layout    of all of the model's experts
+    own       layers to read; None: all
+    verified  bytes and seconds of verification so far
 
-    Raises SpeqError where the manifest or the records are damaged or not of the model's shape.
+    Raises SpeqError if the manifest or the experts are damaged or do not match the model.
     """
 
     published = False
@@ -201,8 +202,8 @@ class PackedExpertStore:
         self.num_layers = len(self._layers)
         self.num_experts = self.manifest.num_experts
         self.verify_reads = False
-        self.verified = Verified()
-        self._sound = bytearray(len(self.manifest.records))  # 1: compared, and as it was written
+        self.verified = VerifiedBytes()
+        self._sound = bytearray(len(self.manifest.records))  # 1: verified
         self.reading_bytes = 0
         given = [getattr(self.manifest, name) for name in SIZES[:4]]
         wanted = [layout.hidden_size, layout.expert_width, len(layout.layers), layout.num_experts]
@@ -250,7 +251,7 @@ class PackedExpertStore:
         return product(range(self.num_layers), range(self.num_experts))
 
     def _at(self, layer: int, expert: int) -> int:
-        """The number of an expert among the records."""
+        """Number of an expert's record."""
         return self._layers[layer] * self.num_experts + expert
 
     def record_bytes(self, layer: int, expert: int) -> int:
@@ -277,7 +278,7 @@ class PackedExpertStore:
         return read_bytes
 
     def _named(self, at: int) -> str:
-        """A record as users are told of it."""
+        """Name of an expert in messages."""
         layer, expert = divmod(at, self.num_experts)
         return f"expert {expert} in MoE layer {layer}"
 
@@ -291,12 +292,11 @@ def open_experts(
     verify_reads: bool = False,
     whole: ExpertLayout | None = None,
 ) -> ExpertStore:
-    """The experts of a model folder, packed or as published.
+    """Open the experts of a model folder, packed or as published.
 
-    layout  of the experts that are read
-    whole   of all of a pack's, where these are a part of them; None: they are all
-    verify_reads  compare a pack's experts with their checksums whenever they are read, not only
-                  when they first are
+    layout  of the experts to read
+    whole   of all of a pack's experts, if `layout` is a part of them; None: it is all
+    verify_reads  verify a pack's experts at every read, not only at the first
     """
     if (checkpoint.path / EXPERTS_MANIFEST).exists():
         store = PackedExpertStore(checkpoint.path, whole or layout, layout.layers)
@@ -306,12 +306,12 @@ def open_experts(
 
 
 def end_of(records: Iterable[Record]) -> int:
-    """Bytes of a file of records."""
-    return max((aligned(record.offset + record.nbytes) for record in records), default=0)
+    """Size of a file of records in bytes."""
+    return max((align(record.offset + record.nbytes) for record in records), default=0)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a manifest calls a dtype."""
+    """Name of a dtype in a manifest."""
     return DTYPE_NAMES[dtype]
 
 

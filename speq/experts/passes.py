@@ -1,4 +1,4 @@
-"""A pass over many experts, or matrices, by several threads."""
+"""Passes over many experts or matrices with several threads."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -11,25 +11,27 @@ Made = TypeVar("Made")
 
 
 def by_layer(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
-    """All (layer, expert), as they lie on the disk."""
+    """All (layer, expert), in their order on disk."""
     return [(layer, expert) for layer in range(num_layers) for expert in range(num_experts)]
 
 
-def spread(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
-    """All (layer, expert), so that the first of them, however many, are of all layers alike."""
+def spread_by_layer(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
+    """All (layer, expert), ordered so that any number of the first ones covers all layers
+    evenly.
+    """
     return [(layer, expert) for expert in range(num_experts) for layer in range(num_layers)]
 
 
-def over_all(
+def for_each_key(
     work: Callable[..., None],
     keys: Sequence[tuple[int, ...]],
     threads: int,
     progress: Done | None = None,
 ) -> None:
-    """Do some work for each (layer, expert), or for other numbers, several at a time. Raises the
-    first error.
+    """Call `work` for each (layer, expert), or other key, in several threads. Raises the first
+    error.
 
-    After an error or an interrupt no more is begun, and no thread is at work on return.
+    After an error or an interrupt no more calls begin, and all threads have ended on return.
     """
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(work, *key) for key in keys]
@@ -43,19 +45,19 @@ def over_all(
             raise
 
 
-def made_at_once(threads: int) -> int:
-    """Results that `in_turn` holds at a time."""
+def results_in_flight(threads: int) -> int:
+    """Most results that `map_in_order` holds at a time."""
     return 1 if threads == 1 else threads + 1
 
 
-def in_turn(
+def map_in_order(
     work: Callable[[int], Made], items: Iterable[int], threads: int
 ) -> Generator[Made, None, None]:
-    """What some work makes of each item, in their order, while later items are at work.
+    """Yield the results of `work` for each item, in order, while later items are computed.
 
-    At most `made_at_once(threads)` results exist at a time, the one that was given last among them.
-    Raises the first error in that order. No thread is at work when the iterator has ended or was
-    closed. One thread is the caller's own.
+    At most `results_in_flight(threads)` results exist at a time, including the last one yielded.
+    Raises the first error in that order. All threads have ended when the iterator ends or is
+    closed. One of the threads is the caller's.
     """
     if threads == 1:
         yield from map(work, items)

@@ -1,4 +1,4 @@
-"""Host memory that a device copies from, in chunks of which each is locked by itself."""
+"""Host memory that a device copies from, locked chunk by chunk."""
 
 import weakref
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 
-# Locked at a time: a system that refuses one chunk may still grant others, and none is a long wait.
+# Bytes locked at a time: a system that refuses one chunk may grant others, and none takes long.
 CHUNK_BYTES = 256 << 20
 
 
 class PinnedArena:
-    """Memory that is taken bit by bit, and never given back but all at once.
+    """Arena that grows by pieces and is freed as a whole.
 
-    A chunk that the system does not lock stays as it is: copies of it are right, and slower.
+    A chunk that the system does not lock stays unlocked: copies from it are correct but slower.
 
     limit_bytes  of all chunks together
     chunks       [n] uint8 each, in the order in which they were taken
@@ -29,7 +29,7 @@ class PinnedArena:
         self.chunks: list[Tensor] = []
         self._pinned: list[Tensor] = []
         self._rest = torch.empty(0, dtype=torch.uint8)
-        # What nobody closes is unlocked when nobody holds it, but not while the process ends: the
+        # An arena that is not closed is unlocked when it is freed, but not at process exit: the
         # system does that, and the device may be gone.
         self._release = weakref.finalize(self, unlock, device, self._pinned)
         self._release.atexit = False
@@ -43,12 +43,12 @@ class PinnedArena:
         return sum(chunk.nbytes for chunk in self._pinned)
 
     def take(self, nbytes: int, expected_bytes: int) -> Tensor | None:
-        """[nbytes] uint8, which begin at a multiple of ALIGNMENT; None where the limit is reached.
+        """Allocate [nbytes] uint8 at a multiple of ALIGNMENT; None if the limit is reached.
 
-        expected_bytes  that will still be asked for, these included: no chunk is much larger
+        expected_bytes  bytes still to be allocated, these included: no chunk is much larger
         """
-        size = aligned(nbytes)
-        if size > self._rest.nbytes and not self._grow(size, aligned(expected_bytes)):
+        size = align(nbytes)
+        if size > self._rest.nbytes and not self._grow(size, align(expected_bytes)):
             return None
         taken, self._rest = self._rest[:nbytes], self._rest[size:]
         return taken
@@ -58,16 +58,16 @@ class PinnedArena:
         size = min(max(fewest_bytes, self._chunk_bytes), max(fewest_bytes, expected_bytes), left)
         if size < fewest_bytes:
             return False
-        chunk = self._rest = aligned_bytes(1, size)[0]
+        chunk = self._rest = allocate_aligned(1, size)[0]
         self.chunks.append(chunk)
-        # Entered before it is locked: an interrupt between the two leaves no lock behind.
+        # Appended before it is locked, so an interrupt in between leaves no lock behind.
         self._pinned.append(chunk)
         if not self._device.pin(chunk):
             self._pinned.pop()
         return True
 
     def close(self) -> None:
-        """Unlock all of it, and hold on to none."""
+        """Unlock and free all of it."""
         self._release()
         self.chunks.clear()
         self._rest = self._rest[:0].clone()

@@ -1,4 +1,4 @@
-"""Experts to try kernels and codecs with, where none has been read yet."""
+"""Random experts for trying kernels and codecs."""
 
 import torch
 
@@ -10,7 +10,7 @@ SPREAD = 0.02
 
 
 def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
-    """An expert whose words are spread as trained ones are, and are such as it was published in."""
+    """Generate an expert with weights distributed like trained ones, in its published format."""
     gate_up_proj, down_proj = (
         (torch.randn(size, generator=generator) * SPREAD).to(shape.dtype)
         for size in (shape.gate_up_shape, shape.down_shape)

@@ -1,9 +1,9 @@
-"""Writes the records of a pack, and journals those that are on the disk.
+"""Writing of packed experts, with a journal of those that are on disk.
 
-Data goes to the disk first, then the journal's lines. Whoever goes on compares what they name with
-what is there, and behind the first that differs nothing counts. A line also has the CRC-32 of the
-words that its record was made of, and the stamp that the model's files had. Where theirs is another
-by now, words are read again and compared: no pack mixes records of two versions.
+Data is synced first, then the journal's lines. A later run verifies the journalled experts and
+drops everything from the first that differs. A line also has the CRC-32 of the weights that its
+expert was made from, and the stamp of the model's files. If the stamp has changed, the weights are
+read again and compared, so no pack mixes two versions of a model.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Expert, Int4Layout, record_of
 from speq.experts.packed_draft import DRAFT_FILE, TiedDraft
 from speq.experts.packed_store import RECORDS_FILE, Record
-from speq.experts.passes import in_turn, made_at_once
-from speq.files.alignment import aligned, aligned_bytes
+from speq.experts.passes import map_in_order, results_in_flight
+from speq.files.alignment import align, allocate_aligned
 from speq.files.journal import Journal
 from speq.files.range_file import RangeFile, bytes_of
 from speq.kernels.checksum import crc32_of
@@ -34,77 +34,76 @@ from speq.units import Done
 
 logger = logging.getLogger("speq")
 
-# Written between two syncs: what an interruption costs at most.
+# Bytes between two syncs, which an interruption may cost.
 BATCH_BYTES = 256 << 20
-# Of a journal's line: offset, bytes and CRC-32 of a record, CRC-32 of its draft's codes (or null),
-# CRC-32 of its words, and the stamp of the model's files.
+# Fields of a journal's line: offset, bytes and CRC-32 of a packed expert, CRC-32 of its draft's
+# codes (or null), CRC-32 of its weights, and the stamp of the model's files.
 ENTRY_FIELDS = 6
-# Of codes that an earlier run wrote, read at a time.
+# Bytes of an earlier run's codes that are read at a time.
 HASHED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What experts become, and other matrices.
+    """Settings of packing experts and dense matrices.
 
-    draft   what records are read over, of a codec that needs one
-    dense   tensors outside the experts of which there are to be records too, by their names
-    beside  a draft's checkpoint that lies beside the model and comes along, by its folder in the
-            model's
+    draft         source of the codes that experts are decoded with, for a codec that needs one
+    dense         names of dense tensors to pack as well
+    draft_folder  folder, in the model's, of a draft's checkpoint that is copied along
     """
 
     codec: ExpertCodec
     draft: DraftSource | None = None
     dense: tuple[str, ...] = ()
-    beside: Path | None = None
+    draft_folder: Path | None = None
 
     def named(self, source: str) -> dict[str, str | None]:
-        """What a journal begins with: only the same packing of the same model goes on with it."""
+        """Header of a journal: only the same packing of the same model may continue it."""
         draft = None if self.draft is None else self.draft.fingerprint
         return {"source": source, "codec": self.codec.name, "draft": draft}
 
     def check_header(self, header: dict[str, Any], source: str, out: Path) -> None:
-        """Raise SpeqError where a journal's header is of another packing."""
+        """Raise SpeqError if a journal's header is of another packing."""
         wanted = self.named(source)
         for name, what in (("source", "model"), ("codec", "kind"), ("draft", "draft")):
             if header.get(name, ...) != wanted[name]:
                 raise SpeqError(f"{out} holds an unfinished pack of another {what}; remove it")
 
     def base(self, at: int) -> Int4Expert | None:
-        """The codes that expert `at` is read over."""
+        """Codes that expert `at` is encoded over, if any."""
         return None if self.draft is None else self.draft.expert(at)
 
     def most_bytes(self, count: int) -> int:
-        """What so many experts take on the disk, records as large as raw ones."""
+        """Most bytes of `count` experts on disk, if none is smaller than its plain weights."""
         codes = 0 if self.draft is None else self.draft.layout.nbytes
-        return count * (aligned(self.codec.shape.nbytes) + codes)
+        return count * (align(self.codec.shape.nbytes) + codes)
 
 
 @dataclass(slots=True)
-class Written:
-    """Records that are on the disk, in order.
+class WrittenRecords:
+    """Packed experts that are on disk, in order.
 
-    words_crc32s  of the published words that each was made of
+    words_crc32s  of the published weights that each was made from
     """
 
     records: list[Record] = field(default_factory=list)
     words_crc32s: list[int] = field(default_factory=list)
 
 
-def verified(
+def verify_journal(
     out: Path,
     packing: Packing,
     entries: list[Any],
-    words: "Words",
+    words: "PublishedWeights",
     progress: Done | None,
-) -> Written:
-    """Records that a journal's entries claim, up to the first that is not on the disk as they say,
-    or was made of other words.
+) -> WrittenRecords:
+    """Verify the journal's entries; return those up to the first whose expert differs on disk or
+    was made from other weights.
 
-    Records are read again and compared, codes of the draft with them, and words of the model where
-    its files were touched since.
+    Packed experts and the draft's codes are read again, and the model's weights if its files were
+    touched since.
     """
-    written, total = Written(), words.total
+    written, total = WrittenRecords(), words.total
     records = written.records
     if not entries:
         return written
@@ -114,9 +113,9 @@ def verified(
             codes = None
             if packing.draft is not None:
                 codes = stack.enter_context(RangeFile(out / DRAFT_FILE))
-            room = aligned_bytes(1, packing.codec.slot_bytes)[0]
+            room = allocate_aligned(1, packing.codec.slot_bytes)[0]
             for entry in entries[:total]:
-                record = sound_record(entry, packing, records, data, room)
+                record = verify_record(entry, packing, records, data, room)
                 if codes is not None:
                     check_codes(entry, packing, len(records), codes)
                 words.check(entry, len(records))
@@ -136,10 +135,10 @@ def verified(
     return written
 
 
-class Words:
-    """A model's published words, read to compare them with those of records that are there.
+class PublishedWeights:
+    """Published weights of a model, read to compare them with existing packed experts.
 
-    stamp  of the model's files, as they are now
+    stamp  present stamp of the model's files
     """
 
     def __init__(self, store: SafetensorsExpertStore, stamp: str) -> None:
@@ -148,13 +147,13 @@ class Words:
         self._slot: Tensor | None = None
 
     def crc32(self, at: int) -> int:
-        """Of the words of expert `at`, layer after layer, as its raw record has them."""
+        """CRC-32 of the plain weights of expert `at`, counted layer after layer."""
         if self._slot is None:
             self._slot = words_slot(self.store)
         return read_words(self.store, at, self._slot)
 
     def check(self, entry: list[Any], at: int) -> None:
-        """Raise ValueError unless the record of a journal's entry was made of these words."""
+        """Raise ValueError unless a journal's entry was made from these weights."""
         if len(entry) != ENTRY_FIELDS or type(entry[4]) is not int:
             raise ValueError("it does not say of what words it is")
         if entry[5] != self.stamp and self.crc32(at) != entry[4]:
@@ -162,33 +161,33 @@ class Words:
 
 
 def words_slot(store: SafetensorsExpertStore) -> Tensor:
-    """A slot for words, in which bytes that nothing is read to are zero."""
+    """Allocate a slot for plain weights, zeroed where nothing is read."""
     return expert_slot(store).zero_()
 
 
 def read_words(store: SafetensorsExpertStore, at: int, slot: Tensor) -> int:
-    """Read expert `at`, layer after layer, into a `words_slot`; CRC-32 of what was read."""
+    """Read expert `at`, counted layer after layer, into a `words_slot`; return its CRC-32."""
     key = divmod(at, store.num_experts)
     store.read(*key, slot)
     return crc32_of(slot[: store.record_bytes(*key)])
 
 
-def sound_record(
+def verify_record(
     entry: Any, packing: Packing, before: list[Record], data: RangeFile, room: Tensor
 ) -> Record:
-    """The record of a journal's entry. Raises ValueError or SpeqError where it is not there.
+    """Verify the packed expert of a journal's entry. Raises ValueError or SpeqError if it differs.
 
-    room  for the largest record
+    room  buffer for the largest packed expert
     """
-    end = aligned(before[-1].offset + before[-1].nbytes) if before else 0
+    end = align(before[-1].offset + before[-1].nbytes) if before else 0
     if not isinstance(entry, list) or [type(each) for each in entry[:3]] != [int] * 3:
         raise ValueError("its line is no record")
     offset, nbytes, crc32 = entry[:3]
     fewest, most = packing.codec.record_range
     if offset != end or not fewest <= nbytes <= most:
         raise ValueError(f"{nbytes} bytes at {offset}")
-    data.read_aligned(offset, aligned(nbytes), room)
-    if crc32_of(room[:nbytes]) != crc32 or bool(room[nbytes : aligned(nbytes)].any()):
+    data.read_aligned(offset, align(nbytes), room)
+    if crc32_of(room[:nbytes]) != crc32 or bool(room[nbytes : align(nbytes)].any()):
         raise ValueError("its bytes are others")
     return Record(offset, nbytes, crc32)
 
@@ -203,12 +202,12 @@ def check_codes(entry: list[Any], packing: Packing, at: int, codes: RangeFile) -
 
 
 class DraftWriter:
-    """draft.bin, of which the codes of `done` experts are there already."""
+    """Writer of draft.bin, which has the codes of `done` experts already."""
 
     def __init__(self, out: Path, layout: Int4Layout, done: int) -> None:
         self._layout = layout
         self._digest = hashlib.sha256()
-        self._file = opened(out / DRAFT_FILE, done * layout.nbytes)
+        self._file = open_at(out / DRAFT_FILE, done * layout.nbytes)
         for at in range(0, self._file.tell(), HASHED_BYTES):
             self._digest.update(os.pread(self._file.fileno(), HASHED_BYTES, at))
 
@@ -221,7 +220,7 @@ class DraftWriter:
         sync(self._file)
 
     def tied(self, source: DraftSource) -> TiedDraft:
-        """What the records of this draft's experts, copied from `source`, are read over."""
+        """Describe this draft, copied from `source`, for the manifest."""
         return TiedDraft(self._layout, self._digest.hexdigest(), source.fingerprint)
 
     def close(self) -> None:
@@ -229,10 +228,10 @@ class DraftWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """An expert's record, and the codes that it is read over, of a codec that needs some.
+class EncodedExpert:
+    """A packed expert, and its draft codes, for a codec that needs them.
 
-    room  what the record lies in, which the next one may have once this one is written
+    room  buffer of the packed expert, free once it is written
     """
 
     room: Tensor
@@ -244,7 +243,7 @@ class Made:
 
 
 class RecordMaker:
-    """Reads and encodes experts, for up to `threads` threads at a time."""
+    """Reader and encoder of experts, for up to `threads` threads at a time."""
 
     def __init__(self, store: SafetensorsExpertStore, packing: Packing, threads: int) -> None:
         self._store = store
@@ -253,30 +252,30 @@ class RecordMaker:
         self._slots: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(threads):
             self._slots.put(words_slot(store))
-        # What no record reaches is never touched.
+        # Pages that no packed expert reaches are never touched.
         self._rooms: SimpleQueue[Tensor] = SimpleQueue()
-        for room in aligned_bytes(made_at_once(threads), packing.codec.slot_bytes):
+        for room in allocate_aligned(results_in_flight(threads), packing.codec.slot_bytes):
             self._rooms.put(room.zero_() if self._as_published else room)
 
-    def make(self, at: int) -> Made:
-        """The record of expert `at`, layer after layer."""
+    def make(self, at: int) -> EncodedExpert:
+        """Read and encode expert `at`, counted layer after layer."""
         room, slot = self._rooms.get(), self._slots.get()
         try:
-            if self._as_published:  # the record is there
+            if self._as_published:  # it is packed already
                 words_crc32 = read_words(self._store, at, room)
                 record = room[: self._store.record_bytes(*divmod(at, self._store.num_experts))]
-                return Made(room, record, words_crc32, None, None, words_crc32)
+                return EncodedExpert(room, record, words_crc32, None, None, words_crc32)
             words_crc32 = read_words(self._store, at, slot)
             exact = self._store.codec.decode(slot)
             base = self._packing.base(at)
             record = room[: self._packing.codec.encode(exact, base, room)]
             codes = None if base is None else record_of(base)
             codes_crc32 = None if codes is None else crc32_of(codes)
-            return Made(room, record, crc32_of(record), codes, codes_crc32, words_crc32)
+            return EncodedExpert(room, record, crc32_of(record), codes, codes_crc32, words_crc32)
         finally:
             self._slots.put(slot)
 
-    def written(self, made: Made) -> None:
+    def written(self, made: EncodedExpert) -> None:
         self._rooms.put(made.room)
 
 
@@ -288,32 +287,32 @@ def write_records(
     stamp: str,
     progress: Done | None,
     threads: int = 1,
-) -> tuple[Written, TiedDraft | None]:
-    """Write the records that are not known to be there; all of them, and what they are over.
+) -> tuple[WrittenRecords, TiedDraft | None]:
+    """Write the missing packed experts. Return all of them, and their draft.
 
-    stamp    of the model's files, as they are before the first of them is read
+    stamp    of the model's files, before the first of them is read
     threads  that read and encode; one is the caller's own
     """
-    words = Words(store, stamp)
+    words = PublishedWeights(store, stamp)
     total = words.total
-    written = verified(out, packing, journal.entries, words, progress)
+    written = verify_journal(out, packing, journal.entries, words, progress)
     records = written.records
     journal.forget(len(records))
     maker = RecordMaker(store, packing, threads)
-    end = aligned(records[-1].offset + records[-1].nbytes) if records else 0
+    end = align(records[-1].offset + records[-1].nbytes) if records else 0
     with ExitStack() as stack:
-        data = stack.enter_context(opened(out / RECORDS_FILE, end))
+        data = stack.enter_context(open_at(out / RECORDS_FILE, end))
         draft: DraftWriter | None = None
         if packing.draft is not None:
             draft = DraftWriter(out, packing.draft.layout, len(records))
             stack.enter_context(closing(draft))
         lines: list[list[int | str | None]] = []
         batch_bytes = 0
-        making = in_turn(maker.make, range(len(records), total), threads)
+        making = map_in_order(maker.make, range(len(records), total), threads)
         for made in stack.enter_context(closing(making)):
             data.write(bytes_of(made.record))
             records.append(Record(end, made.record.nbytes, made.crc32))
-            end = aligned(end + made.record.nbytes)
+            end = align(end + made.record.nbytes)
             data.write(bytes(end - records[-1].offset - made.record.nbytes))
             if draft is not None and made.codes is not None:
                 draft.add(made.codes)
@@ -332,8 +331,8 @@ def write_records(
     return written, None if draft is None or packing.draft is None else draft.tied(packing.draft)
 
 
-def opened(path: Path, end: int) -> BinaryIO:
-    """A file cut at `end`, where writing goes on; made if need be."""
+def open_at(path: Path, end: int) -> BinaryIO:
+    """Open or create a file, truncated to `end`, for appending."""
     file = path.open("r+b" if path.exists() else "w+b")
     file.truncate(end)
     file.seek(end)
@@ -341,7 +340,7 @@ def opened(path: Path, end: int) -> BinaryIO:
 
 
 def sync(file: BinaryIO) -> None:
-    """Have what was written on the disk, and not in the page cache, which has better uses."""
+    """Sync a file to disk, and drop it from the page cache, which has better uses."""
     file.flush()
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):

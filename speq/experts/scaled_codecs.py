@@ -1,4 +1,4 @@
-"""Codecs of experts that were published as codes with scales. Their records are what is published.
+"""Codecs of experts published as codes with scales, which stay in their published form.
 
 fp8    e4m3 codes in blocks of 128 rows and columns, each with a float32 scale: 8 bits a weight
 mxfp4  e2m1 codes in blocks of 32 neighbours, each with a power of 2: 4.25 bits a weight
@@ -15,7 +15,7 @@ from speq.errors import SpeqError
 from speq.experts.codec import ExpertShape, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
-from speq.files.alignment import aligned
+from speq.files.alignment import align
 from speq.kernels import scaled_ops
 from speq.kernels.ops import PlainExpert
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
@@ -24,7 +24,7 @@ from speq.kernels.scaled_words import fp8_codes, mxfp4_codes, part_of
 
 @dataclass(frozen=True, slots=True)
 class ScaledCodec:
-    """Records of one size, which decode to words of bfloat16."""
+    """Codec with packed experts of one size, which decode to bfloat16."""
 
     name: ClassVar[str]
     op: ClassVar[str]
@@ -35,8 +35,8 @@ class ScaledCodec:
 
     @classmethod
     def codes(cls, shape: ExpertShape) -> bool:
-        """Whether experts were published so. No others are turned into such records: most words
-        are no code times a scale.
+        """True if experts were published in this format. Others cannot be: most weights are not a
+        code times a scale.
         """
         return shape.published == cls.name
 
@@ -45,15 +45,15 @@ class ScaledCodec:
         raise NotImplementedError
 
     def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
-        """The nearest codes and scales of each matrix of the layout."""
+        """Nearest codes and scales of each matrix of the layout."""
         raise NotImplementedError
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-        """Write the words of a record."""
+        """Decode a packed expert."""
         raise NotImplementedError
 
     def run(self, *arguments: Any) -> None:
-        """The op, as `SlotExperts` calls it."""
+        """Run the op, as `SlotExperts` calls it."""
         raise NotImplementedError
 
     @property
@@ -70,13 +70,13 @@ class ScaledCodec:
 
     @property
     def slot_bytes(self) -> int:
-        return aligned(self.record_bytes)
+        return align(self.record_bytes)
 
     def residency_plan(self, largest_bytes: int) -> Self:
         return self
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        """Of words that are codes times powers of 2. Raises SpeqError for others."""
+        """Encode weights that are codes times powers of 2. Raises SpeqError for others."""
         layout = self.layout
         sections = zip(layout.codes, layout.scales, strict=True)
         for parts, of_parts in zip(self.coded(exact), sections, strict=True):
@@ -89,7 +89,7 @@ class ScaledCodec:
         )
         if not all(same):
             raise SpeqError(
-                f"codec {self.name} codes {self.takes}, and these words are no codes times a "
+                f"codec {self.name} codes {self.takes}, and these weights are not codes times a "
                 "scale; use codec raw"
             )
         return layout.nbytes
@@ -136,7 +136,7 @@ class Fp8Codec(ScaledCodec):
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Codec(ScaledCodec):
-    """Rows of gate and up take turns, as gpt_oss has them."""
+    """MXFP4 codec. Rows of gate and up are interleaved, as in gpt_oss."""
 
     name: ClassVar[str] = "mxfp4"
     op: ClassVar[str] = "moe_grouped_mxfp4"

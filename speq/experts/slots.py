@@ -1,4 +1,4 @@
-"""Exact experts in an arena of slots, as each codec keeps them: what the exact bank runs.
+"""Exact experts in an arena of expert slots, packed by a codec, as the exact backend runs them.
 
 Shape letters: T tokens, K experts of each, E experts of a layer, S slots, H hidden.
 """
@@ -13,19 +13,19 @@ from speq.kernels import ops
 from speq.kernels.grouping import Grouping
 from speq.kernels.ops import ExpertBiases, PlainExpert
 
-# Called with an expert of a layer and its slot. What it returns is good until the next call.
+# Decodes an expert of a layer from its slot; the result is valid until the next call.
 PlainWords = Callable[[int, int], PlainExpert]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotExperts:
-    """The experts that lie in slots.
+    """The experts in slots.
 
-    op     multiplies rows by them: called with hidden_states, topk_ids and slot_table, then what
-           `held` gives, then activation and out, and biases where experts have them
-    held   what the op takes of the experts of a layer: the arena, and what it takes to read it
-    plain  takes memory for the words of one expert where they are not read out of the slot itself,
-           and reads experts of a layer into it, one after another
+    op     kernel that runs them: called with hidden_states, topk_ids and slot_table, then the
+           output of `held`, then activation and out, and biases if experts have them
+    held   returns the op's arguments for a layer's experts: the arena, and what decoding it needs
+    plain  returns a function that decodes a layer's experts, one after another, into one buffer if
+           the slot does not hold plain weights
     """
 
     op: Callable[..., None]
@@ -43,14 +43,15 @@ class SlotExperts:
         out: Tensor,
         biases: ExpertBiases | None = None,
     ) -> None:
-        """Run the rows of a layer whose experts are in slots. Nothing waits for the device.
+        """Run the rows of a layer whose experts are in slots. The host does not wait for the
+        device.
 
         hidden_states  [T, H]; grouping: of their routes
         slots          the slot of each expert that is in one
-        slot_table     [E] int64: the same on the device, negative for nowhere
-        out            [T, K, H]: the unweighted output of each place of a route; rows whose expert
-                       is in no slot are left as they are
-        biases         of the layer's experts, if they have any
+        slot_table     [E] int64: the same on the device, negative if not in a slot
+        out            [T, K, H]: unweighted output of each place of a route; rows whose expert is
+                       in no slot are not written
+        biases         biases of the layer's experts, if they have any
         """
         if grouping.index is None:
             held = self.held(layer)

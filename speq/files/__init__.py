@@ -1,1 +1,1 @@
-"""Files as they are read and written: safetensors, ranges, whole-or-nothing replacement."""
+"""Reading and writing of files: safetensors, byte ranges, atomic replacement."""

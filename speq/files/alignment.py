@@ -1,4 +1,4 @@
-"""What reads past the page cache ask for: offsets, lengths and addresses in whole blocks."""
+"""Alignment of direct reads: offsets, lengths and addresses are whole blocks."""
 
 import ctypes
 import mmap
@@ -10,15 +10,15 @@ from torch import Tensor
 ALIGNMENT = 4096
 
 
-def aligned(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT: where a record may begin, or a slot end."""
+def align(nbytes: int) -> int:
+    """Round up to a multiple of ALIGNMENT, where a packed expert may begin or a slot may end."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def aligned_bytes(rows: int, row_bytes: int, device: torch.device | str = "cpu") -> Tensor:
-    """An empty uint8 tensor [rows, row_bytes] that begins at a multiple of ALIGNMENT.
+def allocate_aligned(rows: int, row_bytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """Allocate a uint8 tensor [rows, row_bytes] that begins at a multiple of ALIGNMENT.
 
-    It takes ALIGNMENT bytes more than it shows.
+    It takes ALIGNMENT extra bytes.
     """
     whole = torch.empty(rows * row_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -whole.data_ptr() % ALIGNMENT
@@ -29,12 +29,12 @@ def aligned_bytes(rows: int, row_bytes: int, device: torch.device | str = "cpu")
 
 
 def prefer_huge_pages(memory: Tensor) -> None:
-    """Ask the system to back memory nobody has written to yet with huge pages, if it has them.
+    """Ask the system to back unwritten memory with huge pages, if it has them.
 
-    A disk writes into a run of contiguous pages at once: reads into huge ones are up to a fifth
-    faster than into what else is fresh. Kernels look up fewer addresses as well.
+    A disk writes to contiguous pages at once: reads into huge pages are up to a fifth faster than
+    into other fresh memory. Kernels look up fewer addresses as well.
     """
-    start = aligned(memory.data_ptr())
+    start = align(memory.data_ptr())
     length = memory.data_ptr() + memory.nbytes - start
     if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
         libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Folders that one process at a time writes to."""
+"""Locks on folders that one process at a time may write to."""
 
 import fcntl
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 from speq.errors import SpeqError
 
 
-class Taken(SpeqError):
-    """Another process writes there."""
+class FolderTaken(SpeqError):
+    """Another process is writing to the folder."""
 
 
 @contextmanager
-def alone_in(folder: Path, sentence: str) -> Iterator[None]:
-    """Raise Taken with this sentence where another process is in this block with the same folder,
-    or another block of this one.
+def lock_folder(folder: Path, sentence: str) -> Iterator[None]:
+    """Lock a folder inside the block. Raise Taken with this sentence if another process, or another
+    block of this one, has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -24,7 +24,7 @@ def alone_in(folder: Path, sentence: str) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise Taken(sentence) from error
+                raise FolderTaken(sentence) from error
         yield
     finally:
         os.close(descriptor)

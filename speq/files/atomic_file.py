@@ -1,4 +1,4 @@
-"""Files that are either whole or absent."""
+"""Atomic files, which are either complete or absent."""
 
 import fcntl
 import os
@@ -13,27 +13,27 @@ from typing import BinaryIO
 from speq.errors import SpeqError
 from speq.files.regular_file import check_regular
 
-# What `replacing` names a file until it is whole: whose it is, and by which process and thread.
+# Name of a file of `replacing` until it is complete: target name, process and thread.
 PARTIAL_NAME = re.compile(r"(.+)\.\d+-\d+\.partial")
 ANOTHER_PLACE = "free some space, or choose another place"
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; it takes `path`'s place, flushed to the disk, when the block ends well.
+    """Open a file that replaces `path`, synced to disk, when the block ends without an error.
 
-    A link stays, and the file that it leads to is replaced. Whoever was killed here left a partial
-    file that nobody holds locked: it goes now. Raises OSError, and leaves nothing behind, where the
-    file cannot be written, and SpeqError where anything but a regular file is in its place.
+    A link stays, and its target is replaced. Unlocked partial files of killed processes are
+    removed. Raises OSError, and leaves nothing behind, if the file cannot be written, and SpeqError
+    if its place is taken by anything but a regular file.
     """
-    if os.path.exists(path):  # asked of the link itself: /dev/stdout leads to no path
+    if os.path.exists(path):  # checked on the link itself: /dev/stdout leads to no path
         check_regular(path, "choose another name")
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path.parent, path.name)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        with _locked(partial) as file:
+        with _create_locked(partial) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -44,22 +44,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _locked(partial: Path) -> Iterator[BinaryIO]:
-    """A new file to write, locked for as long as the block lasts."""
+def _create_locked(partial: Path) -> Iterator[BinaryIO]:
+    """Create a file, locked for the duration of the block."""
     while True:
         with partial.open("wb") as file:
-            with suppress(OSError):  # a file system without locks: partial files stay there
+            with suppress(OSError):  # a file system without locks: partial files remain
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX)
-            # Another process may have taken it for abandoned before it was locked.
+            # Another process may have removed it as abandoned before it was locked.
             if os.fstat(file.fileno()).st_nlink:
                 yield file
                 return
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
-    """Remove partial files in a folder that no process writes any more.
+    """Remove partial files in a folder that no process is writing.
 
-    name  of the file that they were to become; None: of any
+    name  name of the target file; None: any
     """
     try:
         found = os.listdir(folder)
@@ -83,7 +83,7 @@ def _remove_unlocked(partial: Path) -> None:
 
 @contextmanager
 def writing(path: Path, remedy: str = ANOTHER_PLACE) -> Iterator[None]:
-    """Where a block that writes `path` raises OSError, raise SpeqError, which ends with `remedy`"""
+    """Turn an OSError of a block that writes `path` into a SpeqError that ends with `remedy`."""
     try:
         yield
     except OSError as error:
@@ -95,32 +95,32 @@ def writing(path: Path, remedy: str = ANOTHER_PLACE) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all. Raises SpeqError where that cannot be done."""
+    """Write a file atomically. Raises SpeqError if that fails."""
     with writing(path), replacing(path) as file:
         file.write(content)
 
 
 def make_folder(path: Path) -> None:
-    """A folder to write to, made if need be. Raises SpeqError where there can be none."""
+    """Create a folder if it does not exist. Raises SpeqError if that fails."""
     with writing(path, "choose another folder"):
         path.mkdir(parents=True, exist_ok=True)
         check_writable(path)
 
 
 def check_writable(folder: Path) -> None:
-    """Raise OSError unless files can be made in a folder: rights alone do not tell."""
+    """Raise OSError unless files can be created in a folder: permissions alone do not tell."""
     with TemporaryFile(dir=folder):
         pass
 
 
 def check_target(path: Path | None, force: bool) -> None:
-    """Refuse to overwrite before minutes are spent measuring.
+    """Raise SpeqError for a target that cannot or must not be written, before minutes of measuring.
 
-    Only regular files are ever replaced, and those that links lead to.
+    Only regular files, or targets of links to them, are ever replaced.
     """
     if path is None:
         return
-    exists = os.path.exists(path)  # asked of the link itself: /dev/stdout leads to no path
+    exists = os.path.exists(path)  # checked on the link itself: /dev/stdout leads to no path
     if exists:
         check_regular(path, "choose another name")
     try:

@@ -1,15 +1,15 @@
-"""Where runs keep what nobody asked for: the user's cache folder, and one beside each model."""
+"""The user's cache folder, and the one beside each model."""
 
 from pathlib import Path
 
-# Folders in the cache folder, by what they hold.
+# Folders in the cache folder, by contents.
 COPIES, DRAFTS, PROFILES, COUNTS, DIGESTS = "experts", "drafts", "profiles", "counts", "digests"
-# In a model's folder.
+# Cache folder in a model's folder.
 BESIDE = ".speq"
 
 
 def cache_folder(kind: str = "") -> Path | None:
-    """Where things of a kind are kept, or all of them; None for a user without a home."""
+    """Path of the cache of one kind, or of all; None for a user without a home."""
     try:
         return Path.home() / ".cache" / "speq" / kind
     except RuntimeError:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from speq.errors import SpeqError
-from speq.files.checksums import Checksums, TensorCheck, check_seal, say_unchecked
+from speq.files.checksums import Checksums, TensorCheck, check_seal, warn_unchecked
 from speq.files.json_file import read_json
-from speq.files.model_folder import found_instead
+from speq.files.model_folder import recognise
 from speq.files.published_format import (
     BLOCK_SCALES,
     BLOCKS,
@@ -29,32 +29,33 @@ from speq.files.published_format import (
     words_name,
 )
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
-from speq.files.shards import INDEX, SINGLE, Shards, named_by
-from speq.files.text_part import TextPart
+from speq.files.shards import INDEX, SINGLE, Shards, read_weight_map
+from speq.files.text_part import TextModelPart
 
-# Of a packed model: what its experts' records are, and what is written until there is a model.
+# Files of a packed model: the experts' manifest, and the journal while it is incomplete.
 EXPERTS_MANIFEST = "experts.json"
 EXPERTS_JOURNAL = "experts.journal"
-# Of a model that is being quantised, until it is one.
+# Journal of a model that is being quantised.
 QUANTIZE_JOURNAL = "quantize.journal"
-# Of files that are sound, and do not go with each other.
+# Remedy for sound files that do not match each other.
 OTHER_VERSION = "one of them belongs to another model or version: download the whole model again"
 FROM_THE_HUB = (
     "check the name, the network and your access, or download it to a folder and give that"
 )
 WORD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# What a run needs of a hub repository: no pickles, no code.
+# Files of a hub repository that a run needs: no pickles, no code.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-# The same weights in other layouts. A `*` matches folders too, of which a run reads templates only.
+# The same weights in other layouts. A `*` also matches folders, of which a run reads only
+# templates.
 NOT_FROM_THE_HUB = [*(f"*/{pattern}" for pattern in HUB_PATTERNS[:-1]), "consolidated*"]
-# What `speq plan` needs of one.
+# Files of a hub repository that `speq plan` needs.
 PLAN_PATTERNS = ["config.json", *QUANTISERS_FILES]
 
 
 def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
-    """The folder of a model: a local one, or a download of the hub repository of that name.
+    """Locate the folder of a model: a local one, or a download of the hub repository of that name.
 
-    what, instead  what an error calls it, and what else it might have been
+    what, instead  name in errors, and an alternative to suggest
     """
     name = str(model)
     path = Path(os.path.expanduser(name))
@@ -78,7 +79,7 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
                 "which goes on from there"
             )
         if not os.path.lexists(path / "config.json"):
-            _say_instead(path, f"{what} {name!r}")
+            _check_instead(path, f"{what} {name!r}")
         return path
     if os.path.exists(path):
         raise SpeqError(f"{what} {name!r} is a file; give the folder that holds config.json")
@@ -91,18 +92,18 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
         return _download(name, HUB_PATTERNS)
 
 
-def _say_instead(path: Path, model: str) -> None:
-    """Raise SpeqError where a folder without config.json is known to be something else."""
+def _check_instead(path: Path, model: str) -> None:
+    """Raise SpeqError if a folder without config.json is recognised as something else."""
     if not os.listdir(path):
         raise SpeqError(f"{model} is an empty folder; download the model into it")
-    found = found_instead(path)
+    found = recognise(path)
     if found is not None:
         raise SpeqError(f"{model} holds no config.json, but {found[0]}; {found[1]}")
 
 
 def locate_config(model: str | Path) -> Path:
-    """The folder that holds a model's config.json and what quantisers say beside it, and perhaps
-    nothing else: a local one, or where the hub's were downloaded to.
+    """Locate a folder with a model's config.json and quantisers' files, possibly nothing else: a
+    local one, or a download from the hub.
     """
     name = str(model)
     path = Path(os.path.expanduser(name))
@@ -115,7 +116,9 @@ def locate_config(model: str | Path) -> Path:
 
 
 def _download(name: str, patterns: list[str]) -> Path:
-    """The folder of a hub id, behind which a branch, tag or commit may stand after an `@`."""
+    """Download a hub id, optionally followed by `@` and a branch, tag or commit. Return the
+    folder.
+    """
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
@@ -131,7 +134,7 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 @contextmanager
 def _hub(failed: str) -> Iterator[None]:
-    """Errors of a download as one sentence: `failed`, the reason, and what to do."""
+    """Turn errors of a download into one sentence: `failed`, the reason, and what to do."""
     try:
         yield
     except Exception as error:  # the hub client's errors have no common base
@@ -140,36 +143,36 @@ def _hub(failed: str) -> Iterator[None]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a local path is a GGUF file, or a folder of such without weights that are read."""
+    """True if a local path is a GGUF file, or a folder of such files without readable weights."""
     if os.path.isdir(path):
         return any(path.glob("*.gguf")) and not has_weights(path)
     return path.suffix.lower() == ".gguf" and os.path.exists(path)
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a folder holds a model's weights, all of them, beside its config.json."""
+    """True if a folder has all of a model's weights besides its config.json."""
     if any(os.path.exists(path / name) for name in (SINGLE, EXPERTS_MANIFEST)):
         return True
     if not os.path.exists(path / INDEX):
         return False
-    shards = set(named_by(path / INDEX).values())
+    shards = set(read_weight_map(path / INDEX).values())
     return all(os.path.isfile(path / shard) for shard in shards)
 
 
 class Checkpoint:
-    """The weights of a model on disk, by the names that the model has for them.
+    """Weights of a model on disk, by the model's names.
 
-    part    where the model is a part of what is on disk; None: it is all of that
-    format  what they are published as: words, or `published_format.FORMATS`
+    part    the text model's part of a multimodal checkpoint; None: the model is all of it
+    format  published format: plain weights (WORDS), or one of `published_format.FORMATS`
 
-    Raises SpeqError where a file is missing, damaged or holds what no exact model holds.
+    Raises SpeqError if a file is missing, damaged or not of an exact model.
     """
 
-    def __init__(self, path: Path, part: TextPart | None = None) -> None:
+    def __init__(self, path: Path, part: TextModelPart | None = None) -> None:
         self.path, self.part = path, part
         self.config = read_json(path / "config.json")
         if os.path.lexists(path / "generation_config.json"):
-            read_json(path / "generation_config.json")  # transformers passes over a damaged one
+            read_json(path / "generation_config.json")  # transformers ignores a damaged one
         self.format = format_of(self.config, path)
         if "transformers_weights" in self.config:
             raise SpeqError(
@@ -189,35 +192,35 @@ class Checkpoint:
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """What config.json says of the model itself."""
+        """Config of the text model."""
         return self.config if self.part is None else self.part.config(self.config, self.path)
 
     def on_disk(self, name: str) -> str:
-        """What a tensor is called in its file, or would be beside those that are there."""
+        """Name of a tensor in its file, or the name that it would have."""
         if name in self.tensors:
             return self.tensors[name][0].stored[name]
         return name if self.part is None or not self._renamed else self.part.stored(name)
 
     @cached_property
     def _renamed(self) -> bool:
-        """Whether the model's names for some tensors are not those on disk."""
+        """True if the model's names of some tensors differ from those on disk."""
         files = self.files.values()
         return any(name != stored for file in files for name, stored in file.stored.items())
 
     @property
     def has_metadata(self) -> bool:
-        """Whether the shards' index, where one is read, has the metadata that most have."""
+        """True unless the shards' index lacks the usual metadata."""
         return self._shards.has_metadata
 
     def _read_checksums(self) -> Checksums | None:
-        """Of a pack, once its files were compared with them; None of anything else."""
+        """Read a pack's checksums and compare its files with them; None if it is not a pack."""
         manifest = self.path / EXPERTS_MANIFEST
         if not os.path.exists(manifest):
             return None
         entries = read_json(manifest, "pack the model again")
         check_seal(manifest, entries)
         if entries.get("checksums") is None:
-            say_unchecked(self.path)
+            warn_unchecked(self.path)
             return None
         try:
             checksums = Checksums.of(entries["checksums"])
@@ -228,11 +231,11 @@ class Checkpoint:
 
     @property
     def checksums(self) -> Checksums | None:
-        """Of a pack; None of anything else, and of packs of earlier versions."""
+        """Checksums of a pack; None for other checkpoints, and for packs of earlier versions."""
         return self._checksums
 
     def tensor_check(self) -> TensorCheck:
-        """Compares tensors with a pack's checksums; where there are none, with nothing."""
+        """Build the check of tensors against a pack's checksums, if any."""
         return TensorCheck(self.tensors, self._checksums or Checksums())
 
     def _check_dtypes(self) -> None:
@@ -247,7 +250,7 @@ class Checkpoint:
                 )
 
     def is_coded(self, name: str) -> bool:
-        """Whether a tensor is of codes, in the format that the checkpoint is published in."""
+        """True if a tensor is codes in the checkpoint's published format."""
         dtype = self.tensors[name][1].dtype
         if self.format == MXFP4:
             return dtype == MXFP4_DTYPE and name.endswith(BLOCKS)
@@ -258,7 +261,7 @@ class Checkpoint:
         return name.endswith(BLOCK_SCALES) and blocks in self.tensors and self.is_coded(blocks)
 
     def _check_scales(self, name: str, file: SafetensorsFile, info: TensorInfo) -> None:
-        """Raise SpeqError unless codes have the scales of their blocks."""
+        """Raise SpeqError unless codes have scales for their blocks."""
         of_scales = scales_name(name)
         if of_scales not in self.tensors:
             raise SpeqError(
@@ -281,16 +284,16 @@ class Checkpoint:
             )
 
     def scales_of(self, name: str) -> tuple[SafetensorsFile, TensorInfo] | None:
-        """Where the scales of a tensor of codes are; None: it is of words."""
+        """Find the scales of a tensor of codes; None for plain weights."""
         return self.tensors[scales_name(name)] if self.is_coded(name) else None
 
     def fingerprint(self) -> str:
-        """A digest of the shards' headers, sizes and samples, and of a pack's manifest.
+        """Digest of the shards' headers, sizes and samples, and of a pack's manifest.
 
-        A change of few weights may leave it as it was. So it may name what costs no more than speed
-        when it is out of date: drafts, heads, profiles, counts of experts. What tokens depend on is
-        keyed by `speq.files.contents`, or compares what it was made of: packed copies, packs and
-        quantised models that are gone on with, answers of a batch, other machines' stages.
+        A change of few weights may not change it. So it may identify what only costs speed when out
+        of date: drafts, heads, profiles, expert counts. Whatever tokens depend on is keyed by
+        `speq.files.contents`, or compares its sources: packed copies, continued packs and quantised
+        models, answers of a batch, other machines' stages.
         """
         manifest = self.path / EXPERTS_MANIFEST
         return self._shards.fingerprint(manifest.read_bytes() if manifest.exists() else b"")

@@ -1,7 +1,7 @@
-"""Checksums (CRC-32) of a packed model's files and tensors, experts apart, and their comparison.
+"""Checksums (CRC-32) of a packed model's files and tensors, except experts, and their verification.
 
-Files are compared when the folder is opened, tensors when they are loaded: bytes that were read
-anyway cost the time of a CRC, about a second for each 1 to 3 GB, and no memory but a block.
+Files are verified when the folder is opened, tensors when they are loaded. For bytes that are read
+anyway this costs only the CRC, about a second for each 1 to 3 GB, and the memory of a block.
 """
 
 import json
@@ -22,20 +22,20 @@ from speq.units import Done, format_bytes
 
 logger = logging.getLogger("speq")
 
-# Read at a time of what is only compared.
+# Bytes read at a time for verification only.
 BLOCK_BYTES = 1 << 20
 PACK_AGAIN = "pack the model again, and look after the disk"
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
 
 
 class Sink(Protocol):
-    """What bytes are written to."""
+    """A target of written bytes."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
 
 class SummedFile:
-    """Writes to a file. crc32: of all that was written."""
+    """Writer to a file. crc32: of everything written."""
 
     def __init__(self, file: Sink) -> None:
         self._file = file
@@ -48,7 +48,7 @@ class SummedFile:
 
 @dataclass(slots=True)
 class Checksums:
-    """Of a pack but its experts, each by name.
+    """Checksums of a pack without its experts, by name.
 
     files    whole ones: configs, tokenizer, index
     headers  of safetensors files
@@ -60,12 +60,12 @@ class Checksums:
     tensors: dict[str, int] = field(default_factory=dict)
 
     def entry(self) -> dict[str, dict[str, int]]:
-        """What a manifest says of them."""
+        """Entry of a manifest."""
         return {"files": self.files, "headers": self.headers, "tensors": self.tensors}
 
     @classmethod
     def of(cls, entry: Any) -> "Checksums":
-        """Of a manifest's entry. Raises KeyError, TypeError or ValueError where it is damaged."""
+        """Parse a manifest's entry. Raises KeyError, TypeError or ValueError if it is damaged."""
         found = [entry[name] for name in ("files", "headers", "tensors")]
         for sums in found:
             if not isinstance(sums, dict) or not all(type(crc) is int for crc in sums.values()):
@@ -73,20 +73,20 @@ class Checksums:
         return cls(*found)
 
     def check_files(self, folder: Path) -> None:
-        """Raise SpeqError unless every file is what was packed."""
+        """Raise SpeqError unless every file is unchanged."""
         for name, crc32 in self.files.items():
             if zlib.crc32(read_bytes(folder / name, PACK_AGAIN)) != crc32:
                 raise SpeqError(f"{folder / name} is not what was packed; {PACK_AGAIN}")
 
     def check_headers(self, files: dict[str, SafetensorsFile]) -> None:
-        """The same of the headers of a folder's open files, by name."""
+        """Raise SpeqError unless the headers of a folder's open files, by name, are unchanged."""
         for name, file in files.items():
             if zlib.crc32(file.header) != self.headers.get(name):
                 raise SpeqError(f"the header of {file.path} is not what was packed; {PACK_AGAIN}")
 
 
 class TensorCheck:
-    """Compares each tensor of a pack once, with what was read of it or by reading it."""
+    """Verification of each tensor of a pack once, as it is read or by reading it."""
 
     def __init__(self, tensors: Tensors, checksums: Checksums) -> None:
         self._wanted = checksums.tensors
@@ -98,7 +98,7 @@ class TensorCheck:
         self._done_bytes = 0
 
     def compare(self, file: RangeFile, offset: int, data: memoryview) -> None:
-        """Raise SpeqError where these bytes are a tensor and not what was packed."""
+        """Raise SpeqError if these bytes are a tensor that has changed."""
         name, holder, info = self._left.get((file.path, offset), (None, None, None))
         if name is None or holder is None or info is None or info.nbytes != len(data):
             return
@@ -106,11 +106,11 @@ class TensorCheck:
         self._judge(name, holder, zlib.crc32(data), info.nbytes)
 
     def leave(self, file: RangeFile, offset: int) -> None:
-        """Compare no tensor that lies there: a run has no use for it."""
+        """Exclude the tensor at this offset: the run does not use it."""
         self._left.pop((file.path, offset), None)
 
     def finish(self, progress: Done | None = None) -> None:
-        """Read and compare what was not yet. progress: told (tensors, of all those)."""
+        """Read and verify the remaining tensors. progress: called with (tensors done, tensors)."""
         buffer, left = torch.empty(BLOCK_BYTES, dtype=torch.uint8), len(self._left)
         for done, (name, file, info) in enumerate(self._left.values()):
             if progress is not None:
@@ -134,7 +134,7 @@ class TensorCheck:
 
 
 def check_crc32(path: Path, wanted: Any) -> None:
-    """Raise SpeqError unless a file is there and has this CRC-32."""
+    """Raise SpeqError unless a file exists and has this CRC-32."""
     crc32, block = 0, torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     with RangeFile(path) as file:
         for at in range(0, file.size, BLOCK_BYTES):
@@ -145,26 +145,26 @@ def check_crc32(path: Path, wanted: Any) -> None:
         raise SpeqError(f"{path} is not what was written")
 
 
-def sealed(entries: dict[str, Any]) -> dict[str, Any]:
-    """Entries of a manifest with a checksum of their own."""
+def seal(entries: dict[str, Any]) -> dict[str, Any]:
+    """Add a checksum to a manifest's entries."""
     return entries | {"crc32": zlib.crc32(json.dumps(entries).encode())}
 
 
 def check_seal(path: Path, entries: dict[str, Any]) -> None:
-    """Raise SpeqError where the manifest at `path` is not what was written.
+    """Raise SpeqError if the manifest at `path` has changed.
 
-    One that says nothing of checksums but its experts' is of an earlier version, and passes.
+    A manifest with only its experts' checksums is of an earlier version, and passes.
     """
     if "crc32" not in entries and "checksums" not in entries:
         return
     written = {name: value for name, value in entries.items() if name != "crc32"}
-    if sealed(written)["crc32"] != entries.get("crc32"):
+    if seal(written)["crc32"] != entries.get("crc32"):
         raise SpeqError(f"{path} is damaged: it is not what was packed; {PACK_AGAIN}")
 
 
 @cache
-def say_unchecked(folder: Path) -> None:
-    """Once for each pack of an earlier version."""
+def warn_unchecked(folder: Path) -> None:
+    """Log that a pack of an earlier version is not fully checked, once per pack."""
     logger.warning(
         "%s was packed without checksums of anything but experts: its other weights and files are "
         "not checked; packing the model again adds them",

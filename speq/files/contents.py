@@ -1,9 +1,9 @@
-"""Whether the shards of a checkpoint hold what they held: exact data is derived from them.
+"""Detection of changed shards, for data that is derived from a checkpoint.
 
-A stamp tells it for nothing, as long as nobody has touched a shard since: its real path, inode,
-size, and the times of its last change. A touched, moved or downloaded file may hold the same bytes.
-Then a digest of all of them tells, which takes one read of the checkpoint, and is kept by the
-stamps. What was derived expert by expert compares these instead.
+A stamp costs nothing and is valid as long as no shard is touched: real path, inode, size, and times
+of the last change. A touched, moved or downloaded file may have the same bytes. Then a digest of
+all bytes decides. It takes one read of the checkpoint and is cached with the stamps. Data that is
+derived expert by expert compares experts instead.
 """
 
 import hashlib
@@ -30,14 +30,15 @@ logger = logging.getLogger("speq")
 
 FORMAT = "speq-digests-1"
 BLOCK_BYTES = 4 << 20
-# One core computes SHA-256 about as fast as a disk reads; others hide what is left.
+# One core computes SHA-256 about as fast as a disk reads; others hide the rest.
 THREADS = 4
 
 
 def stamp(checkpoint: Checkpoint) -> str:
-    """What changes whenever a shard, or a pack's manifest, is written, replaced, moved or touched.
+    """Stamp that changes whenever a shard, or a pack's manifest, is written, replaced, moved or
+    touched.
 
-    It is of the files that are open, not of those that have taken their places since.
+    It describes the open files, not later replacements.
     """
     entries: list[Any] = [[name, *file.stamp()] for name, file in sorted(checkpoint.files.items())]
     manifest = checkpoint.path / EXPERTS_MANIFEST
@@ -47,7 +48,7 @@ def stamp(checkpoint: Checkpoint) -> str:
 
 
 def check_unchanged(checkpoint: Checkpoint, before: str) -> None:
-    """Raise SpeqError where a shard was touched since its checkpoint had this stamp."""
+    """Raise SpeqError if a shard was touched since its checkpoint had this stamp."""
     if stamp(checkpoint) != before:
         raise SpeqError(
             f"the files of {checkpoint.path} were changed or replaced while they were read; run "
@@ -56,12 +57,12 @@ def check_unchanged(checkpoint: Checkpoint, before: str) -> None:
 
 
 def content_digest(checkpoint: Checkpoint, progress: Done | None = None) -> str:
-    """A digest of all that the shards hold, the same on every machine.
+    """Digest of all bytes of the shards, the same on every machine.
 
-    A pack's manifest has checksums of all: no more of it is read. Other checkpoints are read as a
-    whole, unless the digests of their shards are kept and their stamps are what they were.
+    A pack's manifest has all checksums, so nothing else of it is read. Other checkpoints are read
+    as a whole, unless the digests of their shards are cached and their stamps unchanged.
 
-    progress  told (MiB, of all)
+    progress  called with (MiB done, MiB in all)
     """
     manifest = checkpoint.path / EXPERTS_MANIFEST
     more = manifest.read_bytes() if manifest.exists() else b""
@@ -74,10 +75,10 @@ def content_digest(checkpoint: Checkpoint, progress: Done | None = None) -> str:
 
 
 def _digests(checkpoint: Checkpoint, progress: Done | None) -> dict[str, str]:
-    """SHA-256 of each shard, by its name."""
-    path = _kept_path(checkpoint)
+    """SHA-256 of each shard, by name."""
+    path = _cache_path(checkpoint)
     stamps = {name: file.stamp() for name, file in checkpoint.files.items()}
-    kept = _kept(path)
+    kept = _read_cached(path)
     found = {
         name: kept[name]["sha256"]
         for name in stamps
@@ -99,13 +100,13 @@ def _digests(checkpoint: Checkpoint, progress: Done | None) -> dict[str, str]:
     if path is not None:
         shards = {name: {"stamp": stamps[name], "sha256": found[name]} for name in found}
         entries = {"format": FORMAT, "model": os.path.realpath(checkpoint.path), "shards": shards}
-        with suppress(SpeqError):  # it is computed again
+        with suppress(SpeqError):  # without a cache it is computed again
             write_whole(path, json.dumps(entries).encode())
     return found
 
 
 def _read(files: Mapping[str, RangeFile], total: int, progress: Done | None) -> dict[str, str]:
-    """SHA-256 of whole files, some of them at a time."""
+    """Compute SHA-256 of whole files, several at a time."""
     done = 0
 
     def digest_of(file: RangeFile) -> str:
@@ -127,14 +128,14 @@ def _read(files: Mapping[str, RangeFile], total: int, progress: Done | None) -> 
     return found
 
 
-def _kept_path(checkpoint: Checkpoint) -> Path | None:
+def _cache_path(checkpoint: Checkpoint) -> Path | None:
     folder = cache_folder(DIGESTS)
     name = hashlib.sha256(os.path.realpath(checkpoint.path).encode()).hexdigest()[:16]
     return None if folder is None else folder / f"{name}.json"
 
 
-def _kept(path: Path | None) -> dict[str, Any]:
-    """Entries of shards, by their names; none where the file is not one of ours."""
+def _read_cached(path: Path | None) -> dict[str, Any]:
+    """Read cached entries of shards, by name; empty if the file is not one of ours."""
     if path is None or not os.path.exists(path):
         return {}
     with suppress(SpeqError):

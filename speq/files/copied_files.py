@@ -1,11 +1,11 @@
-"""What goes with a model's weights to a folder that is made of them: no weights of other kinds."""
+"""Files that are copied with a model's weights to a derived folder, without other weights."""
 
 from fnmatch import fnmatch
 from pathlib import Path
 
 from speq.files.checkpoint import EXPERTS_MANIFEST, HUB_PATTERNS, INDEX
 
-# Settings, tokenizers and templates; what the licence asks, and what its authors say of the model.
+# Settings, tokenizers and templates, licence files, and the model card.
 COPIED = (*HUB_PATTERNS, "LICENSE*", "NOTICE*", "README*")
 QUANTIZE_CONFIG, QUANTIZE_REPORT = "quantize_config.json", "quantize_report.json"
 NOT_COPIED = (
@@ -15,11 +15,13 @@ NOT_COPIED = (
 
 
 def is_copied(name: str) -> bool:
-    """Whether a file beside a model's weights goes with them; config.json is written by itself."""
+    """True if a file beside a model's weights is copied with them; config.json is written
+    separately.
+    """
     wanted = any(fnmatch(name, pattern) for pattern in COPIED)
     return wanted and not any(fnmatch(name, pattern) for pattern in NOT_COPIED)
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """Those files of a model's folder, in order."""
+    """List those files of a model's folder, in order."""
     return sorted(each for each in folder.iterdir() if each.is_file() and is_copied(each.name))

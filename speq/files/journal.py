@@ -1,7 +1,7 @@
-"""What an interrupted command is known to have done, a line for each step.
+"""Journal of an interruptible command: a line for each finished step.
 
-A line is a CRC-32 in eight hexadecimal digits, a space, and a JSON value. The CRC goes on from the
-line before, so that lines that are damaged, lost, or in another order end what is known.
+A line is a CRC-32 in eight hexadecimal digits, a space, and a JSON value. The CRC continues from
+the line before, so reading ends at a damaged, lost or reordered line.
 """
 
 import json
@@ -21,15 +21,15 @@ logger = logging.getLogger("speq")
 
 
 class Journal:
-    """A file of lines. header: its first one, an object; entries: the others, as far as sound."""
+    """A journal file. header: its first line, an object; entries: the other sound lines."""
 
     def __init__(self, path: Path, header: dict[str, Any], is_ours: Callable[[str], bool]) -> None:
-        """Begin a journal, or read one: what follows its sound lines goes, and is said to.
+        """Begin a journal, or read one. Whatever follows its sound lines is dropped with a warning.
 
-        header   what a new one begins with
-        is_ours  whether the command writes a file of that name, whose content may be lost
+        header   header of a new journal
+        is_ours  True if the command writes a file of that name, which may be overwritten
 
-        Raises SpeqError where an existing one cannot be read and its folder holds other files.
+        Raises SpeqError if an existing one cannot be read and its folder has other files.
         """
         self.path = path
         self._crc32 = 0
@@ -63,7 +63,7 @@ class Journal:
             self._ends.append(self._ends[-1] + len(line) + 1)
         if values and self._ends[-1] != len(content):
             logger.warning(
-                "%s is cut off or damaged behind line %d; what follows is done again",
+                "%s is cut off or damaged after line %d; what follows is done again",
                 self.path,
                 len(values),
             )
@@ -83,7 +83,7 @@ class Journal:
         """Drop all entries but the first `count`."""
         if count == len(self.entries):
             return
-        # The lines that stay are sound: the last one's CRC goes on from all before it.
+        # The remaining lines are sound: the last one's CRC covers all before it.
         os.truncate(self.path, self._ends[1 + count])
         del self.entries[count:]
         del self._ends[2 + count :]
@@ -92,7 +92,7 @@ class Journal:
             self._crc32 = int(file.read(8), 16)
 
     def add(self, *entries: Any) -> None:
-        """Add lines of what is on the disk; they are, too, when this returns."""
+        """Append lines for finished steps and sync them."""
         lines = b"".join(self._line(entry) for entry in entries)
         with self.path.open("ab") as file:
             file.write(lines)

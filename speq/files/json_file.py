@@ -1,4 +1,4 @@
-"""JSON as all of it is read here: objects in files, and values in lines."""
+"""Strict reading of JSON: objects in files, and values in lines."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import Any
 from speq.errors import SpeqError
 from speq.files.regular_file import check_link, check_own, read_bytes
 
-# Deeper than any config; far from what Python's own recursion bears.
+# Deeper than any config, and far below Python's recursion limit.
 MAX_DEPTH = 64
-# The index of the largest models has a tenth of it.
+# Ten times the index of the largest models.
 MAX_BYTES = 256 << 20
 
 
 def parse_json(content: str | bytes) -> Any:
-    """A JSON value. Raises ValueError, with a reason in one line, for anything else."""
+    """Parse a JSON value. Raises ValueError, with a reason in one line, for anything else."""
     try:
         value = json.loads(content)
     except RecursionError:
@@ -31,7 +31,7 @@ def read_json(
     remedy: str = "download it again",
     instead: str = "give the folder of a whole model",
 ) -> dict[str, Any]:
-    """The object in a file. Raises SpeqError, naming the file, where there is none.
+    """Read the object in a file. Raises SpeqError, naming the file, if there is none.
 
     remedy   what to do about a damaged file
     instead  what to do about one that cannot be read

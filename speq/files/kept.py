@@ -1,7 +1,7 @@
-"""What runs keep unasked, in the cache folder and beside models: listed, removed, held to a limit.
+"""Cached files of runs, in the cache folder and beside models: listing, removal, and a size limit.
 
-The cache folder itself holds copies of experts, drafts of models whose folder cannot be written,
-profiles, counts of experts and digests. limit.json in it says how many bytes it may hold.
+The cache folder has copies of experts, drafts of models whose folder cannot be written, profiles,
+expert counts and digests. limit.json in it has its limit in bytes.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.files.alone import Taken, alone_in
+from speq.files.alone import FolderTaken, lock_folder
 from speq.files.atomic_file import PARTIAL_NAME, write_whole
 from speq.files.cache_folder import (
     BESIDE,
@@ -29,24 +29,25 @@ from speq.files.json_file import read_json
 from speq.files.safetensors_file import SafetensorsFile
 
 LIMIT_FILE = "limit.json"
-# A copy says in it which model it is of.
+# File of a copy that names its model.
 COPY_SOURCE = "source.json"
 NAMED = {
     **{COPIES: "packed copy", DRAFTS: "draft", PROFILES: "profile"},
     **{COUNTS: "expert counts", DIGESTS: "digests"},
 }
-# What runs write beside a model; heads and quantised drafts there were asked for.
+# Files that runs write beside a model on their own; heads and quantised drafts there were
+# requested.
 BESIDE_A_MODEL = {DRAFTS: "draft-int4-rtn-*.safetensors", COUNTS: "expert-counts-*.json"}
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """One thing that is kept: a file, or the folder of a copy.
+class CachedItem:
+    """A cached item: a file, or the folder of a copy.
 
-    kind       as in NAMED
-    model      folder of the model that it is of; None: it does not say
-    last_read  seconds since 1970, of what was read or written last
-    beside     whether it lies in the model's folder, where the limit does not count it
+    kind       see NAMED
+    model      folder of its model; None: unknown
+    last_read  time of the last read or write, in seconds since 1970
+    beside     whether it is in the model's folder, where the limit does not apply
     """
 
     kind: str
@@ -61,17 +62,17 @@ class Kept:
         return files_in(self.path)
 
     def is_of(self, model: str) -> bool:
-        """Whether it is of this model: a folder, which may be gone, or a hub id."""
+        """True if it is of this model: a folder, which may be gone, or a hub id."""
         if self.model is None:
             return False
         repository = "models--" + model.partition("@")[0].replace("/", "--")
         return self.model == os.path.realpath(model) or repository in Path(self.model).parts
 
 
-def kept_things(models: Iterable[Path] = ()) -> list[Kept]:
-    """All that is kept in the cache folder, beside the models that it names, and beside others.
+def cached_items(models: Iterable[Path] = ()) -> list[CachedItem]:
+    """List cached items in the cache folder, beside the models that it names, and beside others.
 
-    models  folders of those others
+    models  folders of the others
     """
     given = [os.path.realpath(model) for model in models]
     found = list(in_cache({print_: model for model in given for print_ in fingerprints(model)}))
@@ -79,12 +80,12 @@ def kept_things(models: Iterable[Path] = ()) -> list[Kept]:
     for model in sorted(named):
         for kind, pattern in BESIDE_A_MODEL.items():
             for path in sorted((Path(model) / BESIDE).glob(pattern)):
-                found += thing_at(kind, path, model, beside=True)
+                found += item_at(kind, path, model, beside=True)
     return found
 
 
-def in_cache(models: dict[str, str] | None = None) -> Iterator[Kept]:
-    """What is kept in the cache folder. models: folders of models, by their fingerprints"""
+def in_cache(models: dict[str, str] | None = None) -> Iterator[CachedItem]:
+    """Yield items in the cache folder. models: folders of models by fingerprint."""
     known = dict(models or {})
     for kind in NAMED:
         folder = cache_folder(kind)
@@ -92,18 +93,18 @@ def in_cache(models: dict[str, str] | None = None) -> Iterator[Kept]:
             continue
         for path in sorted(folder.iterdir()):
             if PARTIAL_NAME.fullmatch(path.name):
-                continue  # another process writes it, or goes on with it
+                continue  # another process is writing it
             content = content_of(kind, path)
             model = content.get("model")
             if kind == COPIES and model is not None:
                 known[str(content.get("fingerprint"))] = model
-            if kind == PROFILES:  # which name fingerprints
+            if kind == PROFILES:  # profiles name fingerprints
                 model = known.get(str(content.get("key", {}).get("model")))
-            yield from thing_at(kind, path, model if isinstance(model, str) else None)
+            yield from item_at(kind, path, model if isinstance(model, str) else None)
 
 
 def content_of(kind: str, path: Path) -> dict[str, Any]:
-    """What a thing says of itself; nothing where it is damaged."""
+    """Read the description in an item; empty if it is damaged."""
     with suppress(SpeqError):
         if kind == DRAFTS:
             with SafetensorsFile(path) as file:
@@ -113,50 +114,52 @@ def content_of(kind: str, path: Path) -> dict[str, Any]:
 
 
 def fingerprints(model: str) -> Iterator[str]:
-    """Of a model's folder: one, or none where it cannot be opened."""
+    """Yield the fingerprint of a model's folder; nothing if it cannot be opened."""
     with suppress(SpeqError, OSError), closing(Checkpoint(Path(model))) as checkpoint:
         yield checkpoint.fingerprint()
 
 
-def thing_at(kind: str, path: Path, model: str | None, beside: bool = False) -> Iterator[Kept]:
-    """What lies at a path; nothing where it has gone."""
+def item_at(kind: str, path: Path, model: str | None, beside: bool = False) -> Iterator[CachedItem]:
+    """Yield the item at a path; nothing if it is gone."""
     with suppress(OSError):
         stats = [each.stat() for each in files_in(path)]
         read = [max(each.st_mtime, 0 if kind == COPIES else each.st_atime) for each in stats]
         nbytes = sum(each.st_size for each in stats)
-        yield Kept(NAMED[kind], path, model, nbytes, max(read, default=0.0), beside)
+        yield CachedItem(NAMED[kind], path, model, nbytes, max(read, default=0.0), beside)
 
 
 def files_in(path: Path) -> list[Path]:
-    """A file itself, or the files of a folder: what makes a whole of it first, to go first."""
+    """List a file, or the files of a folder, the one that marks it complete first, to be removed
+    first.
+    """
     if path.is_symlink() or not path.is_dir():
         return [path]
     return sorted(path.iterdir(), key=lambda each: (each.name != EXPERTS_MANIFEST, each.name))
 
 
-def remove(thing: Kept) -> None:
-    """Whoever reads it goes on with what is open. Raises Taken where a run writes it, OSError where
-    it cannot be removed.
+def remove(thing: CachedItem) -> None:
+    """Remove an item. Readers continue with their open files. Raises Taken if a run is writing it,
+    OSError if it cannot be removed.
     """
     if thing.files == [thing.path]:
         thing.path.unlink(missing_ok=True)
         return
-    with alone_in(thing.path, f"a run writes to {thing.path}; end it, and try again"):
+    with lock_folder(thing.path, f"a run writes to {thing.path}; end it, and try again"):
         for each in thing.files:
             each.unlink(missing_ok=True)
         thing.path.rmdir()
 
 
 def remove_others(folder: Path, model: str) -> None:
-    """Remove copies of what a model's folder held before; `folder` is that of what it holds now."""
+    """Remove copies of a model folder's earlier contents; `folder` is the present copy."""
     for each in in_cache():
         if each.kind == NAMED[COPIES] and each.model == model and each.path != folder:
-            with suppress(Taken, OSError):
+            with suppress(FolderTaken, OSError):
                 remove(each)
 
 
 def limit_bytes() -> int | None:
-    """What the cache folder may hold; None: as much as the disk does."""
+    """Limit of the cache folder in bytes; None: no limit."""
     folder = cache_folder()
     if folder is None or not (folder / LIMIT_FILE).exists():
         return None
@@ -168,7 +171,7 @@ def limit_bytes() -> int | None:
 
 
 def set_limit(nbytes: int | None) -> None:
-    """Hold the cache folder to so many bytes from now on; None: to none. Raises SpeqError."""
+    """Set the limit of the cache folder; None: no limit. Raises SpeqError."""
     folder = cache_folder()
     if folder is None:
         raise SpeqError("there is no home folder, and so no cache folder; set HOME")
@@ -183,10 +186,10 @@ def set_limit(nbytes: int | None) -> None:
 
 
 def keep_within(limit: int, needed: int = 0, but: Path | None = None) -> bool:
-    """Remove what was read least recently until the cache folder holds `limit` bytes, `needed` more
-    ones included; whether that is possible.
+    """Remove the least recently read items until the cache folder, with `needed` more bytes, is
+    within `limit`. Return False if that is impossible.
 
-    but  stays. Where no removal makes room enough, all stays
+    but  is never removed. If no removal makes enough room, nothing is removed
     """
     things = sorted(in_cache(), key=lambda each: each.last_read)
     total = needed + sum(each.nbytes for each in things)
@@ -196,7 +199,7 @@ def keep_within(limit: int, needed: int = 0, but: Path | None = None) -> bool:
     for each in others:
         if total <= limit:
             break
-        with suppress(Taken, OSError):
+        with suppress(FolderTaken, OSError):
             remove(each)
             total -= each.nbytes
     return total <= limit

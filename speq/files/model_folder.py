@@ -1,13 +1,13 @@
-"""What folders hold that people point at and that are no model which is read here."""
+"""Recognition of folders that are not a readable model."""
 
 import os
 from fnmatch import fnmatch
 from pathlib import Path
 
 CONVERT = "download the model's safetensors, or convert it to those (transformers: save_pretrained)"
-# Where huggingface_hub keeps what it has not finished of a download to a folder.
+# Where huggingface_hub keeps unfinished downloads to a folder.
 HUB_DOWNLOADS = Path(".cache", "huggingface", "download")
-# Patterns of names, what files of such names are, and what to do; the first that is there counts.
+# File name patterns, what such files are, and what to do; the first match counts.
 KINDS = (
     (
         ("*.incomplete", "*.part", "*.partial", "*.crdownload", "*.aria2"),
@@ -28,8 +28,10 @@ KINDS = (
 )
 
 
-def found_instead(folder: Path) -> tuple[str, str] | None:
-    """What a folder holds in the place of a model, and what to do about it; None: nothing known."""
+def recognise(folder: Path) -> tuple[str, str] | None:
+    """Recognise what a folder has in place of a model, and what to do about it; None: nothing
+    known.
+    """
     names = sorted(os.listdir(folder))
     if os.path.isdir(folder / HUB_DOWNLOADS):
         names += [str(HUB_DOWNLOADS / name) for name in sorted(os.listdir(folder / HUB_DOWNLOADS))]

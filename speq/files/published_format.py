@@ -1,4 +1,4 @@
-"""What a checkpoint's weights are published as, by its files: words, or codes with scales."""
+"""Published format of a checkpoint's weights: plain weights, or codes with scales."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from speq.files.json_file import read_json
 WORDS = "words"
 FP8 = "fp8"
 MXFP4 = "mxfp4"
-# Formats of fewer bits than words have. Each has a codec of the same name.
+# Quantized formats. Each has a codec of the same name.
 FORMATS = (FP8, MXFP4)
 
-# What a run of each means by exact. Publishers' own kernels are no reference: they differ.
+# Meaning of exact for each format. Publishers' own kernels are no reference: they differ.
 MEANINGS = {
     FP8: "weights are bfloat16 words, each the FP8 code times its block's scale, rounded once; "
     "activations are not quantised",
@@ -23,9 +23,9 @@ MEANINGS = {
 }
 
 FP8_DTYPE = torch.float8_e4m3fn
-# The scales of a tensor of FP8 codes lie under its name with this behind it.
+# Suffix of the scales of a tensor of FP8 codes.
 SCALES = "_scale_inv"
-# Codes of MXFP4 and their scales, behind the name that words would have.
+# Suffixes of MXFP4 codes and their scales, after the name of the plain weights.
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 MXFP4_DTYPE, MXFP4_BLOCK, MXFP4_BLOCK_BYTES = torch.uint8, 32, 16
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
@@ -34,19 +34,19 @@ E4M3_NAMES = (None, "e4m3", "float8_e4m3fn")
 ORIGINAL = "give the original 16- or 32-bit checkpoint, whose output is the one to reproduce"
 
 
-# Where quantisers say what they did, some of them there alone: ModelOpt, AutoGPTQ, AutoAWQ.
+# Quantisers' own config files, for some the only ones: ModelOpt, AutoGPTQ, AutoAWQ.
 QUANTISERS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-# Fields of a config.json that say so: transformers', and those of compressed-tensors and MLX.
+# Fields of a config.json for quantization: those of transformers, compressed-tensors and MLX.
 QUANTISED_FIELDS = ("quantization_config", "compression_config", "quantization")
-# Fields of these that name a format, or how many bits a code has; the first that is there counts.
+# Fields of these that name a format or the bits of a code; the first match counts.
 NAMING_FIELDS = ("quant_method", "quant_algo", "quant_type", "bits", "w_bit")
 
 
 def format_of(config: dict[str, Any], where: Path) -> str:
-    """WORDS, or one of FORMATS. Raises SpeqError, naming it, for what is not read, and where two
-    places name two.
+    """Determine the format: WORDS, or one of FORMATS. Raises SpeqError for an unsupported one, and
+    if two places name different ones.
 
-    config  a config.json; where: the folder it lies in, whose other files may name a format too
+    config  a config.json; where: its folder, whose other files may also name a format
     """
     named = {
         field if part is config else f"text_config.{field}": _format_of(part[field], field, where)
@@ -70,8 +70,8 @@ def format_of(config: dict[str, Any], where: Path) -> str:
 
 
 def _quantiser(path: Path) -> str | None:
-    """The format that a quantiser's file names; None without the file, or where it quantised no
-    weights.
+    """Read the format that a quantiser's file names; None without the file, or if no weights are
+    quantised.
     """
     if not path.exists():
         return None
@@ -79,7 +79,7 @@ def _quantiser(path: Path) -> str | None:
     inner = settings.get("quantization")
     settings = inner if isinstance(inner, dict) else settings
     if "quant_algo" in settings and settings["quant_algo"] is None:
-        return None  # of the KV cache alone
+        return None  # only the KV cache is quantised
     return _method(settings) or path.stem
 
 
@@ -92,7 +92,7 @@ def _method(settings: dict[str, Any]) -> str | None:
 
 
 def _format_of(settings: Any, field: str, where: Path) -> str:
-    """As `format_of`, of what one field says."""
+    """Determine the format by one field, otherwise as `format_of`."""
     if not isinstance(settings, dict):
         raise SpeqError(f"{where} is quantised ({settings}); {ORIGINAL}")
     method = _method(settings)
@@ -115,14 +115,14 @@ def _format_of(settings: Any, field: str, where: Path) -> str:
 
 
 def words_name(name: str) -> str:
-    """The name that a tensor of codes, or of scales, would have as words."""
+    """Name of the plain weights for a tensor of codes or scales."""
     for ending in (SCALES, BLOCKS, BLOCK_SCALES):
         name = name.removesuffix(ending)
     return name
 
 
 def scales_name(name: str) -> str:
-    """The name of the scales of a tensor of codes."""
+    """Name of the scales of a tensor of codes."""
     if name.endswith(BLOCKS):
         return name.removesuffix(BLOCKS) + BLOCK_SCALES
     return name + SCALES

@@ -1,7 +1,7 @@
-"""A file read by byte ranges, neither mapped into memory nor left in the page cache.
+"""A file read by byte ranges, neither mapped nor left in the page cache.
 
-What is read again and again, experts, goes past the page cache (`O_DIRECT`): a cache that no budget
-knows of would hold memory that was promised to others, and would make every measurement a lie.
+Experts, which are read again and again, bypass the page cache (`O_DIRECT`): a cache outside the
+budget would take memory that others need, and would falsify every measurement.
 """
 
 import ctypes
@@ -18,27 +18,27 @@ import torch
 from torch import Tensor
 
 from speq.errors import Broken, SpeqError
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.regular_file import check_regular
 
 logger = logging.getLogger("speq")
 
 SAMPLE_BYTES = 4096
-# For the blocks at a range's ends: one before it, and behind it one more than its last.
+# Bytes for the blocks at a range's ends: one before it, and two after it.
 ENDS_BYTES = 3 * ALIGNMENT
 WHOLE_FILE = "put the whole file there: download the model again, or pack it again"
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 CPU tensor, which must outlive the view."""
+    """View the bytes of a contiguous uint8 CPU tensor, which must outlive the view."""
     if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or not tensor.is_cpu:
         raise Broken(f"bytes are asked for of a tensor of {tensor.dtype} on {tensor.device}")
-    # Not tensor.numpy(), which would for ever keep the storage from being given back.
+    # Not tensor.numpy(), which would keep the storage alive for ever.
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def behind(views: list[memoryview], start: int) -> list[memoryview]:
-    """What follows the first `start` bytes of some views, one behind the other."""
+def drop_bytes(views: list[memoryview], start: int) -> list[memoryview]:
+    """Drop the first `start` bytes of consecutive views."""
     rest = []
     for view in views:
         if len(view) > start:
@@ -48,8 +48,8 @@ def behind(views: list[memoryview], start: int) -> list[memoryview]:
 
 
 @cache
-def say_buffered(folder: Path) -> None:
-    """Once for each folder, which holds all of a model's files."""
+def warn_buffered(folder: Path) -> None:
+    """Warn that files are read through the page cache, once per folder."""
     logger.warning(
         "the file system of %s has no reads past the page cache: files are read through it, which "
         "is slower, and their pages are dropped afterwards",
@@ -58,9 +58,9 @@ def say_buffered(folder: Path) -> None:
 
 
 class RangeFile:
-    """An open file: its `size`, and reads of byte ranges, from any thread.
+    """An open file: its `size`, and thread-safe reads of byte ranges.
 
-    Raises SpeqError, naming the file, where it is missing, unreadable or not regular.
+    Raises SpeqError, naming the file, if it is missing, unreadable or not regular.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,14 +83,14 @@ class RangeFile:
             raise
 
     def _open_direct(self) -> int:
-        """A descriptor for reads past the page cache, or -1 where there are none.
+        """Open a descriptor for direct reads; -1 if they are not supported.
 
-        Some file systems refuse the flag, others only the first read. What disks ask of addresses
-        differs: few bytes (NVMe), a sector (most virtual ones), or a block.
+        Some file systems refuse the flag, others only the first read. Disks need addresses aligned
+        to a few bytes (NVMe), a sector (most virtual ones), or a block.
         """
         if not hasattr(os, "O_DIRECT"):
             return -1
-        descriptor, blocks = -1, aligned_bytes(2, ALIGNMENT).view(-1)
+        descriptor, blocks = -1, allocate_aligned(2, ALIGNMENT).view(-1)
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
             for alignment in (ALIGNMENT, 512, 8):
@@ -108,7 +108,7 @@ class RangeFile:
         return descriptor
 
     def _check(self) -> None:
-        """Read what must be known of the file before it is trusted."""
+        """Check the file before it is used."""
 
     def __enter__(self) -> Self:
         return self
@@ -132,41 +132,43 @@ class RangeFile:
                 os.close(descriptor)
 
     def read_into(self, offset: int, out: Tensor) -> None:
-        """Fill `out`, a contiguous uint8 CPU tensor, through the page cache; drop the pages."""
+        """Read into `out`, a contiguous uint8 CPU tensor, through the page cache; then drop the
+        pages.
+        """
         self._fill(self._fd, offset, [bytes_of(out)], out.nbytes)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
 
     def read_aligned(self, offset: int, nbytes: int, out: Tensor) -> int:
-        """Fill the first `nbytes` of `out`, past the page cache; return bytes read.
+        """Read the first `nbytes` of `out` directly. Return the bytes read.
 
         offset, and the address and length of `out`, a contiguous uint8 CPU tensor, are multiples of
-        ALIGNMENT. What `out` holds behind nbytes afterwards is undefined.
+        ALIGNMENT. Bytes of `out` after nbytes are undefined.
         """
-        if offset % ALIGNMENT or out.data_ptr() % ALIGNMENT or out.nbytes < aligned(nbytes):
+        if offset % ALIGNMENT or out.data_ptr() % ALIGNMENT or out.nbytes < align(nbytes):
             raise Broken(f"{nbytes} bytes at {offset} of {self.path} are to be read out of line")
         if self._direct_fd < 0:
             return self._read_buffered(offset, out[:nbytes])
-        return self._fill(self._direct_fd, offset, [bytes_of(out)[: aligned(nbytes)]], nbytes)
+        return self._fill(self._direct_fd, offset, [bytes_of(out)[: align(nbytes)]], nbytes)
 
     def read_scattered(self, offset: int, out: Tensor, ends: Tensor) -> int:
-        """Fill `out`, which lies anywhere, past the page cache; return bytes read.
+        """Read into unaligned `out` directly. Return the bytes read.
 
-        Blocks that lie wholly inside the range are read to where they belong, or as near as the
-        disk can write, and moved there; the others, at both ends, go through `ends`, ENDS_BYTES of
-        aligned memory. They are shared with the neighbours: more is read than `out` takes.
+        Blocks inside the range are read in place, or as close as alignment allows, and then moved.
+        The blocks at both ends go through `ends`, ENDS_BYTES of aligned memory. They include
+        neighbouring bytes, so more is read than `out` takes.
         """
         if self._direct_fd < 0:
             return self._read_buffered(offset, out)
         end = offset + out.nbytes
-        first = min(aligned(offset), end)
+        first = min(align(offset), end)
         place = out.data_ptr() + first - offset
         shift = -place % self._address_alignment
-        # What is read may not reach behind `out`, whose neighbours are not ours.
+        # Reads must not reach past `out`: the memory after it is not ours.
         inside = max(end - first - shift, 0) // ALIGNMENT * ALIGNMENT
         before = -(-(first - offset) // ALIGNMENT) * ALIGNMENT
         start = offset // ALIGNMENT * ALIGNMENT
-        after = aligned(end) - (start + before + inside)
+        after = align(end) - (start + before + inside)
         sides = bytes_of(ends)
         views = [
             sides[:before],
@@ -174,8 +176,8 @@ class RangeFile:
             sides[before : before + after],
         ]
         read_bytes = self._fill(self._direct_fd, start, [v for v in views if v], end - start)
-        # Not torch's copy, which would start threads of its own beside the one that reads, nor a
-        # memoryview's, which would hold Python's lock while it lasts.
+        # Not torch's copy, which would start threads beside the reading one, nor a memoryview's,
+        # which would hold the GIL.
         if shift:
             ctypes.memmove(place, place + shift, inside)
         ctypes.memmove(out.data_ptr(), ends.data_ptr() + offset - start, first - offset)
@@ -183,16 +185,16 @@ class RangeFile:
         return read_bytes
 
     def _read_buffered(self, offset: int, out: Tensor) -> int:
-        say_buffered(self.path.parent)
+        warn_buffered(self.path.parent)
         self.read_into(offset, out)
         return out.nbytes
 
     def _fill(self, descriptor: int, offset: int, views: list[memoryview], wanted: int) -> int:
-        """Read into one view after the other until they hold `wanted` bytes or more."""
+        """Read into one view after another until they have at least `wanted` bytes."""
         done = start = 0
         while done < wanted:
             try:
-                count = os.preadv(descriptor, behind(views, start), offset + start)
+                count = os.preadv(descriptor, drop_bytes(views, start), offset + start)
             except OSError as error:
                 raise SpeqError(
                     f"reading {wanted} bytes at {offset} of {self.path} failed: {error.strerror}; "
@@ -204,14 +206,14 @@ class RangeFile:
                     f"{self.size} bytes when it was opened: {WHOLE_FILE}"
                 )
             done = start + count
-            # A direct read goes on at a block's start: the last one is read again if it was cut.
+            # A direct read continues at a block's start: a partial block is read again.
             start = done if descriptor == self._fd else done - done % ALIGNMENT
         return done
 
     def stamp(self) -> list[str | int]:
-        """What changes when the file is written, touched, replaced or moved: its real path, inode,
-        size and times (ns) of its last change. Of the file that is open, whatever its name leads to
-        by now.
+        """Stamp that changes when the file is written, touched, replaced or moved: its real path,
+        inode, size and times (ns) of the last change. It describes the open file, whatever its name
+        now leads to.
         """
         at = os.fstat(self._fd)
         real = os.path.realpath(self.path)

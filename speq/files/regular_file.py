@@ -1,4 +1,4 @@
-"""Files that may be opened without a wait: regular ones, and links to them."""
+"""Checks for files that open without blocking: regular ones, and links to them."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ KINDS = (
 )
 
 
-# What stands in the place of a file that is not there, by what it begins with; and what to do.
+# Placeholders in place of a file, by their first bytes, and what to do.
 PAGE = (
     "a page of HTML, such as a site shows in its place",
     "download it by the address of the file itself, logged in where the model asks for that",
@@ -35,7 +35,7 @@ STAND_INS = (
 def check_regular(path: Path, remedy: str = "put the file itself there") -> None:
     """Raise SpeqError for a pipe, a socket or a device, whose opening or reading might never end.
 
-    A folder passes, for opening it fails with a reason. Raises OSError where nothing is there.
+    A folder passes, since opening it fails with a reason. Raises OSError if nothing is there.
     """
     mode = os.stat(path).st_mode
     for is_kind, name in KINDS:
@@ -44,7 +44,7 @@ def check_regular(path: Path, remedy: str = "put the file itself there") -> None
 
 
 def check_own(path: Path, beginning: bytes) -> None:
-    """Raise SpeqError where a file begins as something that stands in its place."""
+    """Raise SpeqError if a file is a placeholder by its first bytes."""
     text = beginning[:80].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     for known, what, remedy in STAND_INS:
         if text.startswith(known):
@@ -60,7 +60,7 @@ def check_link(path: Path) -> None:
 
 
 def read_bytes(path: Path, remedy: str, max_bytes: int | None = None) -> bytes:
-    """All bytes of a regular file. Raises SpeqError, which ends with `remedy`, otherwise."""
+    """Read all bytes of a regular file. Raises SpeqError that ends with `remedy` otherwise."""
     try:
         check_regular(path, remedy)
         with path.open("rb") as file:
@@ -74,13 +74,13 @@ def read_bytes(path: Path, remedy: str, max_bytes: int | None = None) -> bytes:
     except (OSError, ValueError) as error:
         if isinstance(error, SpeqError):
             raise
-        # A ValueError is of a path that no file can have.
+        # A ValueError means an impossible path.
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SpeqError(f"{path} cannot be read: {reason}; {remedy}") from error
 
 
 def read_text(path: Path, remedy: str, max_bytes: int | None = None) -> str:
-    """The text of a regular file in UTF-8. Raises SpeqError, which ends with `remedy`."""
+    """Read a regular UTF-8 file. Raises SpeqError that ends with `remedy` otherwise."""
     try:
         return read_bytes(path, remedy, max_bytes).decode()
     except UnicodeDecodeError as error:
@@ -88,11 +88,12 @@ def read_text(path: Path, remedy: str, max_bytes: int | None = None) -> str:
 
 
 def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:
-    """Refuse what a library would hang or choke on when it reads a model folder by itself.
+    """Raise SpeqError for files on which a library that reads the folder would hang or exhaust
+    memory.
 
-    max_bytes  the largest size of files, by pattern of their names; others are not looked at
+    max_bytes  largest size of files, by name pattern; others are not checked
 
-    Raises SpeqError for a file that is not regular or is larger than its pattern allows.
+    A file must be regular and no larger than its pattern allows.
     """
     for name in sorted(os.listdir(folder)):
         limits = [limit for pattern, limit in max_bytes.items() if fnmatch(name, pattern)]

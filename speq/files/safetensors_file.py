@@ -1,9 +1,9 @@
-"""One safetensors file, read by ranges. Its header is checked before anything trusts it.
+"""One safetensors file, read by ranges. Its header is checked before it is used.
 
 Format: https://huggingface.co/docs/safetensors#format. A little-endian uint64 gives the length of a
-JSON header, which gives each tensor's dtype, shape and byte range in the data that follows.
-Ranges are read with `pread`, and the pages are dropped again, so that a file is neither mapped into
-memory nor quietly cached by the operating system.
+JSON header, which gives each tensor's dtype, shape and byte range in the data that follows. Ranges
+are read with `pread`, and the pages are dropped again, so a file is neither mapped nor cached by
+the operating system.
 """
 
 import json
@@ -43,7 +43,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies. offset counts from the start of the file."""
+    """Dtype, shape and place of a tensor. offset counts from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,10 +54,10 @@ class TensorInfo:
 class SafetensorsFile(RangeFile):
     """An open file: `tensors` by name, `metadata`, and `read_into` for byte ranges.
 
-    called  what to call a tensor, by its name on disk; None: as it is called there
-    stored  names on disk, by those of `tensors`
+    called  maps a tensor's name on disk to its name here; None: the same
+    stored  names on disk, by the names of `tensors`
 
-    Raises SpeqError, naming the file, where it is missing, unreadable, truncated or inconsistent.
+    Raises SpeqError, naming the file, if it is missing, unreadable, truncated or inconsistent.
     """
 
     def __init__(self, path: Path, called: Callable[[str], str] | None = None) -> None:
@@ -76,7 +76,7 @@ class SafetensorsFile(RangeFile):
             raise SpeqError(f"{self.path} holds tensor {twice} under two names; download it again")
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the file, read into memory."""
+        """Read a tensor of the file into memory."""
         info = self.tensors[name]
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         self.read_into(info.offset, data)
@@ -138,7 +138,7 @@ class SafetensorsFile(RangeFile):
         return TensorInfo(dtype, tuple(shape), start + begin, nbytes)
 
     def _check_ranges(self, tensors: dict[str, TensorInfo], start: int) -> None:
-        """The format allows neither overlaps nor gaps: either would be some other tensor's data."""
+        """Check for overlaps and gaps, which the format does not allow."""
         at = start
         in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
         for name, info in in_order:
@@ -160,7 +160,7 @@ class SafetensorsFile(RangeFile):
 def header_of(
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
 ) -> bytes:
-    """What a file begins with whose tensors follow in the order of `entries`, without gaps."""
+    """Build the header of a file whose tensors follow in the order of `entries`, without gaps."""
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, (dtype, shape) in entries.items():
@@ -177,5 +177,5 @@ def header_of(
 
 
 def _sizes(value: Any) -> TypeGuard[list[int]]:
-    """Whether a JSON value is a list of whole numbers that are not negative."""
+    """True if a JSON value is a list of whole numbers that are not negative."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)

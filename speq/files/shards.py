@@ -1,4 +1,4 @@
-"""The safetensors files of a folder, and which of them holds which tensor."""
+"""The safetensors files of a folder, and the file of each tensor."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from speq.errors import SpeqError
 from speq.files.json_file import read_json
-from speq.files.model_folder import found_instead
+from speq.files.model_folder import recognise
 from speq.files.regular_file import check_link
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 
@@ -16,13 +16,13 @@ SINGLE = "model.safetensors"
 
 
 class Shards:
-    """Open files by name, and tensors by name with the file that holds each.
+    """Open files by name, and tensors by name with their file.
 
-    index, single  how the folder's index and its only file are called; where there are both, the
-                   single file counts, as it does for transformers
-    called         what to call a tensor, by its name on disk; None: as it is called there
+    index, single  names of the folder's index and of its only file; if both exist, the single file
+                   counts, as in transformers
+    called         maps a tensor's name on disk to its name here; None: the same
 
-    Raises SpeqError where a file is missing, damaged or not what the index says.
+    Raises SpeqError if a file is missing, damaged or does not match the index.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Shards:
         if (self.path / index).exists() and not (self.path / single).is_file():
             return self._present(index)
         if not (self.path / single).exists():
-            found = found_instead(self.path)
+            found = recognise(self.path)
             what, remedy = found or ("", "download or convert the model to those")
             raise SpeqError(
                 f"{self.path} holds neither {single} nor {index}{', but ' if what else ''}{what}; "
@@ -78,8 +78,8 @@ class Shards:
         return dict.fromkeys(self.files[single].stored.values(), single)
 
     def _present(self, index: str) -> dict[str, str]:
-        """What an index says, once all files that it names are known to be present."""
-        names = named_by(self.path / index)
+        """Read an index, and check that all its files are present."""
+        names = read_weight_map(self.path / index)
         self.has_metadata = isinstance(read_json(self.path / index).get("metadata"), dict)
         for file_name in sorted(set(names.values())):
             check_link(self.path / file_name)
@@ -90,11 +90,11 @@ class Shards:
         return names
 
     def fingerprint(self, more: bytes = b"") -> str:
-        """A digest of every file's header and size, of 64 blocks of 4 KiB spread over it, and of
-        what else is given.
+        """Digest of every file's header and size, of 64 blocks of 4 KiB spread over it, and of
+        `more`.
 
-        Reading 100 GB to hash them would take minutes at every start; headers and samples change
-        with any retraining.
+        Hashing 100 GB would take minutes at every start; headers and samples change with any
+        retraining.
         """
         digest = hashlib.sha256()
         for name, file in sorted(self.files.items()):
@@ -110,9 +110,9 @@ class Shards:
             file.close()
 
 
-def named_by(index: Path) -> dict[str, str]:
-    """Which file holds each tensor, as an index says. Raises SpeqError unless it names files of its
-    folder only.
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Read the file of each tensor from an index. Raises SpeqError unless it names only files of
+    its folder.
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:

@@ -1,4 +1,4 @@
-"""Where the model of text lies in a checkpoint of text and of something else, such as pictures."""
+"""The text model's part of a multimodal checkpoint."""
 
 import re
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any
 
 from speq.errors import SpeqError
 
-# What the names of a model of text begin with, but for its head.
+# Prefix of a text model's tensors, except its head.
 MODEL = "model."
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
-    """How a family's checkpoints of several parts hold the one of text.
+class TextModelPart:
+    """Place of the text model in a family's multimodal checkpoints.
 
-    model_type  of that part's own configuration, which may also stand alone in config.json
-    prefix      what its tensors' names begin with there, in place of MODEL
-    beside      what names of other parts' tensors begin with
-    field       of config.json, that has its configuration
+    model_type  of the text model's own configuration, which may also be alone in config.json
+    prefix      prefix of its tensors on disk, in place of MODEL
+    beside      prefixes of other parts' tensors
+    field       field of config.json with its configuration
     """
 
     model_type: str
@@ -27,9 +27,9 @@ class TextPart:
     field: str = "text_config"
 
     def config(self, config: dict[str, Any], where: Path) -> dict[str, Any]:
-        """What a config.json says of the part of text; all of it, where there is no other part.
+        """Configuration of the text model in a config.json; the whole, if there is no other part.
 
-        Raises SpeqError where it says nothing of it.
+        Raises SpeqError if there is none.
         """
         if config.get("model_type") == self.model_type:
             return config
@@ -37,24 +37,24 @@ class TextPart:
         if not isinstance(found, dict):
             raise SpeqError(
                 f"{where / 'config.json'} has {self.field} {found!r:.40}; it must describe the "
-                "part of the model that is of text: download it again"
+                "text model: download it again"
             )
         return found
 
     @property
     def renaming(self) -> dict[str, str]:
-        """What `called` does, as transformers' loader takes it: a pattern, and what it gives."""
+        """Renaming of `called` in the form of transformers' loader: pattern and replacement."""
         return {f"^{re.escape(self.prefix)}": MODEL}
 
     def called(self, stored: str) -> str:
-        """What the model of text calls a tensor, by its name on disk."""
+        """Map a tensor's name on disk to its name in the text model."""
         return MODEL + stored[len(self.prefix) :] if stored.startswith(self.prefix) else stored
 
     def stored(self, name: str) -> str:
-        """The name on disk of a tensor of the model of text, where there are other parts."""
+        """Map a tensor's name in the text model to its name on disk."""
         of_text = name.startswith(MODEL) and not self.is_beside(name)
         return self.prefix + name[len(MODEL) :] if of_text else name
 
     def is_beside(self, name: str) -> bool:
-        """Whether a tensor is of another part."""
+        """True if a tensor is of another part."""
         return name.startswith(self.beside)

@@ -1,7 +1,7 @@
-"""The seam: what a head is to those who draft with it and to those who plan for it.
+"""Protocols of draft heads, for drafting with a head and for planning its memory.
 
-A head makes entries out of a text that it hears, one for each token whose features are known, and
-says of each entry what follows. `HeadContext` keeps the entries, the drafter chooses.
+A head computes KV for each token whose features are known, and predicts what follows it.
+`HeadContext` keeps the KV; the drafter chooses tokens.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from speq.routing import Route
 
 
 class HeadSizes(Protocol):
-    """What memory is planned by.
+    """Sizes of a head, for planning memory.
 
-    tapped  layers of the exact model whose inputs are the head's features, in rising order; none:
-            its features are last hidden states
-    window  entries that a row looks back, its own included; None: all the way
+    captured_layers  layers of the exact model whose inputs are the head's features, in rising
+                     order; none: its features are last hidden states
+    window           tokens that a row looks back, its own included; None: no limit
     """
 
     @property
@@ -38,49 +38,47 @@ class HeadSizes(Protocol):
     def kv_elements_per_token(self) -> int: ...
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each tensor that is held, computing in `dtype`."""
+        """Bytes of each tensor, computing in `dtype`."""
 
     def nbytes(self, dtype: torch.dtype) -> int: ...
 
     def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
-        """An upper estimate of what a pass over so many rows takes, and of what one row says of
-        every token.
-        """
+        """Upper estimate of the memory of a pass over `rows` rows, and of one row's logits."""
 
     def features_bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """What a pass of the exact model over so many rows keeps for the head."""
+        """Bytes of features that a pass of the exact model over `rows` rows keeps for the head."""
 
 
 class HeadState(Protocol):
-    """What a head makes of rows.
+    """Output of a head for some rows.
 
-    feature  [T, H], in the place of the features of the next tokens
+    feature  [T, H], used in place of the next tokens' features
     """
 
     @property
     def feature(self) -> Tensor: ...
 
     def row(self, at: int) -> "HeadState":
-        """One row of [T, ...], as [1, ...]."""
+        """Select one row of [T, ...] as [1, ...]."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureState:
-    """All that many heads make of rows: feature [T, H], mostly in front of their last norm."""
+    """Output of most heads: feature [T, H], usually before their last norm."""
 
     feature: Tensor
 
     def row(self, at: int) -> "FeatureState":
-        """One row, as [1, H]."""
+        """Select one row as [1, H]."""
         return FeatureState(self.feature[at:][:1])
 
 
 class VisibleKV:
-    """The entries that the rows of a pass see, their own among them.
+    """KV that the rows of a pass see, their own included.
 
-    layer   where entries lie; those of the rows go behind its length
-    mask    [1, 1, T, E] bool of T rows, true where seen; None: all that `slices` say
-    slices  the entries that one row sees; None: all
+    layer   storage of KV; that of the rows is written after its length
+    mask    [1, 1, T, E] bool of T rows, true where seen; None: all of `slices`
+    slices  parts of the KV that one row sees; None: all
     """
 
     def __init__(
@@ -91,9 +89,9 @@ class VisibleKV:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int | None = None, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Write the entries of rows [1, heads, T, width]; return those that they see.
+        """Write the KV of rows [1, heads, T, width]. Return what they see.
 
-        layer_idx, kwargs  as transformers tells caches; there is one layer here
+        layer_idx, kwargs  arguments that transformers passes to caches; there is one layer here
         """
         keys, values = self._layer.update(keys, values)
         if self._slices is None:
@@ -103,7 +101,9 @@ class VisibleKV:
         return keys, values
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[1, heads, T, width] of each, of keys and values perhaps fewer heads that share."""
+        """Attend with queries, keys and values [1, heads, T, width]; keys and values may have fewer
+        heads.
+        """
         keys, values = self.update(keys, values)
         shared = queries.shape[1] != keys.shape[1]
         return functional.scaled_dot_product_attention(
@@ -112,71 +112,71 @@ class VisibleKV:
 
 
 class DraftHead(Protocol):
-    """What drafts out of the exact model's hidden states.
+    """A draft head: predicts tokens from the exact model's hidden states.
 
-    shape   its sizes
-    beyond  whether a state says the token after the next as well
+    shape         its sizes
+    predicts_two  whether a state also predicts the token after the next
     """
 
     @property
     def shape(self) -> HeadSizes: ...
 
     @property
-    def beyond(self) -> bool: ...
+    def predicts_two(self) -> bool: ...
 
     @property
     def nbytes(self) -> int: ...
 
-    def kept(self, features: Tensor) -> Tensor:
-        """What it keeps [T, H] of what the exact model hands over [T, F]."""
+    def reduce(self, features: Tensor) -> Tensor:
+        """Reduce the exact model's features [T, F] to what the head keeps [T, H]."""
 
-    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
-        """Tokens as it reads them: [T, H]."""
+    def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
+        """Embed tokens: [T, H]."""
 
     def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV) -> Any:
-        """Rows of one pass to a `HeadState` of them.
+        """Run rows of one pass; return their `HeadState`.
 
-        embedded  [T, H] of tokens; features: [T, H] of those before them, as `kept` gives them
-        places    [T] int64, of the entries in their text
+        embedded  [T, H] of tokens; features: [T, H] of those before them, as `reduce` gives them
+        places    [T] int64, positions in the sequence
         """
 
     def next_scores(self, state: Any, model: MoEModel) -> Tensor:
-        """Logits [1, V] of the next token, by a state of one row. No token is infinitely far
-        behind: that is what a damaged head's logits are known by.
+        """Logits [1, V] of the next token, from a state of one row. Finite, unless the head is
+        damaged.
         """
 
     def after_scores(self, state: Any, model: MoEModel) -> Tensor:
-        """The same of the token after the next, of a head that says it."""
+        """Logits of the token after the next, from a head that predicts it."""
 
 
 @runtime_checkable
 class ExpertPredictor(Protocol):
-    """A head that names experts of tokens before the exact model has run them.
+    """A head that predicts experts of tokens before the exact model has run them.
 
-    named_layers  MoE layers of which it does, ascending; perhaps none
+    predicted_layers  MoE layers of which it does, ascending; may be empty
     """
 
     @property
     def predicted_layers(self) -> tuple[int, ...]: ...
 
     def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
-        """Of each of these layers the routes of tokens, in host memory, as nobody trusts them.
+        """Predict the routes of tokens in each of these layers, in host memory; not exact.
 
         embedded  [T, H] of the tokens; features: [T, H] of those before them, as for `run`
         """
 
 
 class HeadSource(Protocol):
-    """A head that was checked and sized, before it is known what it will be held in."""
+    """A checked head with known sizes, before it is loaded to a dtype and device."""
 
     @property
     def shape(self) -> HeadSizes: ...
 
     @property
-    def stand(self) -> tuple[float, ...]:
-        """By depth, the share of its tokens that stood where it was trained, of those behind a
-        token that stands; empty: nobody says.
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """Acceptance rate by depth, given that the tokens before were accepted, as measured in
+        training; empty: unknown.
         """
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> DraftHead:
-        """The head to draft with."""
+    def load(self, dtype: torch.dtype, device: torch.device) -> DraftHead:
+        """Load the head for drafting."""

@@ -22,7 +22,7 @@ from speq.heads.eagle_shape import OTHER_HEAD, EagleShape, eagle_shape
 from speq.models.shape import ModelShape
 
 CONFIG = "config.json"
-# Tensors on disk that each that is held is made of, one above the other.
+# Tensors on disk that are concatenated into each loaded tensor.
 PARTS = {
     "fc": ("fc.weight",),
     "embedding_norm": ("layers.0.input_layernorm.weight",),
@@ -36,23 +36,23 @@ PARTS = {
     "embedding": ("embed_tokens.weight",),
     "head": ("lm_head.weight",),
 }
-# The exact model's number of each of the head's tokens, less its own; and whether the head says
-# each of the exact model's.
+# Offset from each of the head's token ids to the exact model's; and which of the exact model's
+# tokens the head predicts.
 TARGETS, SAID = "d2t", "t2d"
-# What some checkpoints hold that is computed here.
+# Tensor of some checkpoints that is computed here.
 COMPUTED = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Tensors by the names of `PARTS`, and what each is called on disk."""
+class HeadTensors:
+    """Tensors by the names of `PARTS`, and their names on disk."""
 
     path: Path
     tensors: dict[str, tuple[SafetensorsFile, TensorInfo]]
     called: dict[str, str]
 
     @classmethod
-    def of(cls, shards: Shards) -> "Found":
+    def of(cls, shards: Shards) -> "HeadTensors":
         tensors: dict[str, tuple[SafetensorsFile, TensorInfo]] = {}
         called: dict[str, str] = {}
         for name, entry in shards.tensors.items():
@@ -66,14 +66,14 @@ class Found:
 
 
 def read_eagle(path: Path, model: ModelShape) -> EagleHead:
-    """The head in a folder, in host memory, in the dtype that it is stored in.
+    """Read the head in a folder to host memory, in its stored dtype.
 
-    Raises SpeqError where it is damaged, no EAGLE-3 head, or one of another model.
+    Raises SpeqError if it is damaged, not an EAGLE-3 head, or one of another model.
     """
-    content = read_json(path / CONFIG, instead="give the folder of a whole head")
+    content = read_json(path / CONFIG, instead="give the folder of a complete head")
     check_safetensors(path)
     with contextlib.closing(Shards(path)) as shards:
-        found = Found.of(shards)
+        found = HeadTensors.of(shards)
         own = "embed_tokens.weight" in found.tensors, "lm_head.weight" in found.tensors
         shape = eagle_shape(content, path / CONFIG, model, own)
         check_tensors(found, shape)
@@ -88,7 +88,7 @@ def read_eagle(path: Path, model: ModelShape) -> EagleHead:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise SpeqError for a folder that has its weights only as pickles, which can run code."""
+    """Raise SpeqError for a folder whose weights are only pickles, which can run code."""
     if any(os.path.exists(path / name) for name in (SINGLE, INDEX)):
         return
     pickles = sorted(each.name for each in path.iterdir() if each.suffix in (".bin", ".pt", ".pth"))
@@ -101,7 +101,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def wanted_parts(shape: EagleShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of what is on disk."""
+    """Names and shapes of the tensors on disk."""
     kv = shape.num_kv_heads * shape.head_width
     rows = {
         "qkv": (shape.num_heads * shape.head_width, kv, kv),
@@ -112,8 +112,8 @@ def wanted_parts(shape: EagleShape) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield part, (count, *others)
 
 
-def check_tensors(found: Found, shape: EagleShape) -> None:
-    """Raise SpeqError unless a folder holds a head's tensors and no others."""
+def check_tensors(found: HeadTensors, shape: EagleShape) -> None:
+    """Raise SpeqError unless a folder has exactly a head's tensors."""
     wanted = dict(wanted_parts(shape))
     for name, size in wanted.items():
         if name not in found.tensors:
@@ -136,9 +136,9 @@ def check_tensors(found: Found, shape: EagleShape) -> None:
         )
 
 
-def said_tokens(found: Found, shape: EagleShape) -> Tensor:
-    """The exact model's numbers [draft_vocab_size] of the tokens that a head says. Raises SpeqError
-    for a map that is none.
+def said_tokens(found: HeadTensors, shape: EagleShape) -> Tensor:
+    """Read the exact model's ids [draft_vocab_size] of the head's tokens. Raises SpeqError for an
+    invalid map.
     """
     if TARGETS not in found.tensors:
         raise SpeqError(
@@ -151,7 +151,7 @@ def said_tokens(found: Found, shape: EagleShape) -> Tensor:
     whole = not offsets.dtype.is_floating_point and offsets.shape == own.shape
     said = own + offsets.long() if whole else own[:0]
     inside = bool(len(said)) and 0 <= int(said.min()) <= int(said.max()) < shape.vocab_size
-    if not shape.maps:  # it says all, each by its own number
+    if not shape.maps:  # it predicts all tokens, by the same ids
         inside = torch.equal(said, own)
     if not inside or len(said.unique()) != len(said):
         raise SpeqError(

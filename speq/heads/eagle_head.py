@@ -1,7 +1,7 @@
-"""A published EAGLE-3 head: one layer of Llama over what goes into three layers of the exact model.
+"""A published EAGLE-3 head: one Llama layer over the inputs of three layers of the exact model.
 
-Entry i takes those features f_i and the embedding of token i + 1, and says token i + 2
-(Li et al., arXiv:2503.01840; SafeAILab/EAGLE, eagle/model/cnets.py):
+Position i takes those features f_i and the embedding of token i + 1, and predicts token i + 2 (Li
+et al., arXiv:2503.01840; SafeAILab/EAGLE, eagle/model/cnets.py):
 
     g = fc f_i                                 or, behind a drafted token, the head's own h
     h = g + attention([norm(e(t[i+1])) ; norm(g)])
@@ -18,20 +18,19 @@ from torch.nn import functional
 
 from speq.heads.draft_head import FeatureState, VisibleKV
 from speq.heads.eagle_shape import EagleShape
-from speq.heads.moe_head import product, turned
+from speq.heads.moe_head import multiply, rotate
 from speq.models.moe_model import MoEModel
 
-# What tokens get that the head cannot say: a number, so that a damaged head is told from this, and
-# no chance, whatever it is divided by.
+# Logit of tokens that the head cannot predict: finite, to differ from a damaged head's, and with
+# probability 0 at any temperature.
 FAR = -1e9
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHead:
-    """Words by the names of `EagleShape.tensors`.
+    """An EAGLE-3 head: weights by the names of `EagleShape.tensors`.
 
-    said  [draft_vocab_size] int64, the exact model's number of each token that the head says; None:
-          it says all
+    said  [draft_vocab_size] int64, the exact model's ids of the head's tokens; None: all tokens
     """
 
     shape: EagleShape
@@ -39,12 +38,12 @@ class EagleHead:
     said: Tensor | None
 
     @property
-    def stand(self) -> tuple[float, ...]:
-        """Nobody says."""
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """Unknown."""
         return ()
 
     @property
-    def beyond(self) -> bool:
+    def predicts_two(self) -> bool:
         return False
 
     @property
@@ -52,14 +51,14 @@ class EagleHead:
         said = 0 if self.said is None else self.said.nbytes
         return said + sum(weight.nbytes for weight in self.weights.values())
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> "EagleHead":
+    def load(self, dtype: torch.dtype, device: torch.device) -> "EagleHead":
         weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
         return EagleHead(self.shape, weights, None if self.said is None else self.said.to(device))
 
-    def kept(self, features: Tensor) -> Tensor:
-        return product(features.to(self.weights["fc"].dtype), self.weights["fc"])
+    def reduce(self, features: Tensor) -> Tensor:
+        return multiply(features.to(self.weights["fc"].dtype), self.weights["fc"])
 
-    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+    def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
         if self.shape.own_embedding:
             return functional.embedding(model.tokens(token_ids), self.weights["embedding"])
         return model.embed(token_ids)
@@ -67,34 +66,34 @@ class EagleHead:
     def run(
         self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
     ) -> FeatureState:
-        """As `DraftHead.run`."""
+        """Run as `DraftHead.run` does."""
         normed = self._normed("feature_norm", features)
         pair = torch.cat((self._normed("embedding_norm", embedded), normed), -1)
         queries, keys, values = self._queries_keys_values(pair, places)
         attended = seen.attend(queries, keys, values)[0].transpose(0, 1).flatten(1)
         around = normed if self.shape.norm_first else features
-        hidden = around + product(attended, self.weights["output"])
-        both = product(self._normed("mlp_norm", hidden), self.weights["gate_up"])
+        hidden = around + multiply(attended, self.weights["output"])
+        both = multiply(self._normed("mlp_norm", hidden), self.weights["gate_up"])
         gate, up = both.chunk(2, -1)
-        return FeatureState(hidden + product(functional.silu(gate) * up, self.weights["down"]))
+        return FeatureState(hidden + multiply(functional.silu(gate) * up, self.weights["down"]))
 
     def _queries_keys_values(self, pair: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, 2H] to three of [1, heads, T, width]."""
+        """Project [T, 2H] to queries, keys and values, each [1, heads, T, width]."""
         shape, count = self.shape, len(pair)
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        parts = product(pair, self.weights["qkv"]).view(1, count, sum(heads), shape.head_width)
+        parts = multiply(pair, self.weights["qkv"]).view(1, count, sum(heads), shape.head_width)
         queries, keys, values = parts.transpose(1, 2).split(heads, 1)
         kind = torch.promote_types(pair.dtype, torch.float32)
         frequencies = shape.frequencies.to(places.device, kind)
         angles = places.to(kind)[:, None] * frequencies
         rotation = angles.cos() * shape.turn_scale, angles.sin() * shape.turn_scale
-        return turned(queries, rotation), turned(keys, rotation), values
+        return rotate(queries, rotation), rotate(keys, rotation), values
 
     def next_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
         normed = self._normed("norm", state.feature)
         if not self.shape.own_head:
             return model.logits(normed)
-        scores = product(normed, self.weights["head"])
+        scores = multiply(normed, self.weights["head"])
         if self.said is None:
             return scores
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -102,7 +101,7 @@ class EagleHead:
         return every.index_copy_(1, self.said, scores)
 
     def after_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
-        raise NotImplementedError("it says one token")
+        raise NotImplementedError("the head predicts one token")
 
     def _normed(self, name: str, rows: Tensor) -> Tensor:
         weight = self.weights[name]

@@ -1,10 +1,10 @@
-"""The sizes of a published EAGLE-3 head, out of its config.json.
+"""The sizes of a published EAGLE-3 head, from its config.json.
 
-Its features are what goes into layers 2, L // 2 and L - 3 of L, side by side: so EAGLE's own code
-has it (SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py), and vLLM
-(`get_eagle3_aux_hidden_state_layers`) and SGLang (`set_eagle3_layers_to_capture`) where a config
-names no layers. One that does says in `eagle_aux_hidden_state_layer_ids` into which layers they go,
-as vLLM reads it, and below `eagle_config` out of which ones they come, as SGLang reads it.
+Its features are the inputs of layers 2, L // 2 and L - 3 of L, side by side, as in EAGLE's own code
+(SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py), and in vLLM
+(`get_eagle3_aux_hidden_state_layers`) and SGLang (`set_eagle3_layers_to_capture`) when a config
+names no layers. A config may name the layers that they enter in `eagle_aux_hidden_state_layer_ids`,
+as vLLM reads it, or the layers that they leave below `eagle_config`, as SGLang reads it.
 """
 
 from collections.abc import Iterator
@@ -21,27 +21,28 @@ from speq.errors import SpeqError
 from speq.models.shape import ModelShape
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-# Of a config, what rotary positions depend on.
+# Fields of a config that rotary embeddings depend on.
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
-# Their frequencies depend on the length of the text.
+# Types whose frequencies depend on the length of the sequence.
 MOVING_ROPES = ("dynamic", "longrope")
-# Larger than any of a head's sizes: a damaged number would take all memory to lay out.
+# Larger than any of a head's sizes: a damaged number could exhaust memory.
 MOST = 1 << 22
 OTHER_HEAD = "give a head that was made for this model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleShape:
-    """What the tensors of an EAGLE-3 head follow from.
+    """Sizes and settings of an EAGLE-3 head.
 
-    tapped         layers of the exact model that its features go into
+    tapped         layers of the exact model whose inputs are its features
     target_size    hidden size of that model; hidden_size: of the head
     num_heads      of queries; num_kv_heads: of keys and values; head_width: of each
     width          of its MLP
     vocab_size     of the exact model; draft_vocab_size: tokens that it can say
     epsilon        of its norms
-    norm_first     whether what goes around attention is normed (`norm_before_residual`)
-    frequencies    of its rotary positions [head_width / 2]; turn_scale: of cosines and sines
+    norm_first     whether the residual around attention is normed (`norm_before_residual`)
+    frequencies    of its rotary embeddings [head_width / 2]; turn_scale: factor of cosines and
+                   sines
     own_embedding, own_head  whether it has an embedding and a head, or uses the exact model's
     """
 
@@ -63,7 +64,7 @@ class EagleShape:
 
     @property
     def window(self) -> None:
-        """It looks all the way back."""
+        """No limit: it attends to all tokens."""
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -76,11 +77,11 @@ class EagleShape:
 
     @property
     def maps(self) -> bool:
-        """Whether it says only some of the exact model's tokens."""
+        """True if it predicts only some of the exact model's tokens."""
         return self.own_head and self.draft_vocab_size != self.vocab_size
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the words that are held."""
+        """Names and shapes of the weights."""
         d, w, n = self.hidden_size, self.width, self.num_heads * self.head_width
         yield "fc", (d, len(self.captured_layers) * self.target_size)
         yield "embedding_norm", (d,)
@@ -97,7 +98,7 @@ class EagleShape:
             yield "head", (self.draft_vocab_size, d)
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each of them, and of the tokens that it can say."""
+        """Bytes of each of them, and of the ids of its tokens."""
         words = [torch.Size(shape).numel() * dtype.itemsize for _, shape in self.tensors()]
         return words + [self.draft_vocab_size * torch.int64.itemsize] * self.maps
 
@@ -105,7 +106,7 @@ class EagleShape:
         return sum(self.sizes(dtype))
 
     def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
-        """As `HeadSizes.workspace_bytes`."""
+        """Upper estimate, see `HeadSizes.workspace_bytes`."""
         d, n = self.hidden_size, self.num_heads * self.head_width
         activations = rows * (10 * d + 6 * n + 3 * self.width) + 4 * context * n
         scores = 2 * rows * context * self.num_heads
@@ -113,20 +114,20 @@ class EagleShape:
         return (activations + scores) * max(dtype.itemsize, 4) + said
 
     def features_bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """What went into layers, once by itself and once side by side."""
+        """Bytes of the captured inputs, held once separately and once side by side."""
         return 2 * rows * len(self.captured_layers) * self.target_size * dtype.itemsize
 
 
 def eagle_shape(
     content: dict[str, Any], where: Path, model: ModelShape, own: tuple[bool, bool]
 ) -> EagleShape:
-    """The sizes in a config.json, those of speculators included.
+    """Read the sizes in a config.json, also one of vLLM's speculators.
 
     own  whether the checkpoint has an embedding and a head
 
-    Raises SpeqError where they are none, not supported, or of a head of another model.
+    Raises SpeqError if they are invalid, not supported, or of another model's head.
     """
-    layer = content.get("transformer_layer_config")  # so speculators nests a Llama's
+    layer = content.get("transformer_layer_config")  # speculators nests a Llama's config
     config = {**layer, **content} if isinstance(layer, dict) else content
     check_kind(config, where)
     hidden_size = whole(config, "hidden_size", where)
@@ -167,7 +168,7 @@ def eagle_shape(
 
 
 def check_kind(config: dict[str, Any], where: Path) -> None:
-    """Refuse configs of other heads, and of what is not supported of these."""
+    """Raise SpeqError for configs of other heads and for unsupported settings."""
     kind = str(config.get("speculators_model_type") or "")
     names = [kind] if kind else config.get("architectures") or []
     known = isinstance(names, list) and any(
@@ -195,7 +196,7 @@ def check_kind(config: dict[str, Any], where: Path) -> None:
 
 
 def check_whole(shape: EagleShape, where: Path) -> None:
-    """Refuse sizes that do not go together."""
+    """Raise SpeqError for inconsistent sizes."""
     if shape.num_heads % shape.num_kv_heads or shape.head_width % 2:
         raise SpeqError(
             f"{where} has {shape.num_heads} heads of {shape.head_width} over "
@@ -222,7 +223,7 @@ def check_whole(shape: EagleShape, where: Path) -> None:
 
 
 def tapped_layers(config: dict[str, Any], num_layers: int, where: Path) -> tuple[int, ...]:
-    """The layers of the exact model that a head's features go into."""
+    """Layers of the exact model whose inputs are a head's features."""
     given: Any = config.get(LAYERS)
     nested = config.get("eagle_config")
     if given is None and isinstance(nested, dict) and nested.get(LAYERS) is not None:
@@ -243,7 +244,7 @@ def tapped_layers(config: dict[str, Any], num_layers: int, where: Path) -> tuple
 def rotary(
     config: dict[str, Any], heads: int, head_width: int, where: Path
 ) -> tuple[Tensor, float]:
-    """Frequencies [head_width / 2] of rotary positions, and what scales cosines and sines."""
+    """Frequencies [head_width / 2] of rotary embeddings, and the factor of cosines and sines."""
     given = {name: config[name] for name in ROPE if config.get(name) is not None}
     try:
         llama = LlamaConfig(
@@ -257,14 +258,14 @@ def rotary(
             raise ValueError(f"rotary embeddings of type {rope.rope_type}")
     except Exception as error:  # transformers raises many kinds for a bad config
         raise SpeqError(
-            f"{where} asks for positions that speq has not: {' '.join(str(error).split())[:200]}; "
+            f"{where} has rotary embeddings that speq lacks: {' '.join(str(error).split())[:200]}; "
             "give another head, or correct that value"
         ) from error
     return rope.inv_freq, float(rope.attention_scaling)
 
 
 def whole(config: dict[str, Any], name: str, where: Path, default: int | None = None) -> int:
-    """A size. Raises SpeqError for what is none."""
+    """Read a size. Raises SpeqError for an invalid one."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or not 1 <= value <= MOST:
@@ -276,7 +277,7 @@ def whole(config: dict[str, Any], name: str, where: Path, default: int | None = 
 
 
 def number(config: dict[str, Any], name: str, where: Path, default: float) -> float:
-    """A small positive number. Raises SpeqError for what is none."""
+    """Read a number between 0 and 1. Raises SpeqError for an invalid one."""
     value = config.get(name, default)
     if type(value) not in (int, float) or not 0 < value < 1:
         raise SpeqError(

@@ -1,7 +1,7 @@
-"""A text as a head reads it: the entries of its attention, and what was heard of the text.
+"""A head's view of a sequence: the KV of its attention, and the verified tokens and features.
 
-Entry i needs the exact model's hidden state of token i, and token i + 1. So what is heard last
-waits for the token that follows. Entries behind the root are a draft's, and are forgotten again.
+Position i needs the exact model's hidden state of token i, and token i + 1. So the last features
+wait for the token that follows. KV after the root belongs to a draft and is dropped again.
 """
 
 from typing import Any
@@ -16,17 +16,17 @@ from speq.models.moe_model import MoEModel
 from speq.models.tree import Tree
 from speq.routing import Route
 
-# Tokens that wait for their entries, at most, and rows of a pass that makes them.
+# Most tokens that wait for their KV, and rows of the pass that computes it.
 WAITING = 64
 ROWS = 2 * WAITING
-UNHEARD = "a head drafts behind a text of which it has heard nothing"
+UNHEARD = "a head drafts after a sequence whose features it has not observed"
 
 
 class HeadContext:
-    """One text at a time over one head.
+    """A head's cache of one sequence at a time.
 
-    model     whose hidden states are heard; it gives embeddings, and says tokens
-    capacity  entries there is room for
+    model     the exact model; it provides embeddings and the output head
+    capacity  most cached tokens
     """
 
     def __init__(self, model: MoEModel, head: DraftHead, capacity: int) -> None:
@@ -36,11 +36,11 @@ class HeadContext:
             self._naming = head
         kv_shapes = head.shape.kv_shapes
         self.cache = KVCache(1, kv_shapes, capacity, model.dtype, model.device)
-        # All tokens that were heard; then those that wait for their entries, and their features.
+        # All verified tokens; then those that wait for their KV, and their features.
         self._verified: list[int] = []
         self._tokens: list[int] = []
         self._features: list[Tensor] = []
-        # The last token whose entry was made, and its feature: another token may follow it yet.
+        # The last token with KV, and its feature: another token may still follow it.
         self._last: tuple[int, Tensor] | None = None
 
     @property
@@ -49,19 +49,21 @@ class HeadContext:
 
     @property
     def verified_count(self) -> int:
-        """Tokens of the text whose hidden states were heard."""
+        """Tokens of the sequence whose features were observed."""
         return self.cache.length + len(self._tokens)
 
     def common_prefix_length(self, token_ids: list[int]) -> int:
-        """Entries that a text which begins with these tokens has in common with this one: those of
-        the tokens in common, but for the last one, behind which another may follow.
+        """Cached tokens that a sequence with these first tokens can reuse: those in common except
+        the last one, which another token may follow.
         """
         return max(common_prefix(self._verified, token_ids) - 1, 0)
 
     @torch.inference_mode()
     def reset(self, count: int = 0, of: "HeadContext | None" = None) -> None:
-        """Another text. of: a text over the same head, which may be this one, that knows its first
-        `count` tokens.
+        """Begin another sequence.
+
+        of  a context of the same head, possibly this one, that has the sequence's first `count`
+            tokens
         """
         of = of or self
         if count > of.cache.length:
@@ -75,21 +77,21 @@ class HeadContext:
 
     @torch.inference_mode()
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
-        """The next tokens of the text, and what the exact model hands over of them [T, F]."""
+        """Add the next tokens of the sequence and their features [T, F] from the exact model."""
         self._verified += token_ids
         for start in range(0, len(token_ids), WAITING):
             tokens = token_ids[start : start + WAITING]
             self._tokens += tokens
-            kept = self._head.kept(features[start : start + WAITING])
-            # Rows of their own: the model's next pass may overwrite what it gave.
+            kept = self._head.reduce(features[start : start + WAITING])
+            # A copy: the model's next pass may overwrite its features.
             self._features.append(kept.clone())
             if len(self._tokens) > WAITING:
                 self._write(self._tokens[1:])
 
     @torch.inference_mode()
     def root(self, pending_id: int) -> HeadState:
-        """What follows the text's pending token, whose hidden state nobody knows yet: [1, ...].
-        Asked again before more is heard, it makes the last entry anew.
+        """State [1, ...] after the sequence's pending token, whose hidden state is not known yet.
+        If called again before more is observed, it recomputes the last KV.
         """
         if not self._tokens:
             token_id, feature = present(self._last, UNHEARD)
@@ -98,7 +100,7 @@ class HeadContext:
         return self._write([*self._tokens[1:], pending_id]).row(-1)
 
     def _write(self, following: list[int]) -> HeadState:
-        """Make the entries of tokens heard, as far as it is known what follows them."""
+        """Compute the KV of observed tokens whose next token is known."""
         count, start = len(following), self.cache.length
         features = torch.cat(self._features)
         state = self._pass(following, features[:count], start, None)
@@ -109,47 +111,47 @@ class HeadContext:
 
     @torch.inference_mode()
     def node(self, token_id: int, feature: Tensor, tree: Tree | None = None) -> HeadState:
-        """What follows a drafted token: [1, ...].
+        """State [1, ...] after a drafted token.
 
-        feature  [1, H] of its parent, by the head itself
-        tree     of the nodes so far, whose last one it is; node 0 is the root, and entries of the
-                 others lie behind it. None: each follows the one before it
+        feature  [1, H] of its parent, computed by the head
+        tree     of the nodes so far, of which it is the last; node 0 is the root, and the KV of the
+                 others follows. None: a chain
         """
         state = self._pass([token_id], feature, self.cache.length, tree)
         self.cache.advance(1)
         return state
 
     def forget(self, root: int) -> None:
-        """Leave out entries behind the first `root`: those of a draft."""
+        """Drop the KV after the first `root` tokens, which is a draft's."""
         self.cache.rewind(self.cache.length - root)
 
     @torch.inference_mode()
     def next_scores(self, state: HeadState) -> Tensor:
-        """Logits [1, V] of the next token, by a state of one row."""
+        """Logits [1, V] of the next token, from a state of one row."""
         return self._head.next_scores(state, self._model)
 
     @torch.inference_mode()
     def after_scores(self, state: HeadState) -> Tensor:
-        """Those of the token after the next, of a head that says it."""
+        """Logits of the token after the next, from a head that predicts it."""
         return self._head.after_scores(state, self._model)
 
     @torch.inference_mode()
     def routes(self, token_id: int, feature: Tensor | None = None) -> list[tuple[int, Route]]:
-        """(layer, route) of what a token will want, of a head that names experts.
+        """Predict the routes (layer, route) of a token, with a head that predicts experts.
 
-        feature  [1, H] of the token before it, by the head itself; None: the token is the pending
-                 one, of which `root` was asked
+        feature  [1, H] of the token before it, computed by the head; None: the token is the pending
+                 one, for which `root` was called
         """
-        naming = present(self._naming, "a head is asked for experts and names none")
+        naming = present(self._naming, "a head that predicts no experts was asked for them")
         if feature is None:
             feature = present(self._last, UNHEARD)[1]
-        routes = naming.routes(self._head.embedded([token_id], self._model), feature)
+        routes = naming.routes(self._head.embed([token_id], self._model), feature)
         return [*zip(naming.predicted_layers, routes, strict=True)]
 
     def _pass(
         self, token_ids: list[int], features: Tensor, start: int, tree: Tree | None
     ) -> HeadState:
-        """Rows whose entries lie from `start` on, behind one another or the last node of a tree."""
+        """Run rows whose KV is written from `start` on: a chain, or the last node of a tree."""
         head, count = self._head, len(token_ids)
         window = head.shape.window or self.cache.capacity
         position = start
@@ -163,20 +165,20 @@ class HeadContext:
             seen = VisibleKV(layer, slices=path_slices(tree, start, window))
         else:
             seen = VisibleKV(layer, slices=[slice(max(position + 1 - window, 0), start + 1)])
-        state: HeadState = head.run(head.embedded(token_ids, self._model), features, places, seen)
+        state: HeadState = head.run(head.embed(token_ids, self._model), features, places, seen)
         return state
 
 
 def path_slices(tree: Tree, end: int, window: int) -> list[slice]:
-    """Entries that the last node of a tree sees: those of the text and of the nodes above it.
+    """KV that the last node of a tree sees: the sequence's and its ancestors'.
 
-    end     where its own entry lies; those of the other nodes lie right before it, in their order
-    window  how many it sees at most, itself included
+    end     position of its own KV; that of the other nodes is right before it, in node order
+    window  most tokens it sees, itself included
     """
     path = [node for node, seen in enumerate(tree.visible()[-1].tolist()) if seen]
     root = end - (tree.nodes - 1)
-    text = max(root - max(window - len(path), 0), 0)
-    seen = [slice(text, root)] if window > len(path) and text < root else []
+    first = max(root - max(window - len(path), 0), 0)
+    seen = [slice(first, root)] if window > len(path) and first < root else []
     for node in path[-window:]:
         at = root + node
         if seen and seen[-1].stop == at:

@@ -1,7 +1,7 @@
-"""A head on disk: one safetensors file beside its model, tied to it by a digest.
+"""A head on disk: one safetensors file beside its model, with the model's digest.
 
-Its metadata say of which model it is, what its sizes are, how far its drafts stood where it was
-trained, and the SHA-256 of its weights. Nothing of it is trusted before all were checked.
+Its metadata has the model's digest, the head's sizes, the acceptance rates measured in training,
+and the SHA-256 of its weights. All are checked before any is used.
 """
 
 import hashlib
@@ -28,21 +28,21 @@ from speq.heads.moe_head import MoEHead
 
 FORMAT = "speq-head-1"
 FOLDER, NAME = Path(".speq") / "head", "head.safetensors"
-# Of the model: what a head reads and what says its tokens, and routers, which tell models apart
-# that share both.
+# Tensors that identify the model: the head's inputs and outputs, and routers, which differ between
+# models that share both.
 SHARED_ENDS = ("embed_tokens.weight", "lm_head.weight")
 SAMPLE_BYTES = 1 << 17
 TRAIN_AGAIN = "train it again with `speq train-head`"
 
 
-def head_beside(model: Path) -> Path:
-    """Where the head of a model is looked for, and where `speq train-head` leaves one."""
+def head_path(model: Path) -> Path:
+    """Path of the head of a model, where `speq train-head` writes it."""
     return model / FOLDER / NAME
 
 
 def model_digest(checkpoint: Checkpoint, names: ExpertNames) -> str:
-    """Names the model that a head is trained on: by samples of its embedding, its head and its
-    routers, which packing leaves as they are.
+    """Digest of the model that a head is trained on: samples of its embedding, its head and its
+    routers, which packing does not change.
     """
     digest = hashlib.sha256()
     for name, (file, info) in sorted(checkpoint.tensors.items()):
@@ -56,7 +56,7 @@ def model_digest(checkpoint: Checkpoint, names: ExpertNames) -> str:
 
 
 def sum_of(weights: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of weights in host memory, in their order."""
+    """SHA-256 of weights in host memory, in their order."""
     digest = hashlib.sha256()
     for weight in weights.values():
         digest.update(bytes_of(weight.contiguous().view(-1).view(torch.uint8)))
@@ -64,13 +64,13 @@ def sum_of(weights: Mapping[str, Tensor]) -> str:
 
 
 def write_head(path: Path, head: MoEHead, model: str, dtype: torch.dtype) -> None:
-    """Write a head whose model has that digest. Raises SpeqError where that cannot be done."""
+    """Write a head for the model with that digest. Raises SpeqError if that fails."""
     weights = {name: w.to("cpu", dtype).contiguous() for name, w in head.weights().items()}
     metadata = {
         "format": FORMAT,
         "model": model,
         "shape": json.dumps(head.shape.as_json()),
-        "stand": json.dumps(head.stand),
+        "stand": json.dumps(head.acceptance_rates),
         "sha256": sum_of(weights),
     }
     entries = {name: (dtype, tuple(weight.shape)) for name, weight in weights.items()}
@@ -82,53 +82,57 @@ def write_head(path: Path, head: MoEHead, model: str, dtype: torch.dtype) -> Non
 
 @dataclass(frozen=True, slots=True)
 class HeadLabel:
-    """What a head's file says of it beside its weights.
+    """Metadata of a head's file.
 
-    stand  as `HeadSource` has it
+    acceptance_rates  see `HeadSource`
     """
 
     shape: HeadShape
-    stand: tuple[float, ...]
+    acceptance_rates: tuple[float, ...]
 
 
 def read_label(path: Path, model: str, hidden_size: int) -> HeadLabel:
-    """As `read_head`, of the file's header alone: what damage there is in weights is not seen."""
-    with _opened(path) as file:
+    """Read the metadata of a head as `read_head` does, from the header only: damaged weights go
+    unnoticed.
+    """
+    with _open(path) as file:
         return _label_in(file, model, hidden_size)
 
 
-def read_stand(path: Path) -> tuple[float, ...]:
-    """How far the drafts of a head stand by its file, whichever model it is of; empty where it does
-    not say. Reads the header alone. Raises SpeqError where that is no head's.
+def read_acceptance_rates(path: Path) -> tuple[float, ...]:
+    """Read a head's acceptance rates, for any model; empty if the file has none. Reads only the
+    header. Raises SpeqError if the file is not a head.
     """
-    with _opened(path) as file:
-        return _stand_in(path, file.metadata)
+    with _open(path) as file:
+        return _acceptance_rates_in(path, file.metadata)
 
 
 def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
-    """The head in a file, in host memory, in the dtype that it is stored in.
+    """Read the head in a file to host memory, in its stored dtype.
 
-    model        digest of the model that it must have been trained on
+    model        digest of the model that it must be for
     hidden_size  of that model
 
-    Raises SpeqError where it is missing, damaged, or another model's.
+    Raises SpeqError if it is missing, damaged, or another model's.
     """
-    with _opened(path) as file:
+    with _open(path) as file:
         label = _label_in(file, model, hidden_size)
         weights = {name: file.tensor(name) for name, _ in label.shape.tensors()}
     if file.metadata.get("sha256") != sum_of(weights):
         raise SpeqError(
             f"{path} is damaged: its weights are not those of its checksum; {TRAIN_AGAIN}"
         )
-    return MoEHead(label.shape, weights, label.stand).requires_grad_(False)
+    return MoEHead(label.shape, weights, label.acceptance_rates).requires_grad_(False)
 
 
 def copy_head(source: Path, target: Path) -> bool:
-    """Copy the head beside a model to another folder of the same model; whether there is one."""
-    path = head_beside(source)
+    """Copy the head beside a model to another folder of the same model. Return True if there is
+    one.
+    """
+    path = head_path(source)
     if not path.exists():
         return False
-    out = head_beside(target)
+    out = head_path(target)
     with writing(out, ANOTHER_PLACE):
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as file, path.open("rb") as content:
@@ -137,8 +141,8 @@ def copy_head(source: Path, target: Path) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[SafetensorsFile]:
-    """A file of this version's heads."""
+def _open(path: Path) -> Iterator[SafetensorsFile]:
+    """Open a head file of this version."""
     if not os.path.exists(path):
         raise SpeqError(
             f"there is no head at {path}; train one with `speq train-head`, name another place "
@@ -165,27 +169,26 @@ def _label_in(file: SafetensorsFile, model: str, hidden_size: int) -> HeadLabel:
         raise SpeqError(
             f"{path} is damaged: its tensors are not those of a head of its sizes; {TRAIN_AGAIN}"
         )
-    return HeadLabel(shape, _stand_in(path, metadata))
+    return HeadLabel(shape, _acceptance_rates_in(path, metadata))
 
 
 def _shape_in(path: Path, metadata: Mapping[str, str]) -> HeadShape:
     try:
         return HeadShape.of_json(parse_json(metadata.get("shape", "")))
-    except (ValueError, TypeError) as error:  # of JSON, or SpeqError
+    except (ValueError, TypeError) as error:  # from JSON, or SpeqError
         reason = str(error).split(";")[0]
         raise SpeqError(f"{path} is damaged: {reason}; {TRAIN_AGAIN}") from error
 
 
-def _stand_in(path: Path, metadata: Mapping[str, str]) -> tuple[float, ...]:
-    """Shares by depth; none in files of versions that did not say them."""
+def _acceptance_rates_in(path: Path, metadata: Mapping[str, str]) -> tuple[float, ...]:
+    """Acceptance rates by depth; empty in files of earlier versions."""
     try:
         shares = parse_json(metadata.get("stand", "[]"))
-    except ValueError:  # of JSON, or SpeqError
+    except ValueError:  # from JSON, or SpeqError
         shares = None
     numbers = isinstance(shares, list) and all(type(each) in (int, float) for each in shares)
     if not numbers or not all(0 <= share <= 1 for share in shares):
         raise SpeqError(
-            f"{path} is damaged: it says that drafts stand in shares of {metadata['stand']:.80}; "
-            f"{TRAIN_AGAIN}"
+            f"{path} is damaged: its acceptance rates are {metadata['stand']:.80}; {TRAIN_AGAIN}"
         )
     return tuple(map(float, shares))

@@ -1,4 +1,4 @@
-"""The sizes of a draft head, and what follows from them."""
+"""The sizes of a draft head."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -8,20 +8,20 @@ import torch
 
 from speq.errors import SpeqError
 
-# Widest heads of the attention; a hidden size that it does not divide has narrower ones.
+# Widest heads of the attention; narrower ones if it does not divide the hidden size.
 HEAD_WIDTH = 64
-# Positions that one turn of the slowest rotation takes.
+# Base of the rotary frequencies.
 ROPE_BASE = 10_000.0
 BRANCHES = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedLayers:
-    """Whose experts a head names.
+    """Layers whose experts a head predicts.
 
     layers       MoE layers of the model, ascending
     num_experts  of each
-    top_k        experts that it names of each for a token: as many as the model chooses
+    top_k        experts that it predicts of each for a token: as many as the model chooses
     """
 
     layers: tuple[int, ...]
@@ -45,7 +45,7 @@ class NamedLayers:
 
     @classmethod
     def of_json(cls, value: Any) -> "NamedLayers":
-        """As `asdict` has it. Raises SpeqError for anything else."""
+        """Parse the JSON of `asdict`. Raises SpeqError for anything else."""
         known = isinstance(value, dict) and value.keys() == cls.__dataclass_fields__.keys()
         if not known or not isinstance(value["layers"], list):
             raise SpeqError(f"a head names {value!r:.80}; it must be {list(cls.__slots__)}")
@@ -54,14 +54,14 @@ class NamedLayers:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What a head's tensors follow from.
+    """Sizes and settings of a head.
 
     hidden_size  of the model
     width        of each branch's MLP
     branches     MLPs side by side, mixed by a gate
-    contrast     whether the branches' contrast says the token after the next
+    contrast     whether the branches' contrast predicts the token after the next
     window       tokens that its attention looks back, the last one included
-    named        layers whose experts it names; None: it names none
+    named        layers whose experts it predicts; None: none
     """
 
     hidden_size: int
@@ -85,12 +85,12 @@ class HeadShape:
             raise SpeqError("a head of one branch has no contrast; leave one of the two out")
         if self.hidden_size % 2:
             raise SpeqError(
-                f"a head's hidden_size is {self.hidden_size}; rotary positions ask for an even one"
+                f"a head's hidden_size is {self.hidden_size}; rotary embeddings need an even one"
             )
 
     @classmethod
     def of_json(cls, value: Any) -> "HeadShape":
-        """As `as_json` wrote it. Raises SpeqError for anything else."""
+        """Parse the output of `as_json`. Raises SpeqError for anything else."""
         known = set(cls.__dataclass_fields__)
         if not isinstance(value, dict) or value.keys() | {"named"} != known:
             raise SpeqError(f"a head's sizes are {value!r:.80}; they must be {list(cls.__slots__)}")
@@ -99,7 +99,7 @@ class HeadShape:
         return cls(**value)
 
     def as_json(self) -> dict[str, Any]:
-        """Of a head that names no experts as files had it before there were others."""
+        """Convert to JSON; a head that predicts no experts keeps the form of earlier versions."""
         sizes = asdict(self)
         if self.named is None:
             del sizes["named"]
@@ -107,7 +107,7 @@ class HeadShape:
 
     @property
     def head_width(self) -> int:
-        """Of one head of the attention: the widest even divisor of the hidden size."""
+        """Width of one attention head: the widest even divisor of the hidden size."""
         widest = min(HEAD_WIDTH, self.hidden_size)
         return next(w for w in range(widest, 1, -1) if self.hidden_size % w == w % 2 == 0)
 
@@ -117,7 +117,7 @@ class HeadShape:
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """None: it reads the model's last hidden states."""
+        """No layers: it reads the model's last hidden states."""
         return ()
 
     @property
@@ -150,17 +150,17 @@ class HeadShape:
             yield "routes", (len(self.named.layers), self.named.num_experts, 2 * d)
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each of them."""
+        """Bytes of each weight."""
         return [torch.Size(shape).numel() * dtype.itemsize for _, shape in self.tensors()]
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return sum(self.sizes(dtype))
 
     def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
-        """An upper estimate of what a pass takes: activations of its rows, and what the branches
-        of one row say of every token.
+        """Upper estimate of a pass's memory: activations of its rows, and the logits of one row's
+        branches.
 
-        rows  of the widest pass
+        rows  rows of the widest pass
         """
         d, j = self.hidden_size, self.branches
         seen = min(context, self.window + rows)
@@ -169,5 +169,5 @@ class HeadShape:
         return (activations + scores) * max(dtype.itemsize, 4) + 16 * (j + 2) * vocab_size
 
     def features_bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """None: a pass has its last hidden states anyway."""
+        """No bytes: a pass has its last hidden states anyway."""
         return 0

@@ -1,9 +1,9 @@
-"""What a head is trained by (Jakiro, Eqs. 12 to 16), each term a function of tensors alone.
+"""Loss terms of a head's training (Jakiro, Eqs. 12 to 16), as functions of tensors.
 
-Against the paper: the mixture itself is trained on the model's distribution, which is what makes
-branches take different tokens, and the regression of the contrast weighs half, as in the authors'
-code. The expectation of -log sum_j pi_j p_j(x) over tokens x that the model draws is the cross
-entropy below; none are drawn.
+Unlike the paper, the mixture itself is trained on the model's distribution, so that branches learn
+different tokens, and the regression of the contrast has half the weight, as in the authors' code.
+The cross entropy below is the expectation of -log sum_j pi_j p_j(x) over tokens x of the model's
+distribution; no tokens are sampled.
 """
 
 from dataclasses import asdict, dataclass
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.heads.moe_head import mixed
+from speq.heads.moe_head import mix_logits
 
 
 @dataclass(frozen=True, slots=True)
 class LossWeights:
-    """Of the terms. The regression of the next feature has weight 1."""
+    """Weights of the terms. The regression of the next feature has weight 1."""
 
     after: float = 0.5
     next_tokens: float = 0.1
@@ -26,19 +26,19 @@ class LossWeights:
 
 
 def regression(found: Tensor, wanted: Tensor) -> Tensor:
-    """Rows [R, H] to the mean of SmoothL1 over elements: e^2 / 2 within 1, |e| - 1/2 beyond."""
+    """Mean SmoothL1 of rows [R, H] over elements: e^2 / 2 within 1, |e| - 1/2 beyond."""
     return functional.smooth_l1_loss(found, wanted)
 
 
 def cross_entropy(log_probs: Tensor, wanted: Tensor) -> Tensor:
-    """The mean over rows of -sum_x wanted(x) log_probs(x), both [R, V]; wanted are probabilities"""
+    """Mean over rows of -sum_x wanted(x) log_probs(x), both [R, V]; wanted are probabilities."""
     return -(wanted * log_probs).sum(-1).mean()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What rows are trained on: features [R, H] of the model's next and next but one token, and the
-    probabilities [R, V] that the model gives tokens by each of them.
+class Targets:
+    """Training targets of rows: features [R, H] of the model's next token and of the one after, and
+    the model's probabilities [R, V] from each of them.
     """
 
     feature: Tensor
@@ -48,8 +48,10 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a head says of rows: as `HeadState`, [R, ...], with the logits of its parts [.., V]."""
+class Predictions:
+    """Predictions of a head for rows: as `BranchState`, [R, ...], with the logits of its parts [..,
+    V].
+    """
 
     feature: Tensor
     mixing: Tensor
@@ -59,8 +61,8 @@ class Found:
     after_logits: Tensor | None = None
 
 
-def terms(found: Found, wanted: Wanted) -> dict[str, Tensor]:
-    """Each term by name, unweighted."""
+def terms(found: Predictions, wanted: Targets) -> dict[str, Tensor]:
+    """Compute each term, unweighted, by name."""
     parts = regressions(found.feature, found.after, wanted.feature, wanted.after)
     return parts | cross_entropies(found, wanted)
 
@@ -68,18 +70,18 @@ def terms(found: Found, wanted: Wanted) -> dict[str, Tensor]:
 def regressions(
     feature: Tensor, after: Tensor | None, wanted: Tensor, wanted_after: Tensor
 ) -> dict[str, Tensor]:
-    """The terms of features [..., H]."""
+    """Compute the terms of features [..., H]."""
     parts = {"feature": regression(feature, wanted)}
     if after is not None:
         parts["after"] = regression(after, wanted_after)
     return parts
 
 
-def cross_entropies(found: Found, wanted: Wanted) -> dict[str, Tensor]:
-    """The terms of tokens."""
+def cross_entropies(found: Predictions, wanted: Targets) -> dict[str, Tensor]:
+    """Compute the terms of tokens."""
     parts = {
         "next_tokens": cross_entropy(found.logits.log_softmax(-1), wanted.probs),
-        "mixture": cross_entropy(mixed(found.mixing, found.branch_logits), wanted.probs),
+        "mixture": cross_entropy(mix_logits(found.mixing, found.branch_logits), wanted.probs),
     }
     if found.after_logits is not None:
         after_log_probs = found.after_logits.log_softmax(-1)
@@ -88,6 +90,6 @@ def cross_entropies(found: Found, wanted: Wanted) -> dict[str, Tensor]:
 
 
 def total(parts: dict[str, Tensor], weights: LossWeights) -> Tensor:
-    """Their weighted sum."""
+    """Weighted sum of the terms."""
     factors = {"feature": 1.0, **asdict(weights)}
     return torch.stack([factors[name] * part for name, part in parts.items()]).sum()

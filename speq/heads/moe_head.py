@@ -1,7 +1,7 @@
 """Jakiro's draft head: a layer of two branches over the exact model's last hidden state.
 
 Its position i takes the exact model's last hidden state of token i (the feature f_i) and the
-embedding of token i + 1, and says token i + 2:
+embedding of token i + 1, and predicts token i + 2:
 
     x = enter [norm(e(t[i+1])) ; norm(f_i)]
     u = x + attention(norm(x))                 over entries of its own
@@ -11,11 +11,11 @@ embedding of token i + 1, and says token i + 2:
     after next  c = u + s_1 (b_1 - u) - s_2 (b_2 - u), close to f_{i+2}
     tokens      sum_j pi_j softmax(W b_j)      with the model's own head W
 
-Jakiro (paper: Algorithm 1, Eqs. 1 to 11) scales branches by pi_j before W, which only flattens what
-they say. Here they are mixed as distributions, and the residual lies inside of a branch, as in the
+Jakiro (paper: Algorithm 1, Eqs. 1 to 11) scales branches by pi_j before W, which only flattens
+their logits. Here they are mixed as distributions, and the residual is inside a branch, as in the
 authors' own code.
 
-A head may name experts besides: of token i + 1 in some layers those that lead in
+A head may also predict experts: those of token i + 1, in some layers, with the largest
 
     routes [norm(e(t[i+1])) ; norm(f_i)]
 """
@@ -32,23 +32,23 @@ from speq.heads.draft_head import VisibleKV
 from speq.heads.head_shape import ROPE_BASE, HeadShape
 from speq.kernels import ops
 from speq.models.moe_model import MoEModel
-from speq.routing import Route, leading
+from speq.routing import Route, top_experts
 
 EPSILON = 1e-6
-# The shares of the two branches in the contrast before training, and what they sum to: 1.2 and 0.3.
+# Shares of the two branches in the contrast before training, and their scale: 1.2 and 0.3.
 CONTRAST_SHARES, CONTRAST_SCALE = (0.8, 0.2), 1.5
-# Queries, keys and values [B, heads, T, width] to what queries see, of the same shape.
+# Attention over queries, keys and values [B, heads, T, width]; output of the queries' shape.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadState:
-    """What a head makes of rows [...].
+class BranchState:
+    """Output of a head for rows [...].
 
     branches  [..., J, H]
-    mixing    [..., J] float32, how likely each branch is the right one
-    feature   [..., H], in the place of the model's next hidden state
-    after     [..., H], in the place of the one after; None of a head without contrast
+    mixing    [..., J] float32, probability that each branch is the right one
+    feature   [..., H], used in place of the model's next hidden state
+    after     [..., H], used in place of the one after; None for a head without contrast
     """
 
     branches: Tensor
@@ -56,35 +56,37 @@ class HeadState:
     feature: Tensor
     after: Tensor | None
 
-    def row(self, at: int) -> "HeadState":
-        """One row of [T, ...], as [1, ...]."""
+    def row(self, at: int) -> "BranchState":
+        """Select one row of [T, ...] as [1, ...]."""
         rows = slice(at, at + 1) if at != -1 else slice(-1, None)
         after = None if self.after is None else self.after[rows]
-        return HeadState(self.branches[rows], self.mixing[rows], self.feature[rows], after)
+        return BranchState(self.branches[rows], self.mixing[rows], self.feature[rows], after)
 
 
 class MoEHead(nn.Module):
-    """The head's weights, and the parts of its pass, which is theirs in this order: `enter`,
-    `queries_keys_values`, attention by whoever keeps the entries, `leave`.
+    """Weights of the head, and the parts of its pass, in this order: `enter`,
+    `queries_keys_values`, attention by the owner of the KV, `leave`.
     """
 
     def __init__(
-        self, shape: HeadShape, weights: Mapping[str, Tensor], stand: tuple[float, ...] = ()
+        self,
+        shape: HeadShape,
+        weights: Mapping[str, Tensor],
+        acceptance_rates: tuple[float, ...] = (),
     ) -> None:
-        """
-        weights  by the names of `HeadShape.tensors`, of any float dtype
-        stand    by depth, the share of its tokens that stood where it was trained; empty: unknown
+        """weights  weights by the names of `HeadShape.tensors`, of any float dtype
+        acceptance_rates  by depth, measured in training; empty: unknown
         """
         super().__init__()
-        self.shape, self.stand = shape, stand
-        # Names of files have dots, those of parameters must not.
+        self.shape, self.acceptance_rates = shape, acceptance_rates
+        # Names in files have dots, which parameters must not have.
         self._weights = nn.ParameterDict(
             {name.replace(".", "-"): nn.Parameter(weights[name]) for name, _ in shape.tensors()}
         )
 
     @classmethod
     def random(cls, shape: HeadShape, seed: int = 0) -> "MoEHead":
-        """Weights in float32 to begin training with."""
+        """Initialise float32 weights for training."""
         generator = torch.Generator().manual_seed(seed)
         weights = {}
         for name, size in shape.tensors():
@@ -101,16 +103,16 @@ class MoEHead(nn.Module):
         return self._weights[name.replace(".", "-")]
 
     def weights(self) -> dict[str, Tensor]:
-        """By the names of `HeadShape.tensors`, in their order."""
+        """Weights by the names of `HeadShape.tensors`, in their order."""
         return {name: self.weight(name).detach() for name, _ in self.shape.tensors()}
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> "MoEHead":
-        """The same to draft with: nothing is learnt."""
+    def load(self, dtype: torch.dtype, device: torch.device) -> "MoEHead":
+        """Copy the head for drafting, without gradients."""
         weights = {name: w.to(device, dtype) for name, w in self.weights().items()}
-        return MoEHead(self.shape, weights, self.stand).requires_grad_(False)
+        return MoEHead(self.shape, weights, self.acceptance_rates).requires_grad_(False)
 
     @property
-    def beyond(self) -> bool:
+    def predicts_two(self) -> bool:
         return self.shape.contrast
 
     @property
@@ -118,8 +120,8 @@ class MoEHead(nn.Module):
         return sum(weight.nbytes for weight in self.weights().values())
 
     def enter(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Embeddings of tokens [..., H] and features of those before them [..., H] to x."""
-        return product(self._pair(embedded, features), self.weight("enter"))
+        """Map embeddings of tokens [..., H] and features of those before them [..., H] to x."""
+        return multiply(self._pair(embedded, features), self.weight("enter"))
 
     def _pair(self, embedded: Tensor, features: Tensor) -> Tensor:
         pair = (self._normed("embedding", embedded), self._normed("feature", features))
@@ -128,27 +130,29 @@ class MoEHead(nn.Module):
     def queries_keys_values(
         self, x: Tensor, rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, H] to three of [B, heads, T, width]; rotation: of `rotations`, of T positions."""
+        """Project [B, T, H] to queries, keys and values, each [B, heads, T, width]; rotation: from
+        `rotations`, for T positions.
+        """
         shape = self.shape
-        parts = product(self._normed("attention", x), self.weight("qkv"))
+        parts = multiply(self._normed("attention", x), self.weight("qkv"))
         parts = parts.unflatten(-1, (3, shape.num_heads, shape.head_width)).permute(2, 0, 3, 1, 4)
-        return turned(parts[0], rotation), turned(parts[1], rotation), parts[2]
+        return rotate(parts[0], rotation), rotate(parts[1], rotation), parts[2]
 
-    def leave(self, x: Tensor, seen: Tensor) -> HeadState:
-        """x [B, T, H] and what its queries saw [B, heads, T, width]."""
+    def leave(self, x: Tensor, seen: Tensor) -> BranchState:
+        """Finish rows x [B, T, H] from their attention output [B, heads, T, width]."""
         shape = self.shape
-        u = x + product(seen.transpose(1, 2).flatten(2), self.weight("output"))
+        u = x + multiply(seen.transpose(1, 2).flatten(2), self.weight("output"))
         normed = self._normed("branch", u)
         added = [self._mlp(branch, normed) for branch in range(shape.branches)]
         branches = u[..., None, :] + torch.stack(added, dim=-2)
-        mixing = product(u, self.weight("gate")).float().softmax(-1)
+        mixing = multiply(u, self.weight("gate")).float().softmax(-1)
         feature = (mixing.to(u.dtype)[..., None] * branches).sum(-2)
         if not shape.contrast:
-            return HeadState(branches, mixing, feature, None)
-        shares = product(u, self.weight("contrast")) + self.weight("contrast_bias")
+            return BranchState(branches, mixing, feature, None)
+        shares = multiply(u, self.weight("contrast")) + self.weight("contrast_bias")
         shares = CONTRAST_SCALE * shares.float().softmax(-1).to(u.dtype)
         after = u + shares[..., :1] * added[0] - shares[..., 1:] * added[1]
-        return HeadState(branches, mixing, feature, after)
+        return BranchState(branches, mixing, feature, after)
 
     def forward(
         self,
@@ -156,42 +160,48 @@ class MoEHead(nn.Module):
         features: Tensor,
         rotation: tuple[Tensor, Tensor],
         attend: Attend,
-    ) -> HeadState:
-        """[B, T, H] of both, at T positions."""
+    ) -> BranchState:
+        """Run embeddings and features [B, T, H] of T positions."""
         x = self.enter(embedded, features)
         return self.leave(x, attend(*self.queries_keys_values(x, rotation)))
 
-    def kept(self, features: Tensor) -> Tensor:
+    def reduce(self, features: Tensor) -> Tensor:
         return features
 
-    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+    def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
         return model.embed(token_ids)
 
-    def run(self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV) -> HeadState:
-        """As `DraftHead.run`."""
+    def run(
+        self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
+    ) -> BranchState:
+        """Run as `DraftHead.run` does."""
         rotation = rotations(places, self.shape.head_width, embedded.dtype)
-        state: HeadState = self(embedded[None], features[None], rotation, seen.attend)
+        state: BranchState = self(embedded[None], features[None], rotation, seen.attend)
         after = None if state.after is None else state.after[0]
-        return HeadState(state.branches[0], state.mixing[0], state.feature[0], after)
+        return BranchState(state.branches[0], state.mixing[0], state.feature[0], after)
 
-    def next_scores(self, state: HeadState, model: MoEModel) -> Tensor:
-        """Log probabilities of the mixture."""
-        return mixed(state.mixing, model.logits(state.branches))
+    def next_scores(self, state: BranchState, model: MoEModel) -> Tensor:
+        """Log-probabilities of the mixture."""
+        return mix_logits(state.mixing, model.logits(state.branches))
 
-    def after_scores(self, state: HeadState, model: MoEModel) -> Tensor:
-        after = present(state.after, "a head is asked for a token that it does not say")
+    def after_scores(self, state: BranchState, model: MoEModel) -> Tensor:
+        after = present(
+            state.after, "a head without contrast was asked for the token after the next"
+        )
         return model.logits(after)
 
     @property
     def predicted_layers(self) -> tuple[int, ...]:
-        """As `ExpertPredictor`."""
+        """Layers whose experts it predicts, see `ExpertPredictor`."""
         return () if self.shape.named is None else self.shape.named.layers
 
     def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
-        """As `ExpertPredictor.routes`."""
-        top_k = present(self.shape.named, "a head is asked for experts and names none").top_k
+        """Predict routes as `ExpertPredictor.routes` does."""
+        top_k = present(
+            self.shape.named, "a head that predicts no experts was asked for them"
+        ).top_k
         logits = self.route_logits(embedded, features, self.weight("routes"))
-        ids, margins = leading(logits.flatten(0, 1), top_k)
+        ids, margins = top_experts(logits.flatten(0, 1), top_k)
         # Numbers of experts are exact in float32, and one piece is read from a device in one go.
         read = torch.stack((ids.float(), margins)).cpu().unflatten(1, logits.shape[:2])
         even = torch.full(read.shape[2:], 1 / top_k)
@@ -201,22 +211,22 @@ class MoEHead(nn.Module):
         ]
 
     def route_logits(self, embedded: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-        """[L, T, E] of rows [T, H] by weights [L, E, 2H], in whose dtype the head is."""
-        logits = product(self._pair(embedded, features), weight.flatten(0, 1))
+        """Router logits [L, T, E] of rows [T, H], by weights [L, E, 2H] of the head's dtype."""
+        logits = multiply(self._pair(embedded, features), weight.flatten(0, 1))
         return logits.unflatten(1, weight.shape[:2]).transpose(0, 1)
 
     def _mlp(self, branch: int, normed: Tensor) -> Tensor:
-        both = product(normed, self.weight(f"gate_up.{branch}"))
+        both = multiply(normed, self.weight(f"gate_up.{branch}"))
         gate, up = both.chunk(2, dim=-1)
-        return product(functional.silu(gate) * up, self.weight(f"down.{branch}"))
+        return multiply(functional.silu(gate) * up, self.weight(f"down.{branch}"))
 
     def _normed(self, what: str, rows: Tensor) -> Tensor:
         weight = self.weight(f"{what}_norm")
         return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, EPSILON)
 
 
-def product(inputs: Tensor, weight: Tensor) -> Tensor:
-    """[..., K] by [N, K]. Kernels of few rows know no gradients."""
+def multiply(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Multiply [..., K] by [N, K]. The kernels for few rows have no gradients."""
     linear = functional.linear if weight.requires_grad else ops.linear
     return linear(inputs, weight)
 
@@ -231,16 +241,16 @@ def rotations(
     return angles.cos(), angles.sin()
 
 
-def turned(rows: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rows [..., T, width] turned by their positions; halves turn together."""
+def rotate(rows: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary embeddings to rows [..., T, width], on halves."""
     cos, sin = rotation
     first, second = rows.to(cos.dtype).chunk(2, dim=-1)
     both = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return both.to(rows.dtype)
 
 
-def mixed(mixing: Tensor, logits: Tensor) -> Tensor:
-    """Log probabilities [..., V] of the mixture of branches.
+def mix_logits(mixing: Tensor, logits: Tensor) -> Tensor:
+    """Log-probabilities [..., V] of the mixture of branches.
 
     mixing  [..., J]; logits: [..., J, V] of the branches, of any float dtype
     """

@@ -1,6 +1,6 @@
-"""The layer of a checkpoint that predicts tokens ahead (MTP), on disk.
+"""The MTP layer of a checkpoint, on disk.
 
-It is found and sized first, and read when the budget is known to hold it.
+It is found and sized first, and read once it is known to fit the budget.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec
 from speq.experts.expert_store import ExpertLayout, SafetensorsExpertStore
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.heads.mtp_head import MtpHead, MtpLayer
 from speq.heads.mtp_shape import MtpShape
@@ -23,25 +23,25 @@ from speq.layers.offloaded_experts import ActiveBackend, OffloadedExperts
 from speq.layers.resident_experts import ResidentExperts
 from speq.models.dequantised import state_of
 from speq.models.families import FAMILIES
-from speq.models.mtp_layer import PartNames, Predictor
+from speq.models.mtp_layer import MtpLayerKind, PartNames
 from speq.models.opened import Opened
 from speq.models.shape import hf_config
 
-# How its option is called.
+# Value of the option head that selects it.
 MTP = "mtp"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Copies are told by so many blocks of so many bytes.
+# Tensors are compared by samples: number of blocks, and bytes of each.
 BLOCKS, BLOCK_BYTES = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class MtpSource:
-    """A checkpoint's layer that predicts tokens ahead, not read yet.
+    """A checkpoint's MTP layer, not read yet.
 
-    layer  its modules, without storage
+    layer  its modules, on the meta device
     names  of its parts on disk
-    owned  the names on disk of an embedding and a head that are not the exact model's
-    store  of its experts; None: it has none
+    owned  names on disk of an embedding and a head that differ from the exact model's
+    store  store of its experts; None: it has none
     """
 
     opened: Opened
@@ -52,19 +52,19 @@ class MtpSource:
     store: SafetensorsExpertStore | None
 
     @property
-    def stand(self) -> tuple[float, ...]:
-        """Nobody says."""
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """Unknown."""
         return ()
 
-    def held(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
-        """The layer, its experts as they are published, read from the checkpoint."""
-        layer, held = self.layer, held_by(self.layer)
+    def load(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
+        """Read the layer from the checkpoint, with its experts in the published form."""
+        layer, held = self.layer, loaded_tensors(self.layer)
         stored = {name: self.names.tensor(name) for name in held}
         wanted = {*stored.values(), *self.owned}
         state = state_of(self.opened.checkpoint, wanted.__contains__)
 
         def moved(name: str, kind: torch.dtype) -> Tensor:
-            # Of their own: what is mapped goes with its file.
+            # Copies: mapped tensors are lost with their file.
             return state[name].to(device, kind, copy=True)
 
         made: dict[str, Tensor] = {}
@@ -83,12 +83,12 @@ class MtpSource:
 
 
 def mtp_of(opened: Opened) -> MtpSource:
-    """The layer that a model's checkpoint has. Raises SpeqError where there is none that can
+    """Find the MTP layer of a model's checkpoint. Raises SpeqError if there is none that can
     draft.
     """
     checkpoint, shape = opened.checkpoint, opened.shape
     predictor = predictor_of(opened)
-    names = predictor.names.behind(shape.num_layers)
+    names = predictor.names.for_layers(shape.num_layers)
     layer = layer_of(opened, predictor)
     first = names.tensor("eh_proj.weight")
     if first not in checkpoint.tensors:
@@ -96,7 +96,7 @@ def mtp_of(opened: Opened) -> MtpSource:
             f"head is {MTP} and {checkpoint.path} has no tensor {first}, of a layer that predicts "
             "tokens ahead; download the model as its authors published it, or choose another head"
         )
-    held = held_by(layer)
+    held = loaded_tensors(layer)
     for name, like in held.items():
         check(checkpoint, names.tensor(name), tuple(like.shape))
     ends = {names.embedding: EMBEDDING, names.head: HEAD}
@@ -117,8 +117,8 @@ def mtp_of(opened: Opened) -> MtpSource:
     return MtpSource(opened, sizes, layer, names, owned, store)
 
 
-def predictor_of(opened: Opened) -> Predictor:
-    """Raises SpeqError for a family of which no such layer is read."""
+def predictor_of(opened: Opened) -> MtpLayerKind:
+    """Find the family's MTP layer. Raises SpeqError if speq reads none of this family."""
     family = opened.family
     if family.predictor is None:
         known = sorted(each.model_type for each in FAMILIES.values() if each.predictor)
@@ -130,8 +130,8 @@ def predictor_of(opened: Opened) -> Predictor:
     return family.predictor
 
 
-def layer_of(opened: Opened, predictor: Predictor) -> MtpLayer:
-    """Its modules, without storage but for rotary positions."""
+def layer_of(opened: Opened, predictor: MtpLayerKind) -> MtpLayer:
+    """Build its modules on the meta device, except the rotary embedding."""
     family = opened.family
     config: Any = deepcopy(hf_config(opened.checkpoint))
     config._attn_implementation = "sdpa"
@@ -144,8 +144,10 @@ def layer_of(opened: Opened, predictor: Predictor) -> MtpLayer:
         return MtpLayer(config, predictor, decoder, norm, rotary)
 
 
-def held_by(layer: MtpLayer) -> dict[str, Tensor]:
-    """Its parameters and buffers, but for what turns positions, which the config says."""
+def loaded_tensors(layer: MtpLayer) -> dict[str, Tensor]:
+    """Parameters and buffers to load: all but the rotary embedding's, which the config
+    determines.
+    """
     found: dict[str, Tensor] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     return {name: each for name, each in found.items() if not name.startswith("rotary.")}
 
@@ -170,8 +172,8 @@ def check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
 
 
 def is_own(checkpoint: Checkpoint, name: str, of_model: str) -> bool:
-    """Whether a layer has an embedding or a head that is not the exact model's. Samples tell them
-    apart: at worst drafts are worse.
+    """True if an MTP layer's embedding or head differs from the exact model's. Samples are
+    compared: an error only makes drafts worse.
     """
     tensors = checkpoint.tensors
     if name not in tensors:
@@ -188,7 +190,7 @@ def is_own(checkpoint: Checkpoint, name: str, of_model: str) -> bool:
 
 
 def samples(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
-    """Bytes of blocks spread over a tensor."""
+    """Read blocks spread over a tensor, as bytes."""
     file, info = checkpoint.tensors[name]
     block_bytes = min(BLOCK_BYTES, info.nbytes)
     for at in range(BLOCKS):
@@ -198,7 +200,7 @@ def samples(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
 
 
 def store_of(opened: Opened, names: PartNames) -> SafetensorsExpertStore:
-    """The store of the layer's experts. Raises SpeqError where a pack has left them out."""
+    """Open the store of the layer's experts. Raises SpeqError if a pack has left them out."""
     checkpoint, experts = opened.checkpoint, opened.shape.experts
     parent, number = names.place
     of_experts = replace(experts.names, parent=parent)
@@ -216,9 +218,9 @@ def store_of(opened: Opened, names: PartNames) -> SafetensorsExpertStore:
 
 
 def read_slots(store: SafetensorsExpertStore, device: torch.device) -> Tensor:
-    """All experts of a store of one layer, each in the slot of its number."""
-    slots = aligned_bytes(store.num_experts, store.codec.slot_bytes, device)
-    room = aligned_bytes(1, store.codec.slot_bytes)[0]
+    """Read all experts of a store of one layer, each into the slot of its number."""
+    slots = allocate_aligned(store.num_experts, store.codec.slot_bytes, device)
+    room = allocate_aligned(1, store.codec.slot_bytes)[0]
     for expert in range(store.num_experts):
         here = slots[expert] if device.type == "cpu" else room
         store.read(0, expert, here)
@@ -228,7 +230,7 @@ def read_slots(store: SafetensorsExpertStore, device: torch.device) -> Tensor:
 
 
 def put_experts(layer: MtpLayer, opened: Opened, slots: Tensor, codec: ExpertCodec) -> None:
-    """Have the layer's block run experts out of slots."""
+    """Make the layer's block run experts out of slots."""
     names = opened.family.names
     block: Any = getattr(layer.decoder, names.blocks[0])
     switch = ActiveBackend()

@@ -1,14 +1,14 @@
-"""The layer of a checkpoint that predicts tokens ahead (MTP): what it computes.
+"""Computation of the MTP layer of a checkpoint.
 
-Entry i takes the exact model's last hidden state f_i, which is normed, and the embedding of token
-i + 1, and says token i + 2:
+Position i takes the exact model's last hidden state f_i, which is normed, and the embedding of
+token i + 1, and predicts token i + 2:
 
     x = eh_proj [enorm(e(t[i+1])) ; hnorm(f_i)]
     h = a whole decoder layer over x         which may have experts
     tokens   softmax(head last_norm(h))
 
-Families differ in two places (`Predictor`): whether the first entry has 0 for an embedding, and
-whether h or last_norm(h) takes the place of f_{i+1}.
+Families differ in two places (`MtpLayerKind`): whether the first position has embedding 0, and
+whether h or last_norm(h) replaces f_{i+1}.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from speq.heads.mtp_shape import MtpShape
 from speq.kernels import ops
 from speq.layers.arguments import cache_name
 from speq.models.moe_model import MoEModel
-from speq.models.mtp_layer import Predictor
+from speq.models.mtp_layer import MtpLayerKind
 
 
 class MtpLayer(nn.Module):
-    """Its modules, by the names of `PartNames`.
+    """Modules of the MTP layer, by the names of `PartNames`.
 
     decoder, norm, rotary  transformers' classes of the family
     """
 
     def __init__(
-        self, config: Any, predictor: Predictor, decoder: Any, norm: Any, rotary: Any
+        self, config: Any, predictor: MtpLayerKind, decoder: Any, norm: Any, rotary: Any
     ) -> None:
         super().__init__()
         hidden_size, epsilon = config.hidden_size, config.rms_norm_eps
@@ -49,13 +49,13 @@ class MtpLayer(nn.Module):
     def forward(
         self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
     ) -> Tensor:
-        """As `DraftHead.run`, to what takes the place of the next features [T, H]."""
+        """Run rows as `DraftHead.run` does. Return [T, H], used in place of the next features."""
         if self.predictor.zeroes_first:
             embedded = embedded.masked_fill((places == 0)[:, None], 0)
         pair = torch.cat((self.enorm(embedded), self.hnorm(features)), -1)
         x = self.eh_proj(pair)[None]
         at = places[None]
-        if hasattr(self.rotary, "mrope_section"):  # of text, all three kinds of positions are one
+        if hasattr(self.rotary, "mrope_section"):  # for text, the three positions are equal
             at = at.expand(3, 1, -1)
         hidden: Tensor = self.decoder(
             x,
@@ -66,8 +66,8 @@ class MtpLayer(nn.Module):
         )
         return self._normed(hidden[0]) if self.predictor.passes_normed else hidden[0]
 
-    def said(self, features: Tensor) -> Tensor:
-        """What a head scores, of what `forward` gave."""
+    def scored(self, features: Tensor) -> Tensor:
+        """Input of the output head, from the output of `forward`."""
         return features if self.predictor.passes_normed else self._normed(features)
 
     def _normed(self, hidden: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class MtpLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class MtpHead:
-    """embedding, head  [V, H] of its own; None: those of the exact model"""
+    """A loaded MTP layer. embedding, head: [V, H] of its own; None: the exact model's."""
 
     shape: MtpShape
     layer: MtpLayer
@@ -85,17 +85,17 @@ class MtpHead:
     head: Tensor | None
 
     @property
-    def beyond(self) -> bool:
+    def predicts_two(self) -> bool:
         return False
 
     @property
     def nbytes(self) -> int:
         return self.shape.nbytes(self.layer.eh_proj.weight.dtype)
 
-    def kept(self, features: Tensor) -> Tensor:
+    def reduce(self, features: Tensor) -> Tensor:
         return features
 
-    def embedded(self, token_ids: list[int], model: MoEModel) -> Tensor:
+    def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
         if self.embedding is None:
             return model.embed(token_ids)
         return functional.embedding(model.tokens(token_ids), self.embedding)
@@ -106,8 +106,8 @@ class MtpHead:
         return FeatureState(self.layer(embedded, features, places, seen))
 
     def next_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
-        said = self.layer.said(state.feature)
+        said = self.layer.scored(state.feature)
         return model.logits(said) if self.head is None else ops.linear(said, self.head)
 
     def after_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
-        raise NotImplementedError("it says one token")
+        raise NotImplementedError("the head predicts one token")

@@ -1,4 +1,4 @@
-"""The sizes of a checkpoint's layer that predicts tokens ahead (MTP)."""
+"""The sizes of a checkpoint's MTP layer."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from speq.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class MtpShape:
-    """What memory is planned by.
+    """Sizes of the MTP layer, for planning memory.
 
-    model      whose layers with attention are like this one
-    words      elements of each tensor that is held in the compute dtype
-    own_bytes  of each that is held in a dtype of its own: buffers, and the arena of its experts
+    model      the model, whose attention layers have the same sizes
+    words      elements of each tensor in the compute dtype
+    own_bytes  bytes of each tensor with a dtype of its own: buffers, and the arena of its experts
     """
 
     model: ModelShape
@@ -22,12 +22,12 @@ class MtpShape:
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """None: it reads the model's last hidden states."""
+        """No layers: it reads the model's last hidden states."""
         return ()
 
     @property
     def window(self) -> None:
-        """It looks all the way back."""
+        """No limit: it attends to all tokens."""
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -46,9 +46,9 @@ class MtpShape:
         return sum(self.sizes(dtype))
 
     def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
-        """As `HeadSizes.workspace_bytes`: what the model's own pass takes is more."""
+        """Workspace of the model's own pass, which takes more."""
         return self.model.workspace_bytes(rows, 1, context, dtype)
 
     def features_bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """None: a pass has its last hidden states anyway."""
+        """No bytes: a pass has its last hidden states anyway."""
         return 0

@@ -1,4 +1,6 @@
-"""The head that options name: our own, a published one, or a layer of the model's checkpoint."""
+"""Opening of the head that options name: our own, a published one, or the checkpoint's MTP
+layer.
+"""
 
 import logging
 from pathlib import Path
@@ -6,7 +8,7 @@ from pathlib import Path
 from speq.errors import SpeqError
 from speq.heads.draft_head import HeadSource
 from speq.heads.eagle_file import CONFIG, read_eagle
-from speq.heads.head_file import NAME, head_beside, model_digest, read_head, read_stand
+from speq.heads.head_file import NAME, head_path, model_digest, read_acceptance_rates, read_head
 from speq.heads.mtp_file import MTP, mtp_of
 from speq.models.opened import Opened
 
@@ -15,20 +17,20 @@ logger = logging.getLogger("speq")
 AUTO = "auto"
 
 
-def head_named(name: str, opened: Opened) -> HeadSource:
-    """A model's head, in host memory or still on disk.
+def open_head(name: str, opened: Opened) -> HeadSource:
+    """Open a model's head, in host memory or still on disk.
 
-    name  auto (beside the model), mtp (the layer of the model's own checkpoint that predicts tokens
-          ahead), a file or folder of `speq train-head`, or the folder of a published head
+    name  auto (beside the model), mtp (the MTP layer of the model's own checkpoint), a file or
+          folder of `speq train-head`, or the folder of a published head
 
-    Raises SpeqError where it is missing, damaged or another model's, or goes by layers that other
-    machines have.
+    Raises SpeqError if it is missing, damaged or another model's, or needs layers of other
+    machines.
     """
     if name == MTP:
         check_whole(opened, name)
         return mtp_of(opened)
     checkpoint = opened.checkpoint
-    path = head_beside(checkpoint.path) if name == AUTO else Path(name)
+    path = head_path(checkpoint.path) if name == AUTO else Path(name)
     if (path / CONFIG).is_file() and not (path / NAME).exists():
         check_whole(opened, name)
         return read_eagle(path, opened.shape)
@@ -41,7 +43,7 @@ def head_named(name: str, opened: Opened) -> HeadSource:
 
 
 def check_whole(opened: Opened, name: str) -> None:
-    """Raise SpeqError for a head that goes by layers of which other machines have some."""
+    """Raise SpeqError for a head that needs layers of other machines."""
     if opened.part is not None:
         raise SpeqError(
             f"head {name} goes by layers of the whole model, which runs in stages; give one of "
@@ -50,15 +52,15 @@ def check_whole(opened: Opened, name: str) -> None:
 
 
 def head_worth_weighing(opened: Opened) -> HeadSource | None:
-    """The head beside a model, if it says how far its drafts stand; None where there is none. One
-    that is damaged or another model's is left aside, and the log says so: nobody asked for it.
+    """Open the head beside a model if it has acceptance rates; None otherwise. One that is damaged
+    or another model's is skipped with a warning, since it was not requested.
     """
-    path = head_beside(opened.checkpoint.path)
+    path = head_path(opened.checkpoint.path)
     if not path.exists():
         return None
     try:
-        # Its weights are as large as a layer of experts: they are read where it is weighed.
-        return head_named(AUTO, opened) if read_stand(path) else None
+        # Its weights are as large as a layer of experts, so they are read only if it may be chosen.
+        return open_head(AUTO, opened) if read_acceptance_rates(path) else None
     except SpeqError as error:
-        logger.warning("the head beside the model is left aside: %s", error)
+        logger.warning("the head beside the model is not used: %s", error)
         return None

@@ -1,1 +1,1 @@
-"""The kernels as torch ops: schemas, checks, the native library, and the readable reference."""
+"""Kernels as torch ops: schemas, checks, the native library, and the readable reference."""

@@ -1,4 +1,4 @@
-"""The cards that libspeq_cuda.so holds code for, read out of the file without loading it.
+"""The GPU architectures that libspeq_cuda.so has code for, read from the file without loading it.
 
 CMake names them (CMAKE_CUDA_ARCHITECTURES): "90-real" is machine code for compute capability 9.0,
 "90-virtual" is PTX, which the driver compiles, and "90" is both.
@@ -9,22 +9,22 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# What stands before them in the file: csrc/cuda/architectures.cpp.
+# Marker before them in the file: csrc/cuda/architectures.cpp.
 MARK = b"speq_cuda_architectures:"
-# Compute capability of a card: major and minor.
+# Compute capability of a GPU: major and minor.
 Capability = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Architectures:
-    """Capabilities that machine code is for, and those that PTX is for."""
+    """Capabilities with machine code, and those with PTX."""
 
     machine_code: tuple[Capability, ...]
     ptx: tuple[Capability, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Architectures":
-        """From names separated by blanks. Raises ValueError for others."""
+        """Parse names separated by spaces. Raises ValueError for unknown ones."""
         code, ptx = [], []
         for name in text.split():
             parts = re.fullmatch(r"(\d+)(\d)(-real|-virtual)?", name)
@@ -39,7 +39,7 @@ class Architectures:
 
     @classmethod
     def of_library(cls, path: Path) -> "Architectures":
-        """Of a compiled library. Raises ValueError for a file that does not name any."""
+        """Read a compiled library's. Raises ValueError for a file without any."""
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             start = data.find(MARK)
             end = data.find(b"\0", start)
@@ -48,8 +48,8 @@ class Architectures:
             return cls.parse(data[start + len(MARK) : end].decode("ascii", "replace"))
 
     def run_on(self, capability: Capability) -> bool:
-        """Whether a card has an image: machine code runs on its major capability, from its minor
-        one up, and PTX on every card that is not older.
+        """True if code can run on a GPU: machine code runs on its major capability from its minor
+        one up, and PTX on every GPU that is not older.
         """
         major, minor = capability
         return any(major == of[0] and minor >= of[1] for of in self.machine_code) or any(

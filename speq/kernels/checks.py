@@ -20,23 +20,23 @@ def check_tensor(
 ) -> None:
     """Raise ValueError for another shape, dtype, device or layout; None in shape is any size.
 
-    strided  whether the first dimension may have any stride, as it has in slots of an arena
+    strided  whether the first dimension may have any stride, as in slots of an arena
     """
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
     given = tensor.shape
-    if len(given) != len(shape) or not _fits(given, shape):
+    if len(given) != len(shape) or not _matches(given, shape):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(given)}; it must be [{sizes}]")
     contiguous = tensor.is_contiguous()
-    if not contiguous and not (strided and _packed(given[1:], tensor.stride()[1:])):
+    if not contiguous and not (strided and _is_contiguous(given[1:], tensor.stride()[1:])):
         raise ValueError(f"{name} has strides {list(tensor.stride())}; it must be contiguous")
 
 
-def _packed(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements follow one another."""
+def _is_contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """True if elements are contiguous."""
     wanted = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1 and stride != wanted:
@@ -45,8 +45,8 @@ def _packed(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
-    # A loop of its own: it takes half the time of `all`, and each kernel's call has some of them.
+def _matches(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    # A plain loop takes half the time of `all`, and each kernel call makes several checks.
     for size, wanted in zip(given, shape, strict=True):
         if wanted is not None and size != wanted:
             return False
@@ -70,8 +70,8 @@ def check_int4(name: str, qweight: Tensor, scales: Tensor, rows: int, columns: i
 
 
 def check_rows(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, out: Tensor) -> None:
-    """Raise ValueError unless these are rows [T, H], their routes [T, K], a table of experts and
-    room for [T, K, H].
+    """Raise ValueError unless these are rows [T, H], their routes [T, K], a table of experts and an
+    output [T, K, H].
     """
     rows, hidden_size = hidden_states.shape
     device = hidden_states.device

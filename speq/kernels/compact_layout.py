@@ -1,6 +1,6 @@
-"""Sizes of compact records of experts and of dense matrices.
+"""Sizes of compact records: losslessly or residually packed experts and dense matrices.
 
-csrc/compact.h says what lies in them.
+csrc/compact.h has their layout.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 LINE_BYTES = 64
 QUAD_ROWS = 4
 BLOCK_COLUMNS = 64
-# An entry of the index.
+# Bytes of an index entry.
 INDEX_BYTES = 4
-# An entry tells positions below it, so the streams of a record end below it too.
+# Index entries hold positions below it, so the streams of a record end below it too.
 STREAMS_END = 1 << 31
-# Decoders take whole vectors, and so read up to this far past the streams.
+# Decoders read whole vectors, and so up to this far past the streams.
 SLACK_BYTES = 128
 
 
@@ -30,19 +30,19 @@ class CompactLayout:
 
     @classmethod
     def of_expert(cls, hidden_size: int, expert_width: int, lossless: bool) -> "CompactLayout":
-        """Of gate and up [F, H] and down [H, F]."""
+        """Layout of an expert's gate and up [F, H] and down [H, F]."""
         gate = expert_width, hidden_size
         return cls((gate, gate, (hidden_size, expert_width)), lossless)
 
     @classmethod
     def of_matrix(cls, shape: Sequence[int], lossless: bool) -> "CompactLayout":
-        """Of one dense matrix, of rows and columns."""
+        """Layout of one dense matrix of rows and columns."""
         rows, columns = shape
         return cls(((rows, columns),), lossless)
 
     @property
     def fixed_bytes(self) -> int:
-        """A record without its streams."""
+        """Bytes of a record without its streams."""
         quads = sum(-(-rows // QUAD_ROWS) for rows, _ in self.matrices)
         sections = [INDEX_BYTES * (quads + 1)] + [rows * columns for rows, columns in self.matrices]
         if self.lossless:
@@ -52,11 +52,11 @@ class CompactLayout:
 
     @property
     def most_bytes(self) -> int:
-        """The largest record that any weights and codes can have."""
+        """Bytes of the largest record that any weights and codes can have."""
         escapes = sum(rows * columns for rows, columns in self.matrices)
         if self.lossless:
             return self.fixed_bytes + escapes
-        # Each block of each row has three bits for each code 0, and the number and the columns of
-        # its exceptions, which have other codes.
+        # Each block of each row has three bits per code 0, and the number and columns of its
+        # exceptions, which have other codes.
         blocks = sum(rows * -(-columns // BLOCK_COLUMNS) for rows, columns in self.matrices)
         return self.fixed_bytes + 2 * escapes + 2 * blocks

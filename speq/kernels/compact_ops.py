@@ -1,6 +1,6 @@
-"""The ops over compact experts as their callers see them.
+"""The ops over compact experts, for their callers.
 
-`speq.kernels.reference_compact` says what they compute.
+`speq.kernels.reference_compact` defines what they compute.
 """
 
 import torch
@@ -10,12 +10,12 @@ from speq.errors import SpeqError
 from speq.kernels import library, reference_compact
 from speq.kernels.checks import activation_code, check_int4, check_rows, check_tensor
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import ExpertBiases, Int4Bank, Int4Pair, pair_of, row_blocks
+from speq.kernels.ops import ExpertBiases, Int4Pair, Int4Slots, pair_of, row_blocks
 from speq.kernels.records import check_records, encode_into, encode_whole
 
 
 def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
-    """The lossless record of one expert, [R] uint8.
+    """Encode one expert losslessly into a record [R] uint8.
 
     gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU
     """
@@ -29,11 +29,11 @@ def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) 
     Raises SpeqError if the slot is too small. Nothing is then written to it.
     """
     layout = _layout(gate_up_proj, down_proj, lossless=True)
-    return _fitting("encode_lossless", layout, slot, gate_up_proj, down_proj)
+    return _encode_into_slot("encode_lossless", layout, slot, gate_up_proj, down_proj)
 
 
 def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """Write the words of a record, or of a slot that holds one, into matrices of bfloat16."""
+    """Decode a record, or a slot that holds one, into bfloat16 matrices."""
     layout = _layout(gate_up_proj, down_proj, lossless=True)
     check_records("record", record, 1, layout)
     library.call("decode_lossless", record, gate_up_proj, down_proj)
@@ -42,7 +42,7 @@ def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> 
 def encode_residual(
     gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair
 ) -> Tensor:
-    """The residual record of one expert over its codes, [R] uint8.
+    """Encode one expert's residual over its codes into a record [R] uint8.
 
     gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU, in the order of the codes
     gate_up, down codes and scales of the same matrices
@@ -56,13 +56,15 @@ def encode_residual_into(
 ) -> int:
     """Encode into a slot [slot_bytes] uint8, as `encode_lossless_into` does."""
     layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    return _fitting("encode_residual", layout, slot, gate_up_proj, down_proj, *gate_up, *down)
+    return _encode_into_slot(
+        "encode_residual", layout, slot, gate_up_proj, down_proj, *gate_up, *down
+    )
 
 
 def decode_residual(
     record: Tensor, gate_up: Int4Pair, down: Int4Pair, gate_up_proj: Tensor, down_proj: Tensor
 ) -> None:
-    """Write the words of a record over its codes into matrices of bfloat16."""
+    """Decode a record over its codes into bfloat16 matrices."""
     layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
     check_records("record", record, 1, layout)
     library.call("decode_residual", record, *gate_up, *down, gate_up_proj, down_proj)
@@ -78,7 +80,9 @@ def moe_grouped_lossless(
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """`reference_compact.moe_grouped_lossless_out`; blocks and errors as of `ops.moe_grouped`."""
+    """Run `reference_compact.moe_grouped_lossless_out`, with the blocks and errors of
+    `ops.moe_grouped`.
+    """
     layout = CompactLayout.of_expert(hidden_states.shape[1], expert_width, lossless=True)
     check_rows(hidden_states, topk_ids, slot_table, out)
     check_records("slots", slots, 2, layout)
@@ -100,18 +104,20 @@ def moe_grouped_residual(
     slot_table: Tensor,
     slots: Tensor,
     base_slots: Tensor,
-    backend: Int4Bank,
+    backend: Int4Slots,
     activation: str,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """`reference_compact.moe_grouped_residual_out` over a bank; else as `ops.moe_grouped`."""
+    """Run `reference_compact.moe_grouped_residual_out` over INT4 experts, otherwise as
+    `ops.moe_grouped`.
+    """
     width = backend.down[0].shape[2] * 2
     layout = CompactLayout.of_expert(backend.hidden_size, width, lossless=False)
     check_rows(hidden_states, topk_ids, slot_table, out)
     if hidden_states.shape[1] != backend.hidden_size:
         raise ValueError(
-            f"hidden_states has {hidden_states.shape[1]} columns; the bank's experts take "
+            f"hidden_states has {hidden_states.shape[1]} columns; the INT4 experts take "
             f"{backend.hidden_size}"
         )
     check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)
@@ -150,7 +156,7 @@ def _residual_layout(
     return layout
 
 
-def _fitting(op: str, layout: CompactLayout, slot: Tensor, *parts: Tensor) -> int:
+def _encode_into_slot(op: str, layout: CompactLayout, slot: Tensor, *parts: Tensor) -> int:
     nbytes = encode_into(op, layout, slot, *parts)
     if nbytes > len(slot):
         raise SpeqError(

@@ -1,8 +1,8 @@
-"""What decoder layers do between their products, each in one call.
+"""Ops of decoder layers between matrix products, one call each.
 
-Few rows spend most of their time on the way to such operations, not in them. So arguments are not
-checked here: the kernels themselves refuse what does not fit together, and torch does otherwise.
-`speq.kernels.reference_decoder` says what they compute.
+For few rows most time goes into calling such ops, not into computing. So arguments are not checked
+here: the kernels, or torch, refuse inconsistent ones. `speq.kernels.reference_decoder` defines what
+they compute.
 """
 
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from torch import Tensor
 
 from speq.kernels import library, reference
 from speq.kernels.checks import EXACT_DTYPES
-from speq.kernels.reference_decoder import beside_sinks
+from speq.kernels.reference_decoder import attend_with_sinks
 
 __all__ = [
     "Heads",
     "Positions",
     "RMSNorm",
     "add_rms_norm",
+    "attend_with_sinks",
     "attention",
-    "beside_sinks",
     "combine",
     "rms_norm",
     "route",
     "takes",
 ]
 
-# More than any text has entries.
+# More than any context length.
 NO_WINDOW = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """weight [n], which takes n neighbouring columns together, and what keeps the root from 0."""
+    """An RMS norm over groups of n neighbouring columns: weight [n] and epsilon."""
 
     weight: Tensor
     eps: float
@@ -41,11 +41,11 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What one layer's attention does with queries and keys.
+    """Parameters of one layer's attention heads.
 
-    query_norm, key_norm  before their positions are put in; both or neither
-    scale                 of the scores
-    sinks                 [heads]: of each a score of no entry; None: there are none
+    query_norm, key_norm  applied before rotary embeddings; both or neither
+    scale                 factor of the scores
+    sinks                 [heads]: each head's sink score; None: there are none
     """
 
     scale: float
@@ -56,11 +56,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where T tokens stand.
+    """Positions of T tokens.
 
-    start    the place of the first one's entry
+    start    position where the first one's KV is written
     cos, sin [T, R]
-    parents  [N] int64 of the tree whose last nodes they are; None: they follow one another
+    parents  [N] int64 of the tree of which they are the last nodes; None: a chain
     """
 
     start: int
@@ -70,19 +70,19 @@ class Positions:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Tell whether these ops run rows on this device and in this dtype as torch itself would."""
+    """True if these ops run rows on this device and in this dtype as torch would."""
     return tensor.is_cpu and tensor.dtype in EXACT_DTYPES
 
 
 def rms_norm(inputs: Tensor, norm: RMSNorm) -> Tensor:
-    """The RMS norm of inputs [R, H], rounded as transformers rounds it."""
+    """RMS norm of inputs [R, H], rounded as in transformers."""
     out = torch.empty_like(inputs)
     library.call("rms_norm", inputs, None, norm.weight, norm.eps, None, out)
     return out
 
 
 def add_rms_norm(inputs: Tensor, added: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """inputs + added, both [R, H], and the RMS norm of that."""
+    """Return inputs + added, both [R, H], and its RMS norm."""
     sums, out = torch.empty_like(inputs), torch.empty_like(inputs)
     library.call("rms_norm", inputs, added, norm.weight, norm.eps, sums, out)
     return sums, out
@@ -98,13 +98,13 @@ def attention(
     cached: tuple[Tensor, Tensor],
     out: Tensor,
 ) -> None:
-    """`reference_decoder.attention_out` into out [T, heads * D]; shapes there.
+    """Run `reference_decoder.attention_out` into out [T, heads * D]; see there for shapes.
 
-    A row's result does not depend on the rows beside it: a node of a tree comes out, bit for bit,
-    as it does at the end of a chain of the nodes above it.
+    A row's result does not depend on other rows: a node of a tree is bit-identical to the end of a
+    chain of its ancestors.
 
-    window  positions that a row looks back at most, its own included; None: all
-    cached  keys and values [kv_heads, C, D], which take the rows' entries
+    window  most positions that a row looks back, its own included; None: no limit
+    cached  keys and values [kv_heads, C, D], where the rows' KV is written
     """
     query_norm, key_norm = heads.query_norm, heads.key_norm
     library.call(
@@ -130,7 +130,8 @@ def attention(
 def route(
     logits: Tensor, top_k: int, normalised: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The `top_k` likeliest experts by logits [T, E]: weights [T, K] in `dtype`, ids [T, K] int64.
+    """Choose the `top_k` most likely experts by logits [T, E]: weights [T, K] in `dtype`, ids [T,
+    K] int64.
 
     normalised  whether a row's weights are divided by their sum
     """
@@ -141,7 +142,7 @@ def route(
 
 
 def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """`reference.combine`, in one call where there is one."""
+    """Compute `reference.combine`, in one native call if there is one."""
     if not takes(outputs) or outputs.dtype != dtype or topk_weights.dtype not in EXACT_DTYPES:
         return reference.combine(outputs, topk_weights, dtype)
     out = outputs.new_empty(outputs.shape[0], outputs.shape[2])

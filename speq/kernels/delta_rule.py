@@ -1,8 +1,7 @@
 """The gated delta rule (arXiv:2412.06464), one token after another.
 
-`speq.kernels.reference_delta` says what a token does. Tokens that are run alone and tokens that are
-run together go through the same operations in the same order, so that their results are the same
-bits.
+`speq.kernels.reference_delta` defines a token's step. Tokens go through the same operations in the
+same order whether run alone or together, so results are bit-identical.
 """
 
 from typing import NamedTuple
@@ -12,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from speq.kernels import library
-from speq.kernels.convolution import convolved
+from speq.kernels.convolution import convolve
 
 NORM_EPSILON = 1e-6
 
 
 class DeltaSizes(NamedTuple):
-    """Of one layer. taps: inputs of a channel's convolution, its own token's included."""
+    """Sizes of one layer. taps: inputs of a channel's convolution, its own token's included."""
 
     key_heads: int
     value_heads: int
@@ -28,7 +27,7 @@ class DeltaSizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Queries, keys and values side by side."""
+        """Width of queries, keys and values side by side."""
         keys = self.key_heads * self.key_width
         return 2 * keys + self.value_heads * self.value_width
 
@@ -37,23 +36,23 @@ class DeltaSizes(NamedTuple):
         return self.value_heads, self.key_width, self.value_width
 
 
-def mixed_inputs(windows: Tensor, weight: Tensor) -> Tensor:
-    """SiLU of each channel's convolution, as `convolved` has it: [T, channels] of its dtype."""
-    return functional.silu(convolved(windows, weight))
+def mix_inputs(windows: Tensor, weight: Tensor) -> Tensor:
+    """SiLU of each channel's convolution, see `convolve`: [T, channels] of its dtype."""
+    return functional.silu(convolve(windows, weight))
 
 
-def mixed_one_by_one(windows: Tensor, weight: Tensor) -> Tensor:
-    """`mixed_inputs` of a few tokens, each with the bits that it has alone: torch's functions of
-    several rows have other last ones.
+def mix_one_by_one(windows: Tensor, weight: Tensor) -> Tensor:
+    """Compute `mix_inputs` for a few tokens, bit-identical to running each alone: torch's functions
+    of several rows round differently.
     """
-    return torch.cat([functional.silu(row) for row in convolved(windows, weight).split(1)])
+    return torch.cat([functional.silu(row) for row in convolve(windows, weight).split(1)])
 
 
 def delta_steps(state: Tensor, mixed: Tensor, decays: Tensor, betas: Tensor) -> Tensor:
     """Run T tokens one after another.
 
-    state    [value heads, key width, value width] float32, which they change in place
-    mixed    [T, channels], as `mixed_inputs` has them
+    state    [value heads, key width, value width] float32, updated in place
+    mixed    [T, channels], the output of `mix_inputs`
     decays, betas  [T, value heads] float32
     returns  [T, value heads, value width] float32
     """

@@ -1,8 +1,8 @@
-"""Dense matrices [N, K] of bfloat16 in compact records: attention, MLPs, the head, embeddings.
+"""Ops over compact dense matrices [N, K] of bfloat16: attention, MLPs, the head, embeddings.
 
-`speq.kernels.reference_dense` says what the ops compute. Products are those of `ops.linear` with
-the plain words, bit for bit: few rows of inputs run over words that a kernel rebuilds as they pass,
-and many rows over a plain copy, which lives as long as the product.
+`speq.kernels.reference_dense` defines what the ops compute. Products are bit-identical to
+`ops.linear` with plain weights. For few input rows a kernel decodes weights on the fly; for many, a
+plain copy exists for the duration of the product.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ WORD = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """A matrix [rows, columns] in a record, over its codes where `pair` has them."""
+    """A matrix [rows, columns] in a record, over the codes in `pair`, if any."""
 
     rows: int
     columns: int
@@ -35,28 +35,29 @@ class _Coded:
 
     @property
     def codes(self) -> tuple[Tensor, ...]:
-        """What ops take behind the record."""
+        """Arguments of ops after the record."""
         return self.pair or ()
 
     @property
     def sized(self) -> tuple[Tensor | int, ...]:
-        """The same of ops that cannot see the number of rows in others."""
+        """Arguments of ops that need the number of rows as well."""
         return self.pair or (self.rows,)
 
 
 def encode_dense_lossless(weight: Tensor) -> Tensor:
-    """The lossless record of a matrix, [R] uint8.
+    """Encode a matrix losslessly into a record [R] uint8.
 
     weight  [N, K] bfloat16, on the CPU
 
-    Raises SpeqError where its escapes are more than a record can index.
+    Raises SpeqError if it has more escapes than a record can index.
     """
     layout = _layout_of("weight", weight, lossless=True)
     return encode_whole("encode_dense_lossless", layout, weight)
 
 
 def encode_dense_residual(weight: Tensor, pair: Int4Pair) -> Tensor:
-    """The residual record of a matrix over its codes, [R] uint8; else as `encode_dense_lossless`.
+    """Encode a matrix's residual over its codes into a record [R] uint8; otherwise as
+    `encode_dense_lossless`.
 
     pair  qweight [N, K / 2] uint8 and scales [N, K / group_size] float16, in the order of weight
     """
@@ -66,14 +67,14 @@ def encode_dense_residual(weight: Tensor, pair: Int4Pair) -> Tensor:
 
 
 def decode_dense_lossless(record: Tensor, weight_out: Tensor) -> None:
-    """Write the words of a record into a matrix [N, K] of bfloat16."""
+    """Decode a record into a matrix [N, K] of bfloat16."""
     _layout_of("weight_out", weight_out, lossless=True)
     rows, columns = weight_out.shape
     _decode(_lossless(record, rows, columns), weight_out)
 
 
 def decode_dense_residual(record: Tensor, pair: Int4Pair, weight_out: Tensor) -> None:
-    """Write the words of a record over its codes into a matrix [N, K] of bfloat16."""
+    """Decode a record over its codes into a matrix [N, K] of bfloat16."""
     _layout_of("weight_out", weight_out, lossless=False)
     _check_pair(pair, weight_out.shape, record.device)
     _decode(_residual(record, pair), weight_out)
@@ -82,12 +83,12 @@ def decode_dense_residual(record: Tensor, pair: Int4Pair, weight_out: Tensor) ->
 def linear_lossless(
     inputs: Tensor, record: Tensor, outputs: int, bias: Tensor | None = None
 ) -> Tensor:
-    """inputs [..., K] by the matrix [outputs, K] of a record, plus bias [outputs]: [..., outputs].
+    """Multiply inputs [..., K] by the matrix [outputs, K] of a record and add bias: [..., outputs].
 
-    inputs  float32, float64, bfloat16 or float16, which bias and the result are of as well
+    inputs  float32, float64, bfloat16 or float16, also the dtype of bias and result
 
-    More than `linear_rows` rows, and float64, take `product_scratch_bytes` while they run.
-    Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
+    More than `linear_rows` rows, and float64, take `product_scratch_bytes` while they run. Raises
+    ValueError, naming the argument, for any other dtype, shape, device or layout.
     """
     return _linear(inputs, _lossless(record, outputs, _columns(inputs)), bias)
 
@@ -95,32 +96,33 @@ def linear_lossless(
 def linear_residual(
     inputs: Tensor, record: Tensor, pair: Int4Pair, bias: Tensor | None = None
 ) -> Tensor:
-    """`linear_lossless` over a residual record and its codes, whose rows are the outputs."""
+    """Run `linear_lossless` over a residual record and its codes, whose rows are the outputs."""
     _check_pair(pair, (pair[0].shape[0], _columns(inputs)), record.device)
     return _linear(inputs, _residual(record, pair), bias)
 
 
 def rows_lossless(record: Tensor, rows: int, columns: int, ids: Tensor) -> Tensor:
-    """Rows ids [...], int64, of the matrix [rows, columns] of a record: [..., columns] bfloat16.
+    """Look up rows ids [...], int64, of the matrix [rows, columns] of a record: [..., columns]
+    bfloat16.
 
-    Raises IndexError for an id of no row; on a GPU, which nobody waits for, it comes out NaN.
+    Raises IndexError for an id out of range; on a GPU, which is not waited for, its row is NaN.
     """
     return _rows(_lossless(record, rows, columns), ids)
 
 
 def rows_residual(record: Tensor, pair: Int4Pair, ids: Tensor) -> Tensor:
-    """`rows_lossless` over a residual record and its codes."""
+    """Run `rows_lossless` over a residual record and its codes."""
     _check_pair(pair, _shape_of(pair), record.device)
     return _rows(_residual(record, pair), ids)
 
 
 def product_scratch_bytes(outputs: int, columns: int, dtype: torch.dtype) -> int:
-    """The bytes beside inputs and outputs of a product of many rows of `dtype`, of one matrix.
+    """Scratch bytes of a product of many rows of `dtype` by one matrix.
 
-    It is a plain copy, and another one in the dtype that is multiplied where that is no bfloat16.
-    torch's blocks of a product may add up in another order than the whole, so nothing less does.
+    They hold a plain copy, and another in the dtype of the product if that is not bfloat16. A
+    product in blocks may sum in another order than the whole, so nothing less does.
     """
-    wide = 0 if dtype == WORD else _multiplied(dtype).itemsize
+    wide = 0 if dtype == WORD else _product_dtype(dtype).itemsize
     return outputs * columns * (WORD.itemsize + wide)
 
 
@@ -130,15 +132,15 @@ def _columns(inputs: Tensor) -> int:
     return inputs.shape[-1]
 
 
-def _multiplied(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a product by bfloat16 words, which are widened and never rounded."""
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a product by bfloat16 weights, which are widened and never rounded."""
     return dtype if dtype == WORD else torch.promote_types(dtype, torch.float32)
 
 
 def _linear(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
     device = matrix.record.device
     any_shape = (None,) * (inputs.dim() - 1)
-    inputs = inputs.contiguous()  # parts of states may lie apart
+    inputs = inputs.contiguous()  # slices of states may not be contiguous
     check_tensor("inputs", inputs, (*any_shape, matrix.columns), FLOAT_DTYPES, device)
     if bias is not None:
         check_tensor("bias", bias, (matrix.rows,), (inputs.dtype,), device)
@@ -155,7 +157,7 @@ def _linear(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
 def _product_of_many(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
     words = inputs.new_empty(matrix.rows, matrix.columns, dtype=WORD)
     _decode(matrix, words)
-    dtype = _multiplied(inputs.dtype)
+    dtype = _product_dtype(inputs.dtype)
     added = None if bias is None else bias.to(dtype)
     return many_rows.linear(inputs.to(dtype), words.to(dtype), added).to(inputs.dtype)
 

@@ -1,7 +1,7 @@
-"""Where the rows of each expert are: a layer's routes, grouped on the host.
+"""Grouping of a layer's routes by expert, on the host.
 
-With them the rows of an expert are found without asking the device, which would have to finish all
-it was given before it could answer.
+With it the rows of an expert are found without reading the device, which would wait for all queued
+work.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from speq.errors import present
 from speq.kernels import library
 from speq.kernels.library import Kernels
 
-# A kernel that takes few rows is called for so many blocks of them at most, and then reads an
-# expert as often. More rows go through experts one at a time. Raw experts are then read once.
-# Compact ones are read, written as plain words and read again: as much as four times their record.
-# That way also launches some seven kernels for an expert, not two for a block. No codec has a limit
-# of its own, or the codec would choose the order of sums, and so the output.
+# A kernel for few rows is called for at most so many blocks, and reads an expert once per block.
+# More rows go through experts one at a time. Raw experts are then read once. Compact ones are read,
+# decoded to plain weights and read again: as much as four times their record. That way also
+# launches some seven kernels per expert, not two per block. The limit does not depend on the codec,
+# or the codec would change the order of sums, and so the output.
 MAX_BLOCKS = 4
 
 
 def most_fused_rows(kernels: Kernels, top_k: int) -> int:
-    """Rows of a layer that kernels run in blocks; more of them go through experts one at a time."""
+    """Most rows of a layer that kernels run in blocks; more go through experts one at a time."""
     return MAX_BLOCKS * kernels.call_rows(top_k)
 
 
@@ -32,11 +32,11 @@ class Grouping:
     """The routes of T rows to K experts each, in one layer.
 
     topk_ids  [T, K] int64 on the device
-    experts   those of the routes that are asked for, in ascending order
-    spans     of each expert, where its columns of `index` begin and end
+    experts   experts of the routes to run, ascending
+    spans     first and last column of `index` of each expert
     index     [2, T * K] int64 on the device: rows, and places of the flattened routes. The columns
-              of an expert are side by side, in the order of the rows. None where rows are so few
-              that the kernels find them.
+              of an expert are contiguous, in row order. None if rows are so few that the kernels
+              find them.
     """
 
     topk_ids: Tensor
@@ -52,9 +52,11 @@ class Grouping:
         active_rows: tuple[int, ...] | None = None,
         left_out: frozenset[int] = frozenset(),
     ) -> "Grouping":
-        """host_ids  [T, K] int64: a copy of topk_ids in host memory
-        live      rows that are not given up; None: all
-        left_out  experts that no row has
+        """Group routes by expert.
+
+        host_ids     [T, K] int64: a copy of topk_ids in host memory
+        active_rows  rows that are not pruned; None: all
+        left_out     experts to leave out
         """
         rows, top_k = topk_ids.shape
         if rows <= most_fused_rows(library.kernels_for(topk_ids), top_k):
@@ -71,7 +73,7 @@ class Grouping:
         spans = zip(starts.tolist(), ends, strict=True)
         index = torch.from_numpy(np.stack([places // top_k, places]))
         if topk_ids.is_cuda:
-            # A copy from other memory would wait for all that the device was given before.
+            # A copy from unpinned memory would wait for all queued work of the device.
             index = index.pin_memory()
         return cls(
             topk_ids,
@@ -82,7 +84,7 @@ class Grouping:
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
         """Rows [R] and places [R] of one of `experts`, on the device."""
-        index = present(self.index, "rows of an expert are asked for that were not grouped")
+        index = present(self.index, "rows of an expert were requested without an index")
         start, end = self.spans[expert]
         rows, places = index[:, start:end]
         return rows, places

@@ -1,7 +1,7 @@
-"""The kernels as torch ops: schemas, and the choice between native code and reference.
+"""Kernels as torch ops: schemas, and the choice between native code and reference.
 
 Each op is declared once, here. The reference is its default implementation on every device; a
-native library, where there is one, registers faster ones for its device and wins.
+native library registers faster ones for its device.
 """
 
 import ctypes
@@ -33,12 +33,12 @@ logger = logging.getLogger("speq")
 FOLDER = Path(__file__).parent.parent
 CPU_LIBRARY = FOLDER / "libspeq_cpu.so"
 CUDA_LIBRARY = FOLDER / "libspeq_cuda.so"
-# An activation's number, which is how ops take it; csrc/activation.h has the same order.
+# Number of each activation, as ops take it; csrc/activation.h has the same order.
 ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
 
-def _named(kernel: Callable[..., None]) -> Callable[..., None]:
-    """A reference that takes its activation as a number."""
+def _with_activation_number(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a reference to take its activation as a number."""
     names = tuple(ACTIVATIONS)
     at = [*inspect.signature(kernel).parameters].index("activation")
 
@@ -48,7 +48,7 @@ def _named(kernel: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Of experts that have biases: [E, 2F], gate before up, and [E, H].
+# Biases of experts, if any: [E, 2F], gate before up, and [E, H].
 _BIASES = "Tensor? gate_up_bias=None, Tensor? down_bias=None"
 
 
@@ -66,12 +66,12 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots, "
         "Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales, "
         f"Tensor? input_perm, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference.moe_int4_out),
+        _with_activation_number(reference.moe_int4_out),
     ),
     "moe_grouped": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj, "
         f"Tensor down_proj, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference.moe_grouped_out),
+        _with_activation_number(reference.moe_grouped_out),
     ),
     "encode_lossless": (
         "(Tensor gate_up_proj, Tensor down_proj, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
@@ -84,7 +84,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_lossless": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference_compact.moe_grouped_lossless_out),
+        _with_activation_number(reference_compact.moe_grouped_lossless_out),
     ),
     "encode_residual": (
         "(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_qweight, Tensor gate_up_scales, "
@@ -100,7 +100,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         "Tensor base_slots, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
         f"Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference_compact.moe_grouped_residual_out),
+        _with_activation_number(reference_compact.moe_grouped_residual_out),
     ),
     "decode_fp8": (
         "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
@@ -109,7 +109,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_fp8": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference_scaled.moe_grouped_fp8_out),
+        _with_activation_number(reference_scaled.moe_grouped_fp8_out),
     ),
     "decode_mxfp4": (
         "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
@@ -118,7 +118,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_mxfp4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
-        _named(reference_scaled.moe_grouped_mxfp4_out),
+        _with_activation_number(reference_scaled.moe_grouped_mxfp4_out),
     ),
     "rms_norm": (
         "(Tensor inputs, Tensor? added, Tensor weight, float eps, Tensor(a!)? sums, "
@@ -186,7 +186,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "read_sum": ("(Tensor words, Tensor(a!) out) -> ()", reference.read_sum_out),
 }
 
-# On a GPU torch's own is the fast one, and records are made on the host.
+# On a GPU torch's own ops are fast, and encoding is done on the host.
 CPU_ONLY = frozenset(
     {
         *("linear", "quantize_int4", "encode_lossless", "encode_residual"),
@@ -208,12 +208,12 @@ _OVERLOADS = {name: getattr(torch.ops.speq, f"{name}_out").default for name in O
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The ops as they run for tensors of one kind of device, and how much one call of them takes.
+    """The ops for tensors of one kind of device, and the limits of a call.
 
-    overloads      what is called, by the name of the op
+    overloads      overload of each op, by name
     max_rows       rows of a call
     max_positions  places of all routes of a call, which are rows times top_k
-    max_record_bytes, max_record_columns  of a dense matrix that is held as a compact record
+    max_record_bytes, max_record_columns  largest compact record of a dense matrix
     """
 
     overloads: Mapping[str, Callable[..., None]]
@@ -223,15 +223,15 @@ class Kernels:
     max_record_columns: int = sys.maxsize
 
     def takes_record(self, nbytes: int, columns: int) -> bool:
-        """Whether a dense matrix may be held as a record of so many bytes."""
+        """True if a dense matrix may be held as a record of `nbytes` bytes."""
         return nbytes <= self.max_record_bytes and columns <= self.max_record_columns
 
     def call_rows(self, top_k: int) -> int:
-        """Rows of a call whose routes have top_k places each; 0 where one row is too much."""
+        """Most rows of a call whose routes have top_k places each; 0 if one row is too much."""
         return min(self.max_rows, self.max_positions // max(top_k, 1))
 
 
-# By the type of the device. All rows of a call stay in a GPU's registers while weights stream by;
+# Kernels by device type. All rows of a call stay in a GPU's registers while weights stream by;
 # csrc/cuda/launchers.h and dense_bindings.cpp have the same limits.
 KERNELS = {
     "cpu": Kernels(_OVERLOADS),
@@ -246,7 +246,7 @@ KERNELS = {
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
-    """The kernels that run for tensors on the device of this one."""
+    """Find the kernels for the device of a tensor."""
     if tensor.is_cuda:
         MISSING["cuda"]  # which loads them
         return KERNELS["cuda"]
@@ -254,7 +254,7 @@ def kernels_for(tensor: Tensor) -> Kernels:
 
 
 def load(path: Path) -> str | None:
-    """Load compiled kernels; the reason why not, where they cannot be."""
+    """Load compiled kernels. Return the reason if they cannot be loaded."""
     if not path.exists():
         return f"{path} was not built"
     try:
@@ -265,7 +265,9 @@ def load(path: Path) -> str | None:
 
 
 def _load_cuda() -> str | None:
-    """Load the CUDA kernels where the present card can run them: bound, they would be launched."""
+    """Load the CUDA kernels if the present GPU can run them; once loaded, they would be
+    launched.
+    """
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if not torch.cuda.is_available():
@@ -286,10 +288,10 @@ def _load_cuda() -> str | None:
 
 
 class _Missing(dict[str, str | None]):
-    """Why "cpu" or "cuda" has no native kernels; None where it has.
+    """Reasons why "cpu" or "cuda" has no native kernels; None if it has.
 
-    CUDA kernels are loaded when they are first asked for: only a driver that was started knows what
-    its card can run, and whoever computes elsewhere need not start it.
+    CUDA kernels are loaded at first use: only a started driver knows what its GPU can run, and runs
+    on the CPU need not start it.
     """
 
     def __missing__(self, device: str) -> str | None:
@@ -303,20 +305,22 @@ MISSING = _Missing(cpu=load(CPU_LIBRARY))
 
 
 def ops_of(device: str) -> list[str]:
-    """The ops that have a native kernel for a device, where its library is built."""
+    """Ops with a native kernel for a device, if its library is built."""
     return [op for op in OPS if device == "cpu" or op not in CPU_ONLY]
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What runs an op: "cpu" or "cuda" for a native kernel, else "reference"; and why."""
+    """Implementation of an op: "cpu" or "cuda" for a native kernel, else "reference"; and the
+    reason.
+    """
 
     name: str
     reason: str
 
 
 def backend_of(op: str, device: str) -> Backend:
-    """What runs `op` for tensors on "cpu" or "cuda"."""
+    """Find what runs `op` for tensors on "cpu" or "cuda"."""
     missing, key = MISSING[device], {"cpu": "CPU", "cuda": "CUDA"}[device]
     bound = torch._C._dispatch_has_kernel_for_dispatch_key(f"speq::{op}_out", key)
     if missing is not None or not bound:
@@ -327,7 +331,7 @@ def backend_of(op: str, device: str) -> Backend:
 
 
 def report_backends(device: str) -> None:
-    """Say which ops run on the slow reference, so that nobody takes it for our speed."""
+    """Warn of ops that run on the slow reference, so that its speed is not taken for ours."""
     slow = {op: backend_of(op, device) for op in ops_of(device)}
     slow = {op: backend for op, backend in slow.items() if backend.name == "reference"}
     for reason in dict.fromkeys(backend.reason for backend in slow.values()):
@@ -340,12 +344,12 @@ ISAS = ("avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512", "avx2", "portabl
 
 
 def isa() -> str:
-    """The instruction set that the CPU kernels use."""
+    """Instruction set of the CPU kernels."""
     return ISAS[_cpu_library().speq_isa()]
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Those of ISAS that this processor, and this build, can run."""
+    """Instruction sets that this processor and this build can run."""
     best = _cpu_library().speq_best_isa()
     return ISAS[best:]
 
@@ -353,7 +357,7 @@ def supported_isas() -> tuple[str, ...]:
 def limit_isa(name: str) -> None:
     """Make the CPU kernels use no better instructions than `name`, in the whole process.
 
-    For tests and benchmarks. Raises ValueError where the processor lacks them.
+    For tests and benchmarks. Raises ValueError if the processor lacks them.
     """
     if name not in supported_isas():
         raise ValueError(f"isa {name!r} cannot run here; choose from {', '.join(supported_isas())}")

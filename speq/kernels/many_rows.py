@@ -1,8 +1,8 @@
-"""Products of many rows in 16 bits, for processors that torch has no such kernels for.
+"""Products of many rows in 16 bits, for processors without such kernels in torch.
 
-Where a processor lacks AVX-512, torch multiplies bfloat16 and float16 some times slower than
-float32. There, words are widened block by block, and float32 multiplies. Sums are in float32 either
-way, and results are rounded once.
+Without AVX-512, torch multiplies bfloat16 and float16 several times slower than float32. There,
+weights are widened block by block and multiplied in float32. Sums are in float32 either way, and
+results are rounded once.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# What is widened at a time: rows of inputs, and elements and rows of weights.
+# Sizes widened at a time: rows of inputs, and elements and rows of weights.
 ROWS, WEIGHTS, OUTPUTS = 256, 1 << 19, 512
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`torch.nn.functional.linear` of inputs [..., K] by weight [N, K], plus bias [N]."""
-    if not inputs.is_cpu or weight.dtype != inputs.dtype or multiplies(inputs.dtype):
+    """Compute `torch.nn.functional.linear` of inputs [..., K] by weight [N, K], plus bias [N]."""
+    if not inputs.is_cpu or weight.dtype != inputs.dtype or has_native_product(inputs.dtype):
         return functional.linear(inputs, weight, bias)
     rows = inputs.reshape(-1, inputs.shape[-1])
     out = inputs.new_empty(rows.shape[0], weight.shape[0])
@@ -33,8 +33,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def scratch_bytes(rows: int, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
-    """What products of so many rows by matrices [N, K] take beside inputs and outputs, at most."""
-    if multiplies(dtype):
+    """Most scratch bytes of products of `rows` rows by matrices [N, K]."""
+    if has_native_product(dtype):
         return 0
     most, rows = 0, min(rows, ROWS)
     for size, columns in shapes:
@@ -49,8 +49,8 @@ def outputs_at_a_time(outputs: int, columns: int) -> int:
 
 
 @cache
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether torch has kernels of its own for products of this dtype on this processor."""
+def has_native_product(dtype: torch.dtype) -> bool:
+    """True if torch has its own kernels for products of this dtype on this processor."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:

@@ -1,6 +1,6 @@
-"""The kernels as their callers see them: arguments checked once, here, and outputs made.
+"""The ops for their callers: arguments are checked once, here, and outputs allocated.
 
-`speq.kernels.library` chooses what runs them. `speq.kernels.reference` says what they compute.
+`speq.kernels.library` chooses what runs them. `speq.kernels.reference` defines what they compute.
 """
 
 import math
@@ -37,8 +37,8 @@ __all__ = [
     "CLAMP_LIMIT",
     "HIDDEN_ACTS",
     "ExpertBiases",
-    "Int4Bank",
     "Int4Pair",
+    "Int4Slots",
     "Int4Weight",
     "PlainExpert",
     "combine",
@@ -58,8 +58,8 @@ __all__ = [
     "unpack_int4",
 ]
 
-# Up to so many rows run through the native dense product: as many as a draft's tree and the pending
-# token, whose rows then come out as they would alone. torch's product is made for more.
+# Most rows of the native dense product: enough for a draft's tree and the pending token, whose rows
+# are then independent of one another. torch's product is made for more.
 MAX_LINEAR_ROWS = 64
 
 # Codes of a matrix: (qweight [N, K / 2] uint8, scales [N, K / group_size] float16).
@@ -67,13 +67,13 @@ Int4Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Bank:
+class Int4Slots:
     """INT4 experts in N base slots. The constructor checks shapes.
 
     gate_up     (qweight [N, 2F, H / 2] uint8, scales [N, 2F, H / group_size] float16)
     down        (qweight [N, H, F / 2] uint8, scales [N, H, F / group_size] float16)
-    input_perm  [N, H] int32 or None: the order of inputs that gate_up was packed in (desc_act).
-                For down, rows of gate_up are to be packed in the order that down wants.
+    input_perm  [N, H] int32 or None: order of inputs of gate_up (desc_act). For down, rows of
+                gate_up are packed in the order of down's inputs.
     """
 
     gate_up: Int4Pair
@@ -106,14 +106,14 @@ class Int4Bank:
         return self.down[0].shape[1]
 
     def expert(self, base_slot: int) -> tuple[Int4Pair, Int4Pair, Tensor | None]:
-        """gate_up, down and input_perm in one base slot, as views."""
+        """View gate_up, down and input_perm of one base slot."""
         gate_up, down = ((q[base_slot], s[base_slot]) for q, s in (self.gate_up, self.down))
         return gate_up, down, None if self.input_perm is None else self.input_perm[base_slot]
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """One INT4 matrix [N, K]. The constructor checks it, so that its products need not.
+    """One INT4 matrix [N, K]. The constructor checks it, so products need not.
 
     qweight     [N, K / 2] uint8; scales [N, K / group_size] float16
     input_perm  [K] int32 or None: column c is for input input_perm[c] (desc_act)
@@ -159,7 +159,7 @@ class Int4Weight:
 class ExpertBiases:
     """Biases of a layer's experts: gate_up [E, 2F], gate before up, and down [E, H].
 
-    Both are of the dtype of the rows that they are added to.
+    Both have the dtype of the rows that they are added to.
     """
 
     gate_up: Tensor
@@ -168,7 +168,7 @@ class ExpertBiases:
 
 @dataclass(frozen=True, slots=True)
 class PlainExpert:
-    """One exact expert in plain words.
+    """One exact expert in plain weights.
 
     gate_up_proj  [2F, H], gate over up, and down_proj [H, F], in any float dtype
     input_perm    [H] int32 or None: column c of gate_up_proj is for input input_perm[c] (desc_act)
@@ -180,10 +180,10 @@ class PlainExpert:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """inputs [..., K] by weight [N, K], plus bias [N]: [..., N], in one dtype throughout.
+    """Multiply inputs [..., K] by weight [N, K] and add bias [N]: [..., N], all in one dtype.
 
-    The native kernel runs few rows on the CPU, where reading the weights takes the time. Its rows
-    do not depend on one another. torch runs more rows, other devices and float64.
+    The native kernel runs few rows on the CPU, which are bound by reading the weights. Its rows do
+    not depend on one another. torch runs more rows, other devices and float64.
     """
     shape = inputs.shape
     rows = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
@@ -199,12 +199,12 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def linear_rows(tensor: Tensor) -> int:
-    """Rows of dense products that native kernels run on the device of a tensor, at most."""
+    """Most rows of dense products that native kernels run on the device of a tensor."""
     return min(MAX_LINEAR_ROWS, library.kernels_for(tensor).max_rows)
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> Int4Pair:
-    """`reference.quantize_int4`, of a matrix [N, K] whose values are finite.
+    """Run `reference.quantize_int4` on a matrix [N, K] of finite values.
 
     The native kernel runs contiguous matrices on the CPU. torch runs others, and float64.
     """
@@ -220,7 +220,8 @@ def quantize_int4(weight: Tensor, group_size: int) -> Int4Pair:
 def linear_int4(
     inputs: Tensor, qweight: Tensor, scales: Tensor, input_perm: Tensor | None = None
 ) -> Tensor:
-    """`reference.linear_int4_out` into a new tensor [R, N] of inputs' dtype; shapes there.
+    """Run `reference.linear_int4_out` into a new tensor [R, N] of inputs' dtype; see there for
+    shapes.
 
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
     """
@@ -230,9 +231,9 @@ def linear_int4(
 
 
 def linear_of(inputs: Tensor, weight: Int4Weight, dtype: torch.dtype) -> Tensor:
-    """inputs [R, K], contiguous, of any float dtype, by an INT4 matrix: [R, N] of `dtype`.
+    """Multiply inputs [R, K], contiguous, of any float dtype, by an INT4 matrix: [R, N] of `dtype`.
 
-    Nothing is checked: a draft calls it for each of its layers, one token at a time.
+    Nothing is checked: a draft calls it for each layer, token by token.
     """
     qweight, scales, perm = weight.qweight, weight.scales, weight.input_perm
     out = inputs.new_empty(inputs.shape[0], qweight.shape[0], dtype=dtype)
@@ -247,21 +248,22 @@ def moe_int4(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    backend: Int4Bank,
+    backend: Int4Slots,
     activation: str,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
-    """`reference.moe_int4_out` into a new tensor [T, H] of hidden_states' dtype; shapes there.
+    """Run `reference.moe_int4_out` into a new tensor [T, H] of hidden_states' dtype; see there for
+    shapes.
 
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
-    IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
+    IndexError for ids out of range; on a GPU, which is not waited for, their rows are NaN.
     """
     device = hidden_states.device
     check_tensor("hidden_states", hidden_states, (None, backend.hidden_size), FLOAT_DTYPES, device)
     _check_route(topk_ids, topk_weights, hidden_states)
     check_tensor("base_slots", base_slots, (None,), (torch.int64,), device)
     if backend.device != device:
-        raise ValueError(f"the INT4 bank is on {backend.device} and hidden_states on {device}")
+        raise ValueError(f"the INT4 experts are on {backend.device} and hidden_states on {device}")
     code = activation_code(activation)
     width = backend.down[0].shape[2] * 2
     added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, width)
@@ -292,13 +294,13 @@ def moe_int4_unfused(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    backend: Int4Bank,
+    backend: Int4Slots,
     activation: str,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
-    """`moe_int4`, but one `linear_int4` for each expert and projection.
+    """Compute `moe_int4` with one `linear_int4` for each expert and projection.
 
-    The baseline of MoE-SpeQ's Figure 12 and of its ablation.
+    It is the baseline of MoE-SpeQ's Figure 12 and of its ablation.
     """
     _check_route(topk_ids, topk_weights, hidden_states)
     reference.check_ids("topk_ids", topk_ids, base_slots.shape[0], "experts of base_slots")
@@ -311,11 +313,11 @@ def moe_int4_unfused(
         perm = None if backend.input_perm is None else backend.input_perm[slot]
         codes, scales = backend.gate_up
         gate_up = linear_int4(inputs[rows], codes[slot], scales[slot], perm)
-        gate, up = reference.with_bias(gate_up, of_gate_up, expert).chunk(2, dim=-1)
+        gate, up = reference.add_bias(gate_up, of_gate_up, expert).chunk(2, dim=-1)
         inner = ACTIVATIONS[activation](gate, up)
         codes, scales = backend.down
         down = linear_int4(inner, codes[slot], scales[slot])
-        outputs[rows, ranks] = reference.with_bias(down, of_down, expert)
+        outputs[rows, ranks] = reference.add_bias(down, of_down, expert)
     return combine(outputs, topk_weights, hidden_states.dtype)
 
 
@@ -329,12 +331,13 @@ def moe_grouped(
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """`reference.moe_grouped_out`; shapes there. It runs float64 rows itself; only tests use them.
+    """Run `reference.moe_grouped_out`; see there for shapes. The reference runs float64 rows; only
+    tests use them.
 
-    A GPU's kernel takes few rows, so many go in blocks. `moe_by_expert` is faster for very many.
+    A GPU's kernel takes few rows, so more go in blocks. `moe_by_expert` is faster for very many.
 
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
-    IndexError for ids out of range; on a GPU, which nobody waits for, their rows come out NaN.
+    IndexError for ids out of range; on a GPU, which is not waited for, their rows are NaN.
     """
     rows, hidden_size = hidden_states.shape
     device = hidden_states.device
@@ -374,13 +377,13 @@ def moe_by_expert(
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """`reference.moe_grouped_out`, expert after expert, with torch's products for many rows.
+    """Run `reference.moe_grouped_out` expert by expert, with torch's products for many rows.
 
-    All that says which rows and experts to run is on the host, so nothing waits for the device.
+    The host knows which rows and experts to run, so it does not wait for the device.
 
     hidden_states  [T, H]; grouping: of their routes, with an index; out [T, K, H]
     slots          the slot of each expert to run
-    plain          the words of an expert in a slot, good until its next call
+    plain          decodes an expert in a slot; valid until its next call
     """
     check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, hidden_states.device)
     shape = (*grouping.topk_ids.shape, hidden_states.shape[1])
@@ -391,7 +394,7 @@ def moe_by_expert(
         if expert in grouping.spans:
             rows, places = grouping.of_expert(expert)
             words = plain(expert, slot)
-            # No name for the rows gathered: the next expert's would exist beside them.
+            # The gathered rows have no name, or they would live on beside the next expert's.
             results = _swiglu(
                 hidden_states.index_select(0, rows), words, activation, expert, biases
             )
@@ -400,7 +403,7 @@ def moe_by_expert(
 
 
 def read_sum(words: Tensor) -> int:
-    """The sum of [N] int64 words, wrapped to 64 bits: a plain read of memory, for benchmarks."""
+    """Sum of [N] int64 words, wrapped to 64 bits: a plain read of memory, for benchmarks."""
     check_tensor("words", words, (None,), (torch.int64,), words.device)
     out = words.new_empty(1)
     library.call("read_sum", words, out)
@@ -408,7 +411,7 @@ def read_sum(words: Tensor) -> int:
 
 
 def row_blocks(top_k: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """The tensors in blocks of as many rows as a kernel takes, each row with top_k places."""
+    """Split tensors into blocks of as many rows as a kernel takes, each row with top_k places."""
     rows = max(library.kernels_for(tensors[0]).call_rows(top_k), 1)
     if tensors[0].shape[0] <= rows:
         return [tensors]
@@ -418,8 +421,8 @@ def row_blocks(top_k: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 def pair_of(
     biases: ExpertBiases | None, rows: Tensor, experts: Tensor, width: int
 ) -> tuple[Tensor, Tensor] | tuple[()]:
-    """What ops take of biases behind their other arguments. Raises ValueError where these are not
-    those of such experts.
+    """Return biases as the last arguments of ops. Raises ValueError if they do not match the
+    experts.
 
     rows  [T, H]; experts: a table of them [E]; width: F
     """
@@ -438,7 +441,7 @@ def _swiglu(
     expert: int,
     biases: ExpertBiases | None,
 ) -> Tensor:
-    """inputs [R, H] through an expert, whose words are converted to their dtype."""
+    """Run inputs [R, H] through an expert whose weights are converted to their dtype."""
     if words.input_perm is not None:
         inputs = inputs.index_select(1, words.input_perm)
     gate_up, down = words.gate_up_proj.to(inputs.dtype), words.down_proj.to(inputs.dtype)
@@ -455,5 +458,5 @@ def _check_route(topk_ids: Tensor, topk_weights: Tensor, hidden_states: Tensor) 
 
 
 def _is_index(perm: Tensor, count: int) -> bool:
-    """Tell whether all of perm lies in [0, count)."""
+    """True if all of perm is in [0, count)."""
     return bool(((perm >= 0) & (perm < count)).all())

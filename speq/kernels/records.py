@@ -1,4 +1,4 @@
-"""Making compact records with the ops that encode, and checks of records."""
+"""Encoding into compact records, and checks of records."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ from speq.kernels.compact_layout import STREAMS_END, CompactLayout
 
 
 def encode_whole(op: str, layout: CompactLayout, *parts: Tensor) -> Tensor:
-    """The record that an op makes of its parts, [R] uint8, with no byte behind it."""
-    # The size is an upper bound. Pages that nobody writes to take no memory.
+    """Encode parts with an op into a record [R] uint8 of exact size."""
+    # The size is an upper bound. Unwritten pages take no memory.
     room = torch.empty(layout.most_bytes, dtype=torch.uint8)
     return room[: encode_into(op, layout, room, *parts)].clone()
 
 
 def encode_into(op: str, layout: CompactLayout, record: Tensor, *parts: Tensor) -> int:
-    """The bytes of the record that an op makes of its parts, in `record` where that has room.
+    """Encode parts with an op into `record`, if it has room. Return the bytes needed.
 
     Raises SpeqError for a record that no index can describe.
     """

@@ -1,6 +1,6 @@
-"""Plain torch versions of every kernel, of the same name: readable before fast.
+"""Plain torch versions of every kernel, with the same names: readable before fast.
 
-They are the oracle of the tests, and run where there is no native kernel.
+They are the oracle of the tests, and run if there is no native kernel.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 INT4_ZERO_POINT = 8
 INT4_MAX = 7
-# Two planes of INT4, the first 16 times the second, hold all numbers from -136 to 119.
+# Factor of the first of two INT4 planes, which hold all numbers from -136 to 119.
 PLANE = 16
 PLANES_MAX = PLANE * INT4_MAX + INT4_MAX
-# The INT4 kernels round their inputs to INT8, so many neighbours to a scale.
+# Neighbours that share a scale when the INT4 kernels round their inputs to INT8.
 INT8_BLOCK = 32
 INT8_MAX = 127
 # A block below it counts as zero: the inverse of its scale would overflow.
@@ -22,37 +22,39 @@ INT8_SMALLEST = 1e-30
 # Rows dequantised at a time: a float32 copy of a whole expert would be larger than the expert.
 UNPACK_ROWS = 512
 
-# Of the clamped activation (gpt_oss): where gate and up end, and how steep the sigmoid is.
+# Parameters of the clamped activation (gpt_oss): limit of gate and up, and slope of the sigmoid.
 CLAMPED = "clamped"
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
 
 
-def clamped(gate: Tensor, up: Tensor) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate): gate ends above, and up on both sides."""
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Clamped activation (up + 1) * gate * sigmoid(alpha * gate): gate is clamped above, up on both
+    sides.
+    """
     gate = gate.clamp(max=CLAMP_LIMIT)
     up = up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
     return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
 
 
-# What comes between an expert's projections, of gate and up [..., F].
+# Activations between an expert's projections, of gate and up [..., F].
 ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "swish": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "relu": lambda gate, up: F.relu(gate) * up,
-    CLAMPED: clamped,
+    CLAMPED: clamped_swiglu,
 }
-# Those that a config.json may name; the others belong to families.
+# Activations that a config.json may name; the others belong to families.
 HIDDEN_ACTS = tuple(name for name in ACTIVATIONS if name != CLAMPED)
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Round a matrix to symmetric INT4, one scale for `group_size` neighbours of a row.
+    """Round a matrix to symmetric INT4, with one scale per `group_size` neighbours of a row.
 
     weight   [N, K], any float dtype; K a multiple of group_size, group_size even
-    returns  qweight [N, K / 2] uint8, two codes per byte, low nibble first, zero point 8;
-             scales [N, K / group_size] float16
+    returns  qweight [N, K / 2] uint8, two codes per byte, low nibble first, zero point 8; scales
+             [N, K / group_size] float16
     """
     groups = weight.float().unflatten(1, (-1, group_size))
     largest = torch.finfo(torch.float16).max
@@ -65,7 +67,7 @@ def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4_out(weight: Tensor, group_size: int, qweight: Tensor, scales: Tensor) -> None:
-    """`quantize_int4` into tensors of its results' shapes."""
+    """Run `quantize_int4` into tensors of its results' shapes."""
     for out, result in zip((qweight, scales), quantize_int4(weight, group_size), strict=True):
         out.copy_(result)
 
@@ -73,7 +75,7 @@ def quantize_int4_out(weight: Tensor, group_size: int, qweight: Tensor, scales: 
 def quantize_int4_planes(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Round a matrix to eight bits in two planes of INT4: 16 * high + low, both from -8 to 7.
 
-    weight   [N, K] as `quantize_int4` takes it
+    weight   [N, K], see `quantize_int4`
     returns  qweight [2N, K / 2] and scales [2N, K / group_size], the high plane over the low one
     """
     groups = weight.float().unflatten(1, (-1, group_size))
@@ -94,10 +96,10 @@ def unpack_int4(qweight: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_to_int8(inputs: Tensor) -> Tensor:
-    """Rows [R, K] as the INT4 kernels see them: INT8 codes times the float32 scale of their block.
+    """Round rows [R, K] as the INT4 kernels do: INT8 codes times the float32 scale of their block.
 
-    A block is 32 columns, the last one perhaps fewer; its scale is its largest magnitude / 127. A
-    block with an infinity or a NaN in it is NaN throughout.
+    A block is 32 columns, the last one may be fewer; its scale is its largest magnitude / 127. A
+    block with an infinity or a NaN is all NaN.
     """
     columns = inputs.shape[1]
     blocks = F.pad(inputs.float(), (0, -columns % INT8_BLOCK)).unflatten(1, (-1, INT8_BLOCK))
@@ -149,18 +151,18 @@ def moe_int4_out(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """Run rows through INT4 experts and add them up (MoE-SpeQ 3.4.3).
+    """Run rows through INT4 experts and sum them (MoE-SpeQ 3.4.3).
 
     hidden_states  [T, H]; topk_ids [T, K] int64, topk_weights [T, K] float32
-    base_slots     [E] int64: where each expert's codes lie
+    base_slots     [E] int64: base slot of each expert's codes
     gate_up_*      qweight [N, 2F, H / 2] and scales [N, 2F, H / group_size] of N base slots
     down_*         qweight [N, H, F / 2] and scales [N, H, F / group_size]
-    input_perm     [N, H] int32 or None: the order of inputs that gate_up was packed in. (down's
-                   order is no argument: rows of gate_up are packed in it.)
+    input_perm     [N, H] int32 or None: order of inputs of gate_up. (down needs none: rows of
+                   gate_up are packed in its order.)
     out            [T, H]; accumulated in float32, over the places of a route in their order
-    *_bias         [E, 2F] and [E, H] or None, in any float dtype: added to what projections give
+    *_bias         [E, 2F] and [E, H] or None, in any float dtype: added to the projections' outputs
 
-    Raises IndexError where an id names no expert, or its base slot does not exist.
+    Raises IndexError if an id names no expert, or its base slot does not exist.
     """
     num_rows, top_k = topk_ids.shape
     check_ids("topk_ids", topk_ids, base_slots.shape[0], "experts of base_slots")
@@ -174,21 +176,23 @@ def moe_int4_out(
         linear_int4_out(
             hidden_states[rows], gate_up_qweight[slot], gate_up_scales[slot], perm, gate_up
         )
-        gate, up = with_bias(gate_up, gate_up_bias, expert).chunk(2, dim=-1)
+        gate, up = add_bias(gate_up, gate_up_bias, expert).chunk(2, dim=-1)
         down = outputs.new_empty(len(rows), out.shape[1])
         inner = ACTIVATIONS[activation](gate, up)
         linear_int4_out(inner, down_qweight[slot], down_scales[slot], None, down)
-        outputs[rows, ranks] = with_bias(down, down_bias, expert)
+        outputs[rows, ranks] = add_bias(down, down_bias, expert)
     out.copy_(combine(outputs, topk_weights, out.dtype))
 
 
 def linear_out(inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """inputs [R, K] by weight [N, K], plus bias [N], into out [R, N]; accumulated in float32."""
+    """Multiply inputs [R, K] by weight [N, K] and add bias [N], into out [R, N]; accumulated in
+    float32.
+    """
     out.copy_(F.linear(inputs, weight, bias))
 
 
-def with_bias(rows: Tensor, biases: Tensor | None, expert: int) -> Tensor:
-    """rows [R, N] of an expert and its bias, one of [E, N]; None: there are none."""
+def add_bias(rows: Tensor, biases: Tensor | None, expert: int) -> Tensor:
+    """Add an expert's bias, one of [E, N], to rows [R, N]; None: there are none."""
     return rows if biases is None else rows + biases[expert].to(rows.dtype)
 
 
@@ -201,14 +205,14 @@ def swiglu(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """One expert: down(act(gate(x)) * up(x)), of x [R, H], gate_up [2F, H] and down [H, F].
+    """Run one expert: down(act(gate(x)) * up(x)), of x [R, H], gate_up [2F, H] and down [H, F].
 
-    expert  which of the biases [E, 2F] and [E, H] are its own, where there are any: each is added
-            to a product that was rounded, as transformers does it
+    expert  index of its biases in [E, 2F] and [E, H], if there are any: each is added to the
+            rounded product, as in transformers
     """
-    gate_up = with_bias(F.linear(hidden_states, gate_up_proj), gate_up_bias, expert)
+    gate_up = add_bias(F.linear(hidden_states, gate_up_proj), gate_up_bias, expert)
     inner = ACTIVATIONS[activation](*gate_up.chunk(2, dim=-1))
-    return with_bias(F.linear(inner, down_proj), down_bias, expert)
+    return add_bias(F.linear(inner, down_proj), down_bias, expert)
 
 
 def moe_grouped_out(
@@ -222,21 +226,21 @@ def moe_grouped_out(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """Run rows through the exact experts that lie in slots, grouped by expert (MoE-SpeQ 3.4.4).
+    """Run rows through the exact experts in slots, grouped by expert (MoE-SpeQ 3.4.4).
 
     hidden_states  [T, H]
     topk_ids       [T, K] int64
-    slot_table     [E] int64: the slot of each expert, negative where it is in none
+    slot_table     [E] int64: the slot of each expert, negative if it is in none
     gate_up_proj   [S, 2F, H] in the checkpoint's dtype; converted, expert by expert, to
     down_proj      [S, H, F]  that of hidden_states
     out            [T, K, H]: row (t, j) is the unweighted output of expert topk_ids[t, j]; rows
-                   whose expert is in no slot are left as they are
+                   whose expert is in no slot are not written
     *_bias         [E, 2F] and [E, H] of hidden_states' dtype, or None
 
-    Each product is accumulated in float32 at least, and rounded to the dtype of hidden_states
-    where transformers rounds: after each projection, its bias, and each step of the activation.
+    Each product is accumulated in float32 at least, and rounded to the dtype of hidden_states as in
+    transformers: after each projection, its bias, and each step of the activation.
 
-    Raises IndexError where an id names no expert, or its slot does not exist.
+    Raises IndexError if an id names no expert, or its slot does not exist.
     """
     check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
     for expert in topk_ids.unique().tolist():
@@ -255,15 +259,15 @@ def moe_grouped_out(
 def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Weighted sum over the experts of each route: [T, K, H], [T, K] -> [T, H].
 
-    Accumulated in float32 at least, over the places of the route and not in the order in which
-    experts came, so that the result does not depend on what lay in slots.
+    Accumulated in float32 at least, in the order of the route and not in that of loading, so the
+    result does not depend on which experts were in slots.
     """
     wide = torch.promote_types(outputs.dtype, torch.float32)
     return (outputs.to(wide) * topk_weights.to(wide).unsqueeze(2)).sum(1).to(dtype)
 
 
 def read_sum_out(words: Tensor, out: Tensor) -> None:
-    """Put the sum of words [N] int64, wrapped to 64 bits, into out [1].
+    """Write the sum of words [N] int64, wrapped to 64 bits, to out [1].
 
     It is a plain read of memory, to measure the other kernels against.
     """
@@ -271,7 +275,7 @@ def read_sum_out(words: Tensor, out: Tensor) -> None:
 
 
 def check_ids(name: str, ids: Tensor, count: int, what: str) -> None:
-    """Raise an IndexError that names the argument where ids reach outside [0, count)."""
+    """Raise an IndexError that names the argument if ids are outside [0, count)."""
     wrong = ids[(ids < 0) | (ids >= count)]
     if wrong.numel():
         raise IndexError(f"{name} holds {int(wrong.flatten()[0])}; there are {count} {what}")

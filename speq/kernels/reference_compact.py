@@ -1,8 +1,8 @@
 """Plain torch versions of the ops over compact experts.
 
-What records hold is said in csrc/compact.h; sizes are in speq/kernels/compact_layout.py. A matrix
-is seen here as [Q, B, 4, 64]: quads, blocks, rows of a quad, columns of a block, which is the order
-of the streams; what is past its edges is absent.
+csrc/compact.h has the layout of records, speq/kernels/compact_layout.py their sizes. A matrix is
+viewed here as [Q, B, 4, 64]: quads, blocks, rows of a quad, columns of a block, which is the order
+of the streams; elements past its edges are absent.
 """
 
 import torch
@@ -27,7 +27,7 @@ HAS_EXCEPTIONS = 1 << 31
 def encode_lossless_out(
     gate_up_proj: Tensor, down_proj: Tensor, record: Tensor, nbytes: Tensor
 ) -> None:
-    """Write one expert's words, complete in themselves, into `record` if it has room.
+    """Encode one expert losslessly into `record`, if it has room.
 
     gate_up_proj  [2F, H], gate over up, and down_proj [H, F], bfloat16
     record        [R] uint8; nbytes [1] int64: bytes of the record, whether it fits or not
@@ -39,7 +39,7 @@ def encode_lossless_out(
 def encode_lossless_matrices(
     layout: CompactLayout, matrices: list[Tensor], record: Tensor, nbytes: Tensor
 ) -> None:
-    """`encode_lossless_out` of the matrices of a layout, bfloat16."""
+    """Run `encode_lossless_out` on the bfloat16 matrices of a layout."""
     head, planes, bytes_, quads = [], [], [], []
     for matrix in matrices:
         words = _words(matrix)
@@ -58,13 +58,13 @@ def encode_lossless_matrices(
 
 
 def decode_lossless_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """Write a record's words, bit for bit, into gate_up_proj [2F, H] and down_proj [H, F]."""
+    """Decode a record bit-exactly into gate_up_proj [2F, H] and down_proj [H, F]."""
     matrices = _matrices(gate_up_proj, down_proj)
     decode_lossless_matrices(_layout(down_proj, lossless=True), record, matrices)
 
 
 def decode_lossless_matrices(layout: CompactLayout, record: Tensor, matrices: list[Tensor]) -> None:
-    """`decode_lossless_out` into the matrices of a layout."""
+    """Run `decode_lossless_out` into the matrices of a layout."""
     sections = _Sections(layout, record)
     tables = sections.take(len(matrices) * CLASSES).view(-1, CLASSES).long()
     index = sections.index()
@@ -81,8 +81,8 @@ def decode_lossless_matrices(layout: CompactLayout, record: Tensor, matrices: li
         classes = _unpack_classes(plane)[:, :columns]
         escapes = _blocks(classes, -1) == ESCAPE
         high = _blocks(table[classes], 0)
-        high[escapes] = _escaped(escapes, entries, streams)
-        _store(matrix, _unblocked(high, matrix.shape) << 8 | low.long())
+        high[escapes] = _read_escapes(escapes, entries, streams)
+        _store(matrix, _unblock(high, matrix.shape) << 8 | low.long())
 
 
 def encode_residual_out(
@@ -95,10 +95,10 @@ def encode_residual_out(
     record: Tensor,
     nbytes: Tensor,
 ) -> None:
-    """Write what INT4 codes do not say of an expert's words into `record`, if it has room.
+    """Encode an expert's residual over INT4 codes into `record`, if it has room.
 
-    gate_up_*, down_*  qweight and scales as `linear_int4` takes them, of the same matrices
-    The rest as `encode_lossless_out` has it.
+    gate_up_*, down_*  qweight and scales of the same matrices, see `linear_int4`
+    For the rest see `encode_lossless_out`.
     """
     matrices = _matrices(gate_up_proj, down_proj)
     codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
@@ -112,7 +112,9 @@ def encode_residual_matrices(
     record: Tensor,
     nbytes: Tensor,
 ) -> None:
-    """`encode_residual_out` of the matrices of a layout, with the qweight and scales of each."""
+    """Run `encode_residual_out` on the matrices of a layout, with the qweight and scales of
+    each.
+    """
     bytes_, quads = [], []
     for matrix, pair in zip(matrices, codes, strict=True):
         words, (values, scales) = _words(matrix), windows.codes_and_scales(*pair)
@@ -136,7 +138,7 @@ def decode_residual_out(
     gate_up_proj: Tensor,
     down_proj: Tensor,
 ) -> None:
-    """Write the words that a residual record and its codes stand for, bit for bit."""
+    """Decode a residual record over its codes, bit-exactly."""
     matrices = _matrices(gate_up_proj, down_proj)
     codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
     decode_residual_matrices(_layout(down_proj, lossless=False), record, codes, matrices)
@@ -148,7 +150,9 @@ def decode_residual_matrices(
     codes: list[tuple[Tensor, Tensor]],
     matrices: list[Tensor],
 ) -> None:
-    """`decode_residual_out` into the matrices of a layout, with the qweight and scales of each."""
+    """Run `decode_residual_out` into the matrices of a layout, with the qweight and scales of
+    each.
+    """
     sections = _Sections(layout, record)
     index = sections.index()
     bytes_ = [sections.take(rows * columns).view(rows, -1) for rows, columns in layout.matrices]
@@ -157,7 +161,7 @@ def decode_residual_matrices(
         values, scales = windows.codes_and_scales(*pair)
         zero = _blocks(values == 0, 0) == 1
         classes, exceptions = _front(len(matrix), zero, entries, streams)
-        classes = _unblocked(classes, matrix.shape)
+        classes = _unblock(classes, matrix.shape)
         high = torch.where(
             values == 0,
             windows.zero_high_bytes(classes, scales),
@@ -165,8 +169,8 @@ def decode_residual_matrices(
         )
         escapes = exceptions | (zero & (_blocks(classes, 0) == ESCAPE))
         blocks = _blocks(high, 0)
-        blocks[escapes] = _escaped(escapes, entries, streams)
-        _store(matrix, _unblocked(blocks, matrix.shape) << 8 | low.long())
+        blocks[escapes] = _read_escapes(escapes, entries, streams)
+        _store(matrix, _unblock(blocks, matrix.shape) << 8 | low.long())
 
 
 def moe_grouped_lossless_out(
@@ -180,13 +184,15 @@ def moe_grouped_lossless_out(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """`moe_grouped_out` over lossless records in `slots` [S, slot_bytes] uint8."""
+    """Run `moe_grouped_out` over lossless records in `slots` [S, slot_bytes] uint8."""
     hidden_size = hidden_states.shape[1]
     biases = gate_up_bias, down_bias
-    for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, len(slots)):
         gate_up_proj, down_proj = _empty(hidden_size, expert_width, slots)
         decode_lossless_out(slots[slot], gate_up_proj, down_proj)
-        _run_one(hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
+        _run_expert(
+            hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases
+        )
 
 
 def moe_grouped_residual_out(
@@ -205,27 +211,27 @@ def moe_grouped_residual_out(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """`moe_grouped_out` over experts whose residuals lie in `slots` [S, slot_bytes] uint8.
+    """Run `moe_grouped_out` over residual records in `slots` [S, slot_bytes] uint8.
 
-    base_slots         [E] int64: where each expert's codes lie; gate_up_*, down_* and input_perm as
-                       `moe_int4_out` has them
+    base_slots         [E] int64: base slot of each expert's codes; for gate_up_*, down_* and
+                       input_perm see `moe_int4_out`
     The matrices of a record are in the order of the codes: the columns of gate_up in that of
     input_perm.
     """
     hidden_size, width = down_qweight.shape[1], down_qweight.shape[2] * 2
     biases = gate_up_bias, down_bias
-    for expert, slot in _chosen(topk_ids, slot_table, len(slots)):
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, len(slots)):
         base = int(base_slots[expert])
         check_ids("base_slots", base_slots[expert], len(down_qweight), "base slots")
         gate_up_proj, down_proj = _empty(hidden_size, width, slots)
         codes = gate_up_qweight[base], gate_up_scales[base], down_qweight[base], down_scales[base]
         decode_residual_out(slots[slot], *codes, gate_up_proj, down_proj)
         rows = hidden_states if input_perm is None else hidden_states[:, input_perm[base].long()]
-        _run_one(rows, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
+        _run_expert(rows, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
 
 
-def _chosen(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[tuple[int, int]]:
-    """The experts of a route that lie in slots, with their slots."""
+def _experts_in_slots(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[tuple[int, int]]:
+    """Find the experts of a route that are in slots, with their slots."""
     check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
     chosen = []
     for expert in topk_ids.unique().tolist():
@@ -244,7 +250,7 @@ def _empty(hidden_size: int, width: int, slots: Tensor) -> tuple[Tensor, Tensor]
     return gate_up, down
 
 
-def _run_one(
+def _run_expert(
     hidden_states: Tensor,
     topk_ids: Tensor,
     expert: int,
@@ -255,7 +261,7 @@ def _run_one(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> None:
-    """Run the rows of one expert, whose matrices are plain words."""
+    """Run the rows of one expert with plain weights."""
     only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
     only[expert] = 0
     moe_grouped_out(
@@ -272,7 +278,7 @@ def _run_one(
 
 
 class _Sections:
-    """Takes the sections of a record, one behind the other."""
+    """Reader of the sections of a record, one after another."""
 
     def __init__(self, layout: CompactLayout, record: Tensor) -> None:
         self._layout, self._record, self._at = layout, record, 0
@@ -283,7 +289,7 @@ class _Sections:
         return part
 
     def index(self) -> list[Tensor]:
-        """Each matrix's entries, with the entry that ends them."""
+        """Index entries of each matrix, with the final one."""
         quads = [-(-rows // QUAD_ROWS) for rows, _ in self._layout.matrices]
         entries = self.take(4 * (sum(quads) + 1)).long().view(-1, 4)
         places = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], device=entries.device)
@@ -317,18 +323,18 @@ def _store(matrix: Tensor, words: Tensor) -> None:
 
 
 def _blocks(matrix: Tensor, absent: int) -> Tensor:
-    """[N, K] as [Q, B, 4, 64], `absent` past the edges."""
+    """View [N, K] as [Q, B, 4, 64], with `absent` past the edges."""
     rows, columns = matrix.shape
     padded = F.pad(matrix.long(), (0, -columns % BLOCK_COLUMNS, 0, -rows % QUAD_ROWS), value=absent)
     return padded.unflatten(1, (-1, BLOCK_COLUMNS)).unflatten(0, (-1, QUAD_ROWS)).transpose(1, 2)
 
 
-def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
+def _unblock(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.transpose(1, 2).flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
 
 
 def _pack_classes(classes: Tensor) -> Tensor:
-    """[N, 8C] values below 8 as [N, 3C] bytes, lowest bits first."""
+    """Pack [N, 8C] values below 8 into [N, 3C] bytes, lowest bits first."""
     places = torch.tensor([1 << 3 * at for at in range(8)], device=classes.device)
     whole = (classes.unflatten(1, (-1, 8)) * places).sum(2)
     return torch.stack([whole >> 8 * at & 0xFF for at in range(3)], dim=2).flatten(1)
@@ -347,7 +353,9 @@ def _streams_of(
     zero: Tensor | None = None,
     classes: Tensor | None = None,
 ) -> list[tuple[bytes, bool]]:
-    """Each quad's streams, front and back, and whether it has exceptions, of a matrix of `rows`."""
+    """Encode the front and back streams of each quad, and whether it has exceptions, of a matrix of
+    `rows`.
+    """
     quads = []
     for quad in range(len(escapes)):
         front, back = bytearray(), b""
@@ -366,7 +374,7 @@ def _streams_of(
 
 
 def _front_of(classes: Tensor, exceptions: Tensor | None) -> bytes:
-    """The bytes of a block's row in the front stream."""
+    """Encode a block's row in the front stream."""
     whole = sum(value << 3 * at for at, value in enumerate(classes.tolist()))
     front = whole.to_bytes(-(-3 * len(classes) // 8), "little")
     if exceptions is None:
@@ -383,7 +391,9 @@ def _write(
     record: Tensor,
     nbytes: Tensor,
 ) -> None:
-    """Sections behind one another, each at a whole line. Rows past the edges have no streams."""
+    """Write sections one after another, each at a whole line. Rows past the edges have no
+    streams.
+    """
     entries, at = [], 0
     for stream, exceptional in quads:
         entries.append(at | (HAS_EXCEPTIONS if exceptional else 0))
@@ -399,8 +409,8 @@ def _write(
         record[: len(whole)].copy_(torch.frombuffer(bytearray(whole), dtype=torch.uint8))
 
 
-def _escaped(escapes: Tensor, entries: Tensor, streams: Tensor) -> Tensor:
-    """The bytes of the back streams, in the order of the escapes [Q, B, 4, 64]."""
+def _read_escapes(escapes: Tensor, entries: Tensor, streams: Tensor) -> Tensor:
+    """Read the bytes of the back streams, in the order of the escapes [Q, B, 4, 64]."""
     counts = escapes.sum(3).flatten(1)
     ends = (entries[1:] & HAS_EXCEPTIONS - 1).unsqueeze(1)
     starts = (ends - counts.cumsum(1)).view(escapes.shape[:3])
@@ -409,7 +419,7 @@ def _escaped(escapes: Tensor, entries: Tensor, streams: Tensor) -> Tensor:
 
 
 def _front(rows: int, zero: Tensor, entries: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
-    """The classes of words of code 0, and the exceptions among the others, [Q, B, 4, 64]."""
+    """Read the classes of words with code 0, and the exceptions among the others, [Q, B, 4, 64]."""
     classes, exceptions = torch.zeros_like(zero, dtype=torch.long), torch.zeros_like(zero)
     for quad, entry in enumerate(entries[:-1].tolist()):
         at = entry & HAS_EXCEPTIONS - 1

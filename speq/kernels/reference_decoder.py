@@ -1,4 +1,4 @@
-"""Plain torch versions of what decoder layers do between their products, as transformers does it.
+"""Plain torch versions of decoder layers' ops between matrix products, as in transformers.
 
 Shape letters: R or T rows, H hidden, E experts, K experts of a route, D columns of a head.
 """
@@ -18,9 +18,9 @@ def rms_norm_out(
     sums: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Put the RMS norm of rows [R, H] into out [R, H], all of one dtype.
+    """Write the RMS norm of rows [R, H] to out [R, H], all of one dtype.
 
-    added  [R, H] or None: added to inputs before; what comes of it goes into sums [R, H]
+    added  [R, H] or None: added to inputs first; the sum is written to sums [R, H]
     """
     if added is not None and sums is not None:
         inputs = sums.copy_(inputs + added)
@@ -47,26 +47,27 @@ def attention_out(
     out: Tensor,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attention of T tokens over a cache that takes their entries: tokens that follow one another,
-    or the last T of a tree's N nodes. Entries of all nodes lie together, and a node sees, besides
-    those before the tree, its own and those of the nodes above it.
+    """Write the KV of T tokens to a cache and attend over it: a chain, or the last T of a tree's N
+    nodes. The KV of all nodes is contiguous, and a node sees the KV before the tree, its own and
+    its ancestors'.
 
     queries, out         [T, heads * D]; keys and values [T, kv_heads * D]; all of one dtype
     query_norm, key_norm [n] or None: weights of RMS norms over n neighbouring columns each, with
-                         `eps`, before positions are put in
-    cos, sin             [T, R]: what turns the first R columns of a head, R at most D and even
-    cached_keys, cached_values  [kv_heads, C, D]; the rows' entries go to `start` and behind
-    window               positions that a row looks back at most, its own included
-    scale                of the scores
-    parents              [N] int64, of each node, parents before children and -1 for the root; None:
-                         the rows are a chain
-    sinks                [heads] or None: of each head a score of no entry, which takes its share of
-                         the weights
+                         `eps`, before rotary embeddings
+    cos, sin             [T, R]: rotary embeddings of the first R columns of a head, R at most D and
+                         even
+    cached_keys, cached_values  [kv_heads, C, D]; the rows' KV is written from `start` on
+    window               most positions that a row looks back, its own included
+    scale                factor of the scores
+    parents              [N] int64, parent of each node, parents first and -1 for the root; None: a
+                         chain
+    sinks                [heads] or None: each head's sink score, which takes its share of the
+                         weights
     """
     rows, (kv_heads, _, width) = len(queries), cached_keys.shape
     end = start + rows
     turned = [
-        _turned(_normed(tensor, weight, eps), width, cos, sin)
+        _rotate(_norm(tensor, weight, eps), width, cos, sin)
         for tensor, weight in ((queries, query_norm), (keys, key_norm))
     ]
     cached_keys[:, start:end] = turned[1]
@@ -88,30 +89,30 @@ def attention_out(
             turned[0][None], seen_keys[None], seen_values[None], attn_mask=visible, scale=scale
         )[0]
     else:
-        attended = beside_sinks(turned[0], seen_keys, seen_values, visible, scale, sinks)
+        attended = attend_with_sinks(turned[0], seen_keys, seen_values, visible, scale, sinks)
     out.copy_(attended.transpose(0, 1).reshape(rows, -1))
 
 
-def beside_sinks(
+def attend_with_sinks(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
-    """Attention whose weights sum up to less than 1: a score of no entry takes its share.
+    """Attend with a sink score per head, which takes its share: weights sum to less than 1.
 
-    queries  [..., heads, T, D]; keys and values [..., heads, N, D], or of one head for all
-    visible  [..., T, N] bool, which entries each row sees; sinks: [heads]
+    queries  [..., heads, T, D]; keys and values [..., heads, N, D], or one head for all
+    visible  [..., T, N] bool, KV that each row sees; sinks: [heads]
     """
     scores = torch.matmul(queries, keys.mT) * scale
     scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
-    beside = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-    scores = torch.cat([scores, beside], dim=-1)
-    # Less their largest, as transformers does it: 16 bits round the difference.
+    sink_scores = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, sink_scores], dim=-1)
+    # Subtract the largest, as in transformers: 16 bits round the difference.
     scores -= scores.amax(dim=-1, keepdim=True)
     weights = torch.softmax(scores, dim=-1)[..., :-1]
     return torch.matmul(weights, values)
 
 
 def _tree(parents: list[int]) -> tuple[Tensor, Tensor]:
-    """The depths [N] of a tree's nodes, and [N, N] whether a node is another one or below it."""
+    """Depths [N] of a tree's nodes, and [N, N] whether a node is another one or below it."""
     depths = torch.zeros(len(parents), dtype=torch.int64)
     above = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents[1:], start=1):
@@ -120,7 +121,7 @@ def _tree(parents: list[int]) -> tuple[Tensor, Tensor]:
     return depths, above
 
 
-def _normed(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _norm(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return rows
     parts = rows.reshape(-1, len(weight))
@@ -129,8 +130,8 @@ def _normed(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed.view_as(rows)
 
 
-def _turned(rows: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, heads * D] to [heads, T, D], turned by their positions."""
+def _rotate(rows: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embeddings to [T, heads * D]: [heads, T, D]."""
     heads = rows.view(len(rows), -1, width).transpose(0, 1)
     turning, rest = heads[..., : cos.shape[1]], heads[..., cos.shape[1] :]
     first, second = turning.chunk(2, dim=-1)
@@ -139,7 +140,8 @@ def _turned(rows: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def route_out(logits: Tensor, normalised: bool, topk_weights: Tensor, topk_ids: Tensor) -> None:
-    """The likeliest experts of rows of logits [T, E] into [T, K]: probabilities and int64 ids.
+    """Write the most likely experts of rows of logits [T, E] to [T, K]: probabilities and int64
+    ids.
 
     normalised  whether a row's weights are divided by their sum
     """
@@ -152,5 +154,5 @@ def route_out(logits: Tensor, normalised: bool, topk_weights: Tensor, topk_ids: 
 
 
 def combine_out(outputs: Tensor, topk_weights: Tensor, out: Tensor) -> None:
-    """`reference.combine` into out [T, H]."""
+    """Run `reference.combine` into out [T, H]."""
     out.copy_(reference.combine(outputs, topk_weights, out.dtype))

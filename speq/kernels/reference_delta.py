@@ -17,14 +17,14 @@ from torch import Tensor
 def delta_rule_out(
     mixed: Tensor, decays: Tensor, betas: Tensor, eps: float, state: Tensor, out: Tensor
 ) -> None:
-    """Run T tokens one after another, each as it would be alone: torch's sums of several rows have
-    other last bits.
+    """Run T tokens one after another, bit-identical to running each alone: torch's sums of several
+    rows round differently.
 
     mixed          [T, 2 * key_heads * D + heads * V] float32: queries, keys and values, head by
-                   head, not normed yet. Each head of keys serves neighbouring heads
+                   head, not normed yet. Neighbouring heads share a head of keys
     decays, betas  [T, heads] float32: g and b
-    eps            what keeps the norms' roots from 0
-    state          [heads, D, V] float32, which the tokens change
+    eps            epsilon of the norms
+    state          [heads, D, V] float32, updated in place
     out            [T, heads, V] float32
     """
     heads, key_width, value_width = state.shape
@@ -32,7 +32,7 @@ def delta_rule_out(
     for row, decay, beta, made in zip(mixed, decays, betas, out, strict=True):
         queries, keys, values = row.split([keys_width, keys_width, heads * value_width])
         query, key = (
-            _normed(part.reshape(-1, key_width), eps).repeat_interleave(
+            _normalize(part.reshape(-1, key_width), eps).repeat_interleave(
                 heads * key_width // keys_width, 0
             )
             for part in (queries, keys)
@@ -45,5 +45,5 @@ def delta_rule_out(
         made.copy_((state * query[:, :, None]).sum(1))
 
 
-def _normed(rows: Tensor, eps: float) -> Tensor:
+def _normalize(rows: Tensor, eps: float) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + eps)

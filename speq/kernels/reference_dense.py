@@ -18,7 +18,7 @@ from speq.kernels.reference_compact import (
 
 
 def encode_dense_lossless_out(weight: Tensor, record: Tensor, nbytes: Tensor) -> None:
-    """Write a matrix's words, complete in themselves, into `record` if it has room.
+    """Encode a matrix losslessly into `record`, if it has room.
 
     weight  [N, K] bfloat16
     record  [R] uint8; nbytes [1] int64: bytes of the record, whether it fits or not
@@ -30,18 +30,18 @@ def encode_dense_lossless_out(weight: Tensor, record: Tensor, nbytes: Tensor) ->
 def encode_dense_residual_out(
     weight: Tensor, qweight: Tensor, scales: Tensor, record: Tensor, nbytes: Tensor
 ) -> None:
-    """Write what INT4 codes do not say of a matrix's words into `record`, if it has room.
+    """Encode a matrix's residual over INT4 codes into `record`, if it has room.
 
-    qweight, scales  codes of the same matrix, as `linear_int4` takes them
+    qweight, scales  codes of the same matrix, see `linear_int4`
     """
     layout = CompactLayout.of_matrix(weight.shape, lossless=False)
     encode_residual_matrices(layout, [weight], [(qweight, scales)], record, nbytes)
 
 
 def decode_dense_lossless_out(record: Tensor, rows: int, first: int, weight: Tensor) -> None:
-    """Write rows from `first` on of a matrix of `rows` rows, bit for bit, into weight [n, K].
+    """Decode rows from `first` on of a matrix of `rows` rows, bit-exactly, into weight [n, K].
 
-    first  a multiple of 4, as first + n is where it is not `rows`
+    first  a multiple of 4; so is first + n, unless it is `rows`
     """
     weight.copy_(lossless_words(record, rows, weight.shape[1])[first : first + len(weight)])
 
@@ -49,15 +49,15 @@ def decode_dense_lossless_out(record: Tensor, rows: int, first: int, weight: Ten
 def decode_dense_residual_out(
     record: Tensor, qweight: Tensor, scales: Tensor, first: int, weight: Tensor
 ) -> None:
-    """Write rows of the words that a record and its codes stand for, as above."""
+    """Decode rows of a residual record over its codes, as above."""
     weight.copy_(residual_words(record, qweight, scales)[first : first + len(weight)])
 
 
 def linear_lossless_out(inputs: Tensor, record: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """inputs [R, K] by the matrix [N, K] of a record, plus bias [N], into out [R, N].
+    """Multiply inputs [R, K] by the matrix [N, K] of a record and add bias [N], into out [R, N].
 
-    Inputs, bias and out have one dtype. Words are widened, which is exact, products accumulated in
-    float32 at least, and sums with the bias rounded once.
+    Inputs, bias and out have one dtype. Weights are widened, which is exact, products accumulated
+    in float32 at least, and sums with the bias rounded once.
     """
     _linear(inputs, lossless_words(record, out.shape[1], inputs.shape[1]), bias, out)
 
@@ -70,14 +70,14 @@ def linear_residual_out(
     bias: Tensor | None,
     out: Tensor,
 ) -> None:
-    """`linear_lossless_out` over a residual record and its codes."""
+    """Run `linear_lossless_out` over a residual record and its codes."""
     _linear(inputs, residual_words(record, qweight, scales), bias, out)
 
 
 def rows_lossless_out(record: Tensor, rows: int, ids: Tensor, out: Tensor) -> None:
-    """Write row ids[i] of a matrix of `rows` rows into row i of out [n, K], bfloat16.
+    """Write row ids[i] of a matrix of `rows` rows to row i of out [n, K], bfloat16.
 
-    Raises IndexError where an id names no row.
+    Raises IndexError if an id names no row.
     """
     check_ids("ids", ids, rows, "rows")
     out.copy_(lossless_words(record, rows, out.shape[1])[ids])
@@ -86,13 +86,13 @@ def rows_lossless_out(record: Tensor, rows: int, ids: Tensor, out: Tensor) -> No
 def rows_residual_out(
     record: Tensor, qweight: Tensor, scales: Tensor, ids: Tensor, out: Tensor
 ) -> None:
-    """`rows_lossless_out` over a residual record and its codes."""
+    """Run `rows_lossless_out` over a residual record and its codes."""
     check_ids("ids", ids, len(qweight), "rows")
     out.copy_(residual_words(record, qweight, scales)[ids])
 
 
 def lossless_words(record: Tensor, rows: int, columns: int) -> Tensor:
-    """All words of a lossless record, [rows, columns] bfloat16."""
+    """Decode a lossless record to [rows, columns] bfloat16."""
     words = torch.empty(rows, columns, dtype=torch.bfloat16, device=record.device)
     layout = CompactLayout.of_matrix(words.shape, lossless=True)
     decode_lossless_matrices(layout, record, [words])
@@ -100,7 +100,7 @@ def lossless_words(record: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def residual_words(record: Tensor, qweight: Tensor, scales: Tensor) -> Tensor:
-    """All words of a residual record over its codes, [N, K] bfloat16."""
+    """Decode a residual record over its codes to [N, K] bfloat16."""
     rows, columns = qweight.shape[0], qweight.shape[1] * 2
     words = torch.empty(rows, columns, dtype=torch.bfloat16, device=record.device)
     layout = CompactLayout.of_matrix(words.shape, lossless=False)

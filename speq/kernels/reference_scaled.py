@@ -1,6 +1,6 @@
-"""Plain torch versions of the ops over experts that were published as codes with scales.
+"""Plain torch versions of the ops over experts published as codes with scales.
 
-What records hold is said in csrc/scaled.h; sizes are in speq/kernels/scaled_layout.py.
+csrc/scaled.h has the layout of records, speq/kernels/scaled_layout.py their sizes.
 """
 
 import torch
@@ -12,7 +12,7 @@ from speq.kernels.scaled_words import fp8_words, mxfp4_words, part_of
 
 
 def decode_fp8_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """Write the words of a record into gate_up_proj [2F, H] and down_proj [H, F], bfloat16."""
+    """Decode an FP8 record into gate_up_proj [2F, H] and down_proj [H, F], bfloat16."""
     hidden_size, width = down_proj.shape
     layout = Fp8Layout(hidden_size, width)
     targets = *gate_up_proj.chunk(2), down_proj
@@ -22,7 +22,7 @@ def decode_fp8_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> N
 
 
 def decode_mxfp4_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """As `decode_fp8_out`. Rows of gate and up take turns in the record."""
+    """Decode an MXFP4 record, in which rows of gate and up are interleaved; as `decode_fp8_out`."""
     hidden_size, width = down_proj.shape
     layout = Mxfp4Layout(hidden_size, width)
     gate_up, down = (
@@ -46,12 +46,12 @@ def moe_grouped_fp8_out(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """`moe_grouped_out` over FP8 records in slots [S, slot_bytes] uint8."""
+    """Run `moe_grouped_out` over FP8 records in slots [S, slot_bytes] uint8."""
     biases = gate_up_bias, down_bias
-    for expert, slot in _held(topk_ids, slot_table, slots):
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
         words = _empty(hidden_states.shape[1], expert_width, slots)
         decode_fp8_out(slots[slot], *words)
-        _run_one(hidden_states, topk_ids, expert, words, activation, out, *biases)
+        _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
 
 def moe_grouped_mxfp4_out(
@@ -65,16 +65,16 @@ def moe_grouped_mxfp4_out(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
-    """`moe_grouped_out` over MXFP4 records in slots [S, slot_bytes] uint8."""
+    """Run `moe_grouped_out` over MXFP4 records in slots [S, slot_bytes] uint8."""
     biases = gate_up_bias, down_bias
-    for expert, slot in _held(topk_ids, slot_table, slots):
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
         words = _empty(hidden_states.shape[1], expert_width, slots)
         decode_mxfp4_out(slots[slot], *words)
-        _run_one(hidden_states, topk_ids, expert, words, activation, out, *biases)
+        _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
 
-def _held(topk_ids: Tensor, slot_table: Tensor, slots: Tensor) -> list[tuple[int, int]]:
-    """The experts of a route that are in a slot, and their slots."""
+def _experts_in_slots(topk_ids: Tensor, slot_table: Tensor, slots: Tensor) -> list[tuple[int, int]]:
+    """Find the experts of a route that are in slots, with their slots."""
     check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
     held = []
     for expert in topk_ids.unique().tolist():
@@ -93,7 +93,7 @@ def _empty(hidden_size: int, width: int, slots: Tensor) -> tuple[Tensor, Tensor]
     return gate_up, down
 
 
-def _run_one(
+def _run_expert(
     hidden_states: Tensor,
     topk_ids: Tensor,
     expert: int,

@@ -1,6 +1,6 @@
-"""Sizes of records of experts that were published as codes with scales: FP8 and MXFP4.
+"""Sizes of packed experts published as codes with scales: FP8 and MXFP4.
 
-csrc/scaled.h says what lies in them.
+csrc/scaled.h has their layout.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A tensor of a record: where it begins, in bytes, and its shape."""
+    """A tensor of a record: its offset in bytes and its shape."""
 
     at: int
     shape: tuple[int, ...]
@@ -43,12 +43,14 @@ class ScaledLayout(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of a record, all of one size."""
+        """Bytes of a record, all of one size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layout:
-    """Of gate, up [F, H] and down [H, F]: codes of a byte, and a float32 scale to each block."""
+    """FP8 layout of gate, up [F, H] and down [H, F]: a byte per code, and a float32 scale per
+    block.
+    """
 
     block: ClassVar[int] = FP8_BLOCK
     code_bits: ClassVar[int] = 8
@@ -79,8 +81,8 @@ class Fp8Layout:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Layout:
-    """Of gate_up [2F, H], whose rows are of gate and of up in turns, and down [H, F]: two codes to
-    a byte, the first in its low half, and a byte of scale to each block of a row. Both widths are
+    """MXFP4 layout of gate_up [2F, H], with rows of gate and up interleaved, and down [H, F]: two
+    codes per byte, the first in its low half, and a scale byte per block of a row. Both widths are
     multiples of a block.
     """
 
@@ -108,12 +110,12 @@ class Mxfp4Layout:
 
 
 def blocks_of(size: int, block: int) -> int:
-    """Blocks that rows or columns are in; the last one may be shorter."""
+    """Number of blocks of rows or columns; the last one may be shorter."""
     return -(-size // block)
 
 
 def _sections(at: int, shapes: tuple[tuple[int, int], ...], itemsize: int) -> tuple[Section, ...]:
-    """Sections one behind the other, each at a whole line."""
+    """Lay out sections one after another, each at a whole line."""
     sections = []
     for shape in shapes:
         sections.append(Section(at, shape, itemsize))

@@ -1,6 +1,6 @@
-"""The ops over experts that were published as codes with scales, as their callers see them.
+"""The ops over experts published as codes with scales, for their callers.
 
-`speq.kernels.reference_scaled` says what they compute.
+`speq.kernels.reference_scaled` defines what they compute.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ REFERENCES = {
 
 
 def decode_fp8(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """Write the words of a record, or of a slot that holds one, into matrices of bfloat16.
+    """Decode an FP8 record, or a slot that holds one, into bfloat16 matrices.
 
     record  [R] uint8; gate_up_proj [2F, H], gate over up, and down_proj [H, F]
     """
@@ -31,7 +31,7 @@ def decode_fp8(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
 
 
 def decode_mxfp4(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """As `decode_fp8`. Rows of gate and up take turns in the record."""
+    """Decode an MXFP4 record, in which rows of gate and up are interleaved; as `decode_fp8`."""
     sizes = _sizes(gate_up_proj, down_proj)
     _check_records("record", record, 1, mxfp4_layout(*sizes))
     library.call("decode_mxfp4", record, gate_up_proj, down_proj)
@@ -47,8 +47,10 @@ def moe_grouped_fp8(
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """`reference_scaled.moe_grouped_fp8_out`; blocks and errors as of `ops.moe_grouped`."""
-    held = Held(slot_table, slots, expert_width)
+    """Run `reference_scaled.moe_grouped_fp8_out`, with the blocks and errors of
+    `ops.moe_grouped`.
+    """
+    held = ScaledSlots(slot_table, slots, expert_width)
     _moe_grouped("fp8", Fp8Layout, hidden_states, topk_ids, held, activation, out, biases)
 
 
@@ -62,13 +64,15 @@ def moe_grouped_mxfp4(
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
-    """`reference_scaled.moe_grouped_mxfp4_out`; blocks and errors as of `ops.moe_grouped`."""
-    held = Held(slot_table, slots, expert_width)
+    """Run `reference_scaled.moe_grouped_mxfp4_out`, with the blocks and errors of
+    `ops.moe_grouped`.
+    """
+    held = ScaledSlots(slot_table, slots, expert_width)
     _moe_grouped("mxfp4", mxfp4_layout, hidden_states, topk_ids, held, activation, out, biases)
 
 
-class Held(NamedTuple):
-    """Where records lie, as the ops take it."""
+class ScaledSlots(NamedTuple):
+    """Places of records, as the ops take them."""
 
     slot_table: Tensor
     slots: Tensor
@@ -80,12 +84,12 @@ def _moe_grouped(
     layout_of: Callable[[int, int], ScaledLayout],
     hidden_states: Tensor,
     topk_ids: Tensor,
-    held: Held,
+    held: ScaledSlots,
     activation: str,
     out: Tensor,
     biases: ExpertBiases | None,
 ) -> None:
-    """Of the ops `moe_grouped_*`, that of a form."""
+    """Run the op `moe_grouped_*` of a format."""
     check_rows(hidden_states, topk_ids, held.slot_table, out)
     layout = layout_of(hidden_states.shape[1], held.expert_width)
     _check_records("slots", held.slots, 2, layout)
@@ -99,7 +103,7 @@ def _moe_grouped(
 
 
 def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:
-    """Raises ValueError for widths that are no whole blocks."""
+    """Layout of MXFP4 experts. Raises ValueError for widths that are not whole blocks."""
     block = Mxfp4Layout.block
     if hidden_size % block or expert_width % block:
         raise ValueError(

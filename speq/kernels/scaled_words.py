@@ -1,7 +1,7 @@
-"""Words of codes with scales, and codes of words, in plain torch.
+"""Conversion between codes with scales and plain weights, in plain torch.
 
-A word is its code's value times its block's scale, both in float32, rounded to bfloat16. That is
-what transformers makes of such a checkpoint where it computes in words.
+A weight is its code's value times its block's scale, both in float32, rounded to bfloat16, as
+transformers dequantizes such a checkpoint.
 """
 
 from itertools import pairwise
@@ -11,22 +11,22 @@ from torch import Tensor
 
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, Section, blocks_of
 
-# What the codes of MXFP4 stand for: e2m1, the highest bit the sign.
+# Values of MXFP4 codes: e2m1, the highest bit is the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Half of the least scale is 2 to the power of -128, which is no normal float32: its exponent is 0.
+# Half of the least scale is 2^-128, a subnormal float32 with exponent 0.
 LEAST_HALF, MANTISSA_BITS = 1 << 21, 23
-# Rows whose products exist in float32 at a time.
+# Rows whose products are in float32 at a time.
 ROWS = 512
-# The largest values of codes.
+# Largest values of codes.
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
 E8M0_BIAS, E8M0_MOST = 127, 254
 
 
 def fp8_words(codes: Tensor, scales: Tensor, block: int = Fp8Layout.block) -> Tensor:
-    """The words [N, K] bfloat16 of codes [N, K] float8_e4m3fn, or their bytes.
+    """Dequantize codes [N, K] float8_e4m3fn, or their bytes, to [N, K] bfloat16.
 
-    scales  [N / block, K / block] float32, rounded up: of blocks of rows and columns, of which the
-            last ones may be shorter
+    scales  [N / block, K / block] float32, rounded up: scales of blocks of rows and columns, of
+            which the last may be shorter
     """
     codes = codes.view(torch.float8_e4m3fn)
     rows, columns = codes.shape
@@ -38,7 +38,7 @@ def fp8_words(codes: Tensor, scales: Tensor, block: int = Fp8Layout.block) -> Te
 
 
 def mxfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
-    """The words [N, K] bfloat16 of codes [N, K / 2] uint8, two to the byte, the low half first.
+    """Dequantize codes [N, K / 2] uint8, two per byte, the low half first, to [N, K] bfloat16.
 
     scales  [N, K / block] uint8: exponents of 2, with a bias of 127
     """
@@ -54,8 +54,8 @@ def mxfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def e8m0_halves(scales: Tensor) -> Tensor:
-    """Halves of the powers of 2 that scales [...] uint8 stand for, in float32, which does not have
-    the largest of these.
+    """Halves of the powers of 2 of scales [...] uint8, in float32, which cannot hold the largest
+    power.
     """
     exponents = scales.int()
     bits = torch.where(exponents < 2, LEAST_HALF << exponents, exponents - 1 << MANTISSA_BITS)
@@ -63,7 +63,9 @@ def e8m0_halves(scales: Tensor) -> Tensor:
 
 
 def fp8_codes(words: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes [N, K] uint8 of words [N, K], and powers of 2 as scales of their blocks."""
+    """Quantize weights [N, K] to the nearest codes [N, K] uint8, with powers of 2 as block
+    scales.
+    """
     block = Fp8Layout.block
     rows, columns = words.shape
     scales = torch.ones(blocks_of(rows, block), blocks_of(columns, block))
@@ -79,25 +81,27 @@ def fp8_codes(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp4_codes(words: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes [N, K / 2] uint8 of words [N, K], and scales [N, K / 32] uint8."""
+    """Quantize weights [N, K] to the nearest codes [N, K / 2] uint8 and scales [N, K / 32]
+    uint8.
+    """
     values = words.float().unflatten(1, (-1, Mxfp4Layout.block))
     factors = power_of_2(values.abs().amax(2) / E2M1_MOST)
     scales = (factors.log2().round() + E8M0_BIAS).clamp(0, E8M0_MOST)
     scaled = (values / factors.unsqueeze(2)).flatten(1)
     magnitudes, codes = scaled.abs(), scaled.signbit().to(torch.uint8) * 8
-    # Some times faster than a search in sorted values.
+    # Several times faster than a search in sorted values.
     for value, above in pairwise(E2M1_VALUES):
         codes += magnitudes > (value + above) / 2
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.to(torch.uint8)
 
 
 def power_of_2(values: Tensor) -> Tensor:
-    """The least powers of 2 that are no less; of 0, 1."""
+    """Round up to powers of 2; 0 becomes 1."""
     mantissas, exponents = values.frexp()
     exponents = exponents - (mantissas == 0.5).int()
     return torch.where(values > 0, torch.ones_like(values).ldexp(exponents), 1.0)
 
 
 def part_of(record: Tensor, section: Section) -> Tensor:
-    """The bytes of a section, as a view."""
+    """View the bytes of a section."""
     return record[section.at : section.at + section.nbytes]

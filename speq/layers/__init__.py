@@ -1,1 +1,1 @@
-"""The modules that take the place of routed experts, of dense layers and of the embedding."""
+"""Modules that replace routed experts, dense layers and the embedding."""

@@ -1,8 +1,8 @@
-"""Arguments that transformers gives to modules which ours stand in for.
+"""Arguments that transformers passes to modules that ours replace.
 
-Their names change from one version to another. A module of ours that took any name could miss the
-KV cache, and would begin the text anew in every pass: wrong tokens, and no error. So all names are
-known here, and others are refused.
+Their names change between versions. A module that accepted any name could miss the KV cache and
+restart the sequence in every pass: wrong tokens and no error. So all names are listed here, and
+others are refused.
 """
 
 import inspect
@@ -12,49 +12,51 @@ from typing import Any
 from speq.errors import SpeqError
 from speq.version import TESTED, transformers_version
 
-# What a KV cache is called from transformers 5.24 on; before; and before by what keeps states.
+# Names of the KV cache: from transformers 5.24 on, before that, and before that for layers that
+# keep states.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-# What a decoder layer is given beside it, and hands on. Modules of ours that take no attention's
-# place know from the KV cache where rows stand.
+# Further arguments that a decoder layer passes on. Our modules other than attention know positions
+# from the KV cache.
 LAYER_ARGUMENTS = ("attention_mask", "position_ids", "position_embeddings", "use_cache")
-# What transformers 5.17 gives to convolutions: None, unless rows of several texts lie side by side.
+# Argument of convolutions in transformers 5.17: None, unless rows of several sequences are packed.
 PACKING = ("seq_idx",)
 
 
 def cache_name(forward: Callable[..., Any]) -> str:
-    """What a forward of transformers calls the KV cache that it takes. Raises SpeqError where it
-    takes none under a name that is known.
+    """Name of the KV cache among the parameters of a forward of transformers. Raises SpeqError if
+    it has none of the known names.
     """
     taken = inspect.signature(forward).parameters
-    return _only(forward.__qualname__, "takes", [name for name in CACHE_NAMES if name in taken])
+    return _refuse_names(
+        forward.__qualname__, "takes", [name for name in CACHE_NAMES if name in taken]
+    )
 
 
-def given_cache(module: object, given: Mapping[str, Any]) -> Any:
-    """The KV cache among the arguments of a mixer, which a module of ours stands in for; None: the
-    rows are a whole text.
+def find_cache(module: object, given: Mapping[str, Any]) -> Any:
+    """Return the KV cache among the arguments of a mixer; None: the rows are a whole sequence.
 
-    Raises SpeqError where there is none, and for arguments that are not known.
+    Raises SpeqError if there is none, and for unknown arguments.
     """
     name = type(module).__name__
     told = {each for each, value in given.items() if each not in PACKING or value is not None}
     refuse_unknown(name, told, (*CACHE_NAMES, *LAYER_ARGUMENTS))
-    return given[_only(name, "is given", [each for each in CACHE_NAMES if each in given])]
+    return given[_refuse_names(name, "is given", [each for each in CACHE_NAMES if each in given])]
 
 
 def refuse_unknown(taker: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise SpeqError for arguments that are not known.
+    """Raise SpeqError for unknown arguments.
 
-    taker  what they were given to
+    taker  name of the module or function that received them
     """
     unknown = sorted(set(given).difference(known))
     if unknown:
         raise SpeqError(
-            f"{taker} is given {', '.join(unknown)} by transformers {transformers_version()}, "
+            f"transformers {transformers_version()} passes {', '.join(unknown)} to {taker}, "
             f"which speq does not know; install {TESTED}"
         )
 
 
-def _only(taker: str, does: str, names: list[str]) -> str:
+def _refuse_names(taker: str, does: str, names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     raise SpeqError(

@@ -1,4 +1,4 @@
-"""The exact experts that lie in slots, and no others: the bank of a draft that costs no memory."""
+"""Backend of drafts that run only the exact experts in expert slots, at no cost in memory."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,14 +11,14 @@ from speq.experts.slots import SlotExperts
 from speq.kernels import decoder_ops
 from speq.kernels.grouping import Grouping
 from speq.kernels.ops import ExpertBiases
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
 from speq.routing import Route
 
 
 class Lender(Protocol):
-    """What this bank asks of `speq.scheduler.expert_loader`."""
+    """The part of `ExpertLoader` that this backend uses."""
 
     def residents(self, layer: int, experts: Sequence[int]) -> list[int]: ...
 
@@ -28,19 +28,20 @@ class Lender(Protocol):
 
 
 class CachedExperts:
-    """Runs what lies in slots: each row chooses again among those, by its router's own rule.
+    """Backend that runs the experts in slots: each row chooses again among those, by its router's
+    own rule.
 
-    A layer with fewer residents than a row chooses runs the ones that there are, and with none it
-    adds nothing to what lies beside the experts. No byte is moved for it.
+    A layer with fewer residents than a row chooses runs those; with none, its experts add nothing.
+    No bytes are moved.
 
-    lender      knows what lies in slots, and keeps it there for a while
-    experts     those in the arena
+    lender      knows which experts are in slots, and pins them
+    experts     the experts in the arena
     slot_table  their slots
     routes      brings routes to the host
     gates       of the MoE layers, in order
-    biases      of their experts; empty where they have none
-    on_route    told (layer, route) of what the routers chose among all experts, in the midst of the
-                pass. Whatever it has fetched goes to other slots than those that are read.
+    biases      biases of their experts; empty if they have none
+    on_route    called during the pass with (layer, route), the routers' choice among all experts.
+                Experts that it fetches go to other slots than those in use.
     """
 
     drafts: ClassVar[bool] = False
@@ -51,7 +52,7 @@ class CachedExperts:
         experts: SlotExperts,
         slot_table: SlotTable,
         routes: RouteReader,
-        gates: Sequence[Gate],
+        gates: Sequence[RouterGate],
         activation: str,
         biases: Sequence[ExpertBiases] = (),
     ) -> None:
@@ -87,7 +88,7 @@ class CachedExperts:
         return decoder_ops.combine(outputs, served.topk_weights, hidden_states.dtype)
 
     def _among_residents(self, layer: int, route: Route) -> Route | None:
-        """The route with what lies in slots; None where nothing does."""
+        """Route among the experts in slots; None if there are none."""
         num_experts = route.logits.shape[1]
         residents = self._lender.residents(layer, range(num_experts))
         if not residents:

@@ -1,4 +1,4 @@
-"""The modules that take the place of a model's dense layers, and of its embedding."""
+"""Modules that replace a model's dense layers and its embedding."""
 
 from torch import Tensor, nn
 
@@ -7,14 +7,14 @@ from speq.layers.offloaded_experts import ActiveBackend
 
 
 class DenseLinear(nn.Module):
-    """An nn.Linear over a matrix as it is held.
+    """An nn.Linear over a matrix in any form.
 
     exact   the checkpoint's matrix
-    bias    [outputs] or None, of both
-    draft   in its place while a bank that drafts is under way; None: the exact one is
-    switch  knows which bank is under way
+    bias    [outputs] or None, of both matrices
+    draft   used instead in passes of a draft backend; None: the exact one is
+    switch  knows the current backend
 
-    None of these is a parameter: what a forward pass asks for lies in the instance itself.
+    None of these is a parameter: plain attributes are faster to read in a pass.
     """
 
     draft: DenseMatrix | None
@@ -36,9 +36,9 @@ class DenseLinear(nn.Module):
 
 
 class DenseEmbedding(nn.Module):
-    """An nn.Embedding over a table as it is held.
+    """An nn.Embedding over a table in any form.
 
-    scale  what its rows are multiplied by, in their dtype; None: by nothing
+    scale  factor of its rows, in their dtype; None: no scaling
     """
 
     def __init__(self, table: ExactMatrix, scale: Tensor | None = None) -> None:
@@ -52,5 +52,5 @@ class DenseEmbedding(nn.Module):
 
 
 def dense_linears(model: nn.Module) -> dict[str, DenseLinear]:
-    """The dense layers of a model by the names of their modules, which are those on disk."""
+    """Dense layers of a model by module name, which is also their name on disk."""
     return {name: each for name, each in model.named_modules() if isinstance(each, DenseLinear)}

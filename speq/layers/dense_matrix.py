@@ -1,6 +1,7 @@
-"""Matrices outside the experts, as they are held: words, or records that give back the words.
+"""Forms of dense matrices: plain weights, or packed ones that decode to the same weights.
 
-Products by records are bit for bit those by the words. `speq.kernels.dense_ops` has the formats.
+Products by packed matrices are bit-identical to those by plain weights. `speq.kernels.dense_ops`
+has the formats.
 """
 
 from dataclasses import dataclass
@@ -25,24 +26,24 @@ class DenseMatrix(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that no other matrix is charged with."""
+        """Bytes of memory that are not counted for another matrix."""
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        """inputs [..., columns] by the matrix, plus bias [outputs]: [..., outputs]."""
+        """Multiply inputs [..., columns] by the matrix and add bias [outputs]: [..., outputs]."""
 
     def words(self) -> Tensor:
-        """The matrix in the model's dtype, perhaps as a view of what is held."""
+        """Decode the matrix to the model's dtype; possibly a view."""
 
 
 class ExactMatrix(DenseMatrix, Protocol):
-    """A matrix of the checkpoint, which may be an embedding's."""
+    """A matrix of the checkpoint, possibly an embedding's."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows [..., columns] by their ids [...] int64."""
+        """Look up rows [..., columns] by their ids [...] int64."""
 
 
 class RawMatrix:
-    """Words in the model's dtype, [outputs, columns]."""
+    """Plain weights in the model's dtype, [outputs, columns]."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -65,7 +66,7 @@ class RawMatrix:
 
 @dataclass(frozen=True, slots=True)
 class LosslessMatrix:
-    """About 11 bits a bfloat16 weight; record [R] uint8."""
+    """A losslessly packed matrix: about 11 bits a bfloat16 weight; record [R] uint8."""
 
     record: Tensor
     outputs: int
@@ -79,7 +80,7 @@ class LosslessMatrix:
         rows = inputs.numel() // self.columns
         if not 0 < rows <= linear_rows(inputs) or inputs.dtype != torch.bfloat16:
             return dense_ops.linear_lossless(inputs, self.record, self.outputs, bias)
-        # What the op checks of a record and of a layer's inputs is known here.
+        # The op's checks of a record and of inputs are known to hold here.
         out = inputs.new_empty(*inputs.shape[:-1], self.outputs)
         flat = inputs.contiguous().view(rows, -1)
         library.call("linear_lossless", flat, self.record, bias, out.view(rows, -1))
@@ -97,9 +98,9 @@ class LosslessMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ResidualMatrix:
-    """What INT4 codes do not say of a bfloat16 matrix: under 9 bits a weight; record [R] uint8.
+    """A residual over INT4 codes: under 9 bits a bfloat16 weight; record [R] uint8.
 
-    pair  the codes, which a draft's matrix holds and is charged with
+    pair  the codes, whose bytes are counted for the draft's matrix
     """
 
     record: Tensor

@@ -1,4 +1,4 @@
-"""The INT4 experts that are held, all of them or the most used: the draft's bank."""
+"""Backend of drafts that run INT4 experts: all of them, or the most used."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from torch import Tensor
 from speq.experts.int4 import Int4Arena
 from speq.kernels import ops
 from speq.kernels.ops import ExpertBiases
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.routing import Route
 
-# Told (token of the draft, layer, route) when the host can know of it.
+# Called with (token of the draft, layer, route) once the host can read the route.
 OnRoute = Callable[[int, int, Route], None]
 
 
 class DraftBackend(Protocol):
-    """Experts that a draft's passes run, and that report their routes.
+    """A backend for a draft's passes that reports their routes.
 
-    drafts    as `ExpertBackend` has it
-    on_route  told (layer, route) as soon as a router has spoken, in the midst of the pass
+    drafts    see `ExpertBackend`
+    on_route  called with (layer, route) during the pass, as soon as the router has run
     """
 
     on_route: Callable[[int, Route], None] | None
@@ -30,30 +30,29 @@ class DraftBackend(Protocol):
     def drafts(self) -> bool: ...
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        """[T, H] in, the weighted sum of each row's experts [T, H] out."""
+        """Map rows [T, H] to the weighted sum of each row's experts [T, H]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Of one layer: which experts are held, [E] bool, and how many."""
+class HeldExperts:
+    """Experts of one layer that are held, [E] bool, and their number."""
 
     experts: Tensor
     count: int
 
 
 class DraftExperts:
-    """Runs INT4 experts and reports their routes.
+    """Backend that runs INT4 experts and reports their routes.
 
-    Where an arena lacks some experts of a layer, a row that wants one of these chooses again among
-    those that are held, by its router's own rule. A layer that holds fewer than a row chooses runs
-    all of them, and one that holds none adds nothing to what lies beside the experts. The host has
-    no part in it, so that passes can be recorded. What is reported is what the routers chose among
-    all experts.
+    If a row's expert is not in the arena, the row chooses again among the held experts of the
+    layer, by its router's own rule. A layer that holds fewer than a row chooses runs all of them;
+    with none, its experts add nothing. The host has no part in it, so passes can be recorded. The
+    reported routes are the routers' choices among all experts.
 
-    biases    of the experts of each layer; empty where they have none
-    gates     of the MoE layers, in order; not asked where all experts are held
-    kernel    what runs all experts of a route; measurements may put another one in its place
-    on_route  told (layer, route) as soon as a router has spoken, in the midst of the pass
+    biases    biases of each layer's experts; empty if they have none
+    gates     gates of the MoE layers, in order; unused if all experts are held
+    kernel    runs all experts of a route; measurements may replace it
+    on_route  called with (layer, route) during the pass, as soon as the router has run
     """
 
     drafts: ClassVar[bool] = True
@@ -63,7 +62,7 @@ class DraftExperts:
         arena: Int4Arena,
         activation: str,
         biases: Sequence[ExpertBiases] = (),
-        gates: Sequence[Gate] = (),
+        gates: Sequence[RouterGate] = (),
     ) -> None:
         self.kernel: Callable[..., Tensor] = ops.moe_int4
         self._backend = arena.backend
@@ -71,7 +70,7 @@ class DraftExperts:
         self._activation = activation
         self._biases = biases
         self._gates = gates
-        self._held = [_held(of_layer) for of_layer in self._base_slots]
+        self._held = [_held_experts(of_layer) for of_layer in self._base_slots]
         self.on_route: Callable[[int, Route], None] | None = None
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
@@ -92,11 +91,13 @@ class DraftExperts:
 
     @property
     def whole(self) -> bool:
-        """Whether all experts are held."""
+        """True if all experts are held."""
         return all(held is None for held in self._held)
 
     def _among_held(self, layer: int, route: Route) -> tuple[Tensor, Tensor]:
-        """ids and weights of a route as it is run, [T, K] or fewer where fewer are held."""
+        """Return ids and weights of a route among the held experts, [T, K], or fewer columns if
+        fewer are held.
+        """
         held = self._held[layer]
         if held is None:
             return route.topk_ids, route.topk_weights
@@ -106,13 +107,13 @@ class DraftExperts:
         weights = weights.to(route.topk_weights.dtype)
         if top_k < wanted:
             return ids, weights
-        # Rows that lack nothing keep what their router gave them.
+        # Rows whose experts are all held keep the router's weights.
         own = held.experts[route.topk_ids].all(-1, keepdim=True)
         return torch.where(own, route.topk_ids, ids), torch.where(own, route.topk_weights, weights)
 
 
-def _held(base_slots: Tensor) -> Held | None:
-    """By a layer's [E] base slots; None where it has all."""
+def _held_experts(base_slots: Tensor) -> HeldExperts | None:
+    """Find the held experts from a layer's base slots [E]; None if it has all."""
     experts = base_slots >= 0
     count = int(experts.sum())
-    return None if count == len(base_slots) else Held(experts, count)
+    return None if count == len(base_slots) else HeldExperts(experts, count)

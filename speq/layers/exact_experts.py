@@ -1,4 +1,4 @@
-"""The exact experts, run out of slots: the target's bank."""
+"""Backend of the target: the exact experts, run out of expert slots."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -17,28 +17,28 @@ from speq.stats import Timed
 
 
 class ExpertServer(Protocol):
-    """Brings a layer's experts into slots.
+    """Loads a layer's experts into slots.
 
-    foresees  whether it asks routes for the experts of the layer behind theirs
+    predicts_next_layer  whether it asks routes for the experts of the next layer
     """
 
     @property
     def predicts_next_layer(self) -> bool: ...
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
-        """Yield {expert: slot} in waves that together name each of `experts` once."""
+        """Yield {expert: slot} in waves that together contain each of `experts` once."""
 
 
 class ExactExperts:
     """Runs rows grouped by expert, with experts out of a slot arena (MoE-SpeQ 3.4.4).
 
-    server      brings experts into slots
-    experts     those in the arena; measurements may put others in their place
-    slot_table  their slots, filled anew for each wave
+    server      loads experts into slots
+    experts     the experts in the arena; measurements may replace them
+    slot_table  their slots, rewritten for each wave
     routes      brings routes to the host
-    timed       times a layer's experts
-    biases      of the experts of each layer; empty where they have none
-    on_route    told each layer's exact route; returns the one that is served, which may give up
+    timed       timer of a layer's experts
+    biases      biases of each layer's experts; empty if they have none
+    on_route    called with each layer's exact route; returns the route to serve, which may drop
                 rows, or have other experts under an expert budget
     """
 
@@ -71,11 +71,11 @@ class ExactExperts:
         return decoder_ops.combine(outputs, route.topk_weights, hidden_states.dtype)
 
     def outputs(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        """[T, K, H]: what each expert of a route that was read makes of its row, unweighted; 0 for
-        those that are not asked for.
+        """Compute the unweighted output of each expert of a route for its row: [T, K, H]; 0 for
+        experts that are left out.
         """
-        # Rows that were given up come out as some of their experts have it, or as nothing: others
-        # look past them, which takes numbers.
+        # Pruned rows come out as the output of some of their experts, or as 0: it must be finite,
+        # since other rows mask it.
         whole = route.active_rows is None and not route.left_out
         made = hidden_states.new_empty if whole else hidden_states.new_zeros
         outputs = made(*route.topk_ids.shape, hidden_states.shape[1])

@@ -1,8 +1,9 @@
-"""Verifications that ask for fewer experts than their rows want: never exact, and asked for only.
+"""Expert budgets: verifications that load fewer experts than their rows choose. Not exact, and off
+unless requested.
 
-MoE-Spec (section 3) bounds the experts of a layer, whatever the size of a draft. Here the experts
-that lie in slots are free besides, rows count by the chance that they stand, and a share of the
-routing weight may take the place of a number.
+MoE-Spec (section 3) bounds the experts of a layer, whatever the length of a draft. Here the experts
+in slots may be free, rows may count by their chance of acceptance, and a share of the routing
+weight may replace a number.
 """
 
 import math
@@ -18,7 +19,7 @@ from torch import Tensor
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.layers.expert_counts import ExpertCounts
-from speq.layers.gates import Gate
+from speq.layers.gates import RouterGate
 from speq.routing import Route, RoutePrediction
 from speq.stats import Timed
 
@@ -27,14 +28,14 @@ Scores = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BudgetRules:
-    """Which experts of a layer a verification may ask for.
+    """Rules that select the experts of a layer that a verification may load.
 
-    experts    the best of so many; None: any number
-    floor      those that hold at least so large a share of what all rows want
-    truncate   experts outside are left out; otherwise their rows choose again among those inside
-    residents  experts that lie in slots or are under way are inside, whatever their rank
-    by_reach   rows count by the chance that they stand; otherwise alike
-    counts     [L, E]: rank by these, whatever the rows want; None: by what they want (Eq. 5)
+    experts    most experts, the best ones; None: no limit
+    floor      the best experts that together have at least this share of the rows' routing weight
+    truncate   other experts are left out; otherwise their rows choose again among the selected ones
+    residents  experts in slots or in transfer are always selected
+    by_reach   rows count by their chance of acceptance; otherwise equally
+    counts     [L, E]: rank by these; None: by the rows' routing weights (Eq. 5)
     """
 
     experts: int | None
@@ -47,9 +48,9 @@ class BudgetRules:
     def shortlist(
         self, scores: Scores, top_k: int, at_hand: Callable[[Sequence[int]], Sequence[int]]
     ) -> NDArray[np.bool_]:
-        """[E]: the experts inside, at least `top_k`, by scores [E]; the lower id where two tie.
+        """Select at least `top_k` experts [E] by scores [E]; ties go to the lower id.
 
-        at_hand  those of some experts that take no transfer
+        at_hand  returns those of some experts that need no transfer
         """
         ranked = np.argsort(-scores, kind="stable")
         best = ranked[: self.experts]
@@ -64,9 +65,9 @@ class BudgetRules:
 
 
 def rules_of(config: RunConfig, layers: int, experts: int, top_k: int) -> BudgetRules | None:
-    """The budget that options ask for, of MoE layers with so many experts; None: all they want.
+    """Build the rules that the options request for a model of these sizes; None: no budget.
 
-    Raises SpeqError for fewer experts than a token chooses, and for counts of another model.
+    Raises SpeqError if a budget is below a token's experts, and for counts of another model.
     """
     if not config.approximates:
         return None
@@ -75,7 +76,7 @@ def rules_of(config: RunConfig, layers: int, experts: int, top_k: int) -> Budget
     if most is not None and not top_k <= most <= experts:
         raise SpeqError(
             f"expert_budget is {asked if isinstance(asked, int) else f'{asked:.0%}'}, which is "
-            f"{most} of {experts} experts; each token chooses {top_k}, so give {top_k} to {experts}"
+            f"{most} of {experts} experts; each token chooses {top_k}: give {top_k} to {experts}"
         )
     counts = None
     if config.expert_counts is not None:
@@ -93,19 +94,19 @@ def rules_of(config: RunConfig, layers: int, experts: int, top_k: int) -> Budget
 
 
 class LayerBudgets(NamedTuple):
-    """One budget for all MoE layers, and how their routers choose, in order."""
+    """One budget for all MoE layers, and the layers' gates, in order."""
 
     rules: BudgetRules
-    gates: Sequence[Gate]
+    gates: Sequence[RouterGate]
 
 
 @dataclass(slots=True)
-class Kept:
-    """What verifications under a budget kept of what their rows wanted.
+class KeptWeight:
+    """Routing weight that verifications under a budget kept.
 
-    wanted, kept  [T]: routing weight of each row's own experts, summed over layers, and that part
-                  of it whose experts were served
-    natural       distinct experts that rows wanted; served: that they were given
+    wanted, kept  [T]: routing weight of each row's own experts, summed over layers, and the part of
+                  it that was served
+    natural       distinct experts that rows chose; served: that were run
     """
 
     wanted: Scores
@@ -115,44 +116,44 @@ class Kept:
 
 
 class Loader(Protocol):
-    """What the budget asks of `speq.scheduler.expert_loader`."""
+    """The part of `ExpertLoader` that the budget uses."""
 
     def at_hand(self, layer: int, experts: Sequence[int]) -> list[int]: ...
 
 
 @dataclass(slots=True)
 class ExpertBudget:
-    """Serves the layers of a verification within a budget.
+    """Expert budget of a verification, applied layer by layer.
 
-    gates  of the MoE layers, in order
-    timed  times the selection
+    gates  gates of the MoE layers, in order
+    timed  timer of the selection
     """
 
     rules: BudgetRules
-    gates: Sequence[Gate]
+    gates: Sequence[RouterGate]
     loader: Loader
     timed: Timed
     _reach: Scores | None = field(default=None, init=False)
-    _kept: Kept = field(init=False)
+    _kept: KeptWeight = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kept = Kept(np.zeros(0, np.float32), np.zeros(0, np.float32))
+        self._kept = KeptWeight(np.zeros(0, np.float32), np.zeros(0, np.float32))
 
     def begin(self, accept_prob: Sequence[float]) -> None:
-        """A verification follows whose rows stand with these chances."""
+        """Begin a verification whose rows are accepted with these probabilities."""
         rows = len(accept_prob)
         self._reach = np.asarray(accept_prob if self.rules.by_reach else [1.0] * rows, np.float32)
-        self._kept = Kept(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
+        self._kept = KeptWeight(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
 
-    def end(self) -> Kept:
-        """It is over; others have all their experts."""
+    def end(self) -> KeptWeight:
+        """End it: other passes have all their experts."""
         self._reach = None
         return self._kept
 
     def serve(self, layer: int, route: Route, active_rows: Sequence[int]) -> Route:
-        """What is served for an exact route that the host has read.
+        """Choose the route to serve for an exact route that the host has read.
 
-        live  rows that are not given up
+        active_rows  rows that are not pruned
         """
         if self._reach is None:
             return route
@@ -178,7 +179,7 @@ class ExpertBudget:
     def _chosen(
         self,
         route: Route,
-        gate: Gate,
+        gate: RouterGate,
         logits: Tensor,
         inside: NDArray[np.bool_],
         active_rows: list[int],
@@ -190,7 +191,8 @@ class ExpertBudget:
         if self.rules.truncate:
             route.left_out = frozenset(np.flatnonzero(~inside).tolist())
             return route
-        # Rows that have all their experts keep them, in the router's own order, to the bit.
+        # Rows with all their experts keep them in the router's own order, so their result keeps
+        # every bit.
         rows = torch.from_numpy(np.flatnonzero(lacking))
         ids, weights = ids.clone(), route.host_weights.clone()
         others = gate.choose(logits[rows], torch.from_numpy(inside), ids.shape[1])
@@ -200,7 +202,7 @@ class ExpertBudget:
     def _note(
         self, natural: NDArray[np.int64], shares: Scores, served: Route, active_rows: list[int]
     ) -> None:
-        """Add a layer to what was wanted and kept."""
+        """Add a layer to the weights wanted and kept."""
         weights = np.take_along_axis(shares, natural, axis=1)
         given = (natural[:, :, None] == served.host_ids.numpy()[:, None, :]).any(-1)
         if served.left_out:
@@ -213,27 +215,27 @@ class ExpertBudget:
 
 
 class PredictedBudget:
-    """Which experts a verification will probably be allowed, by what its draft has named so far.
+    """Prediction of the experts that a verification will select, from its draft's routes so far.
 
-    What is outside is not brought ahead. What came ahead is at hand, and so inside.
+    Experts outside it are not prefetched. Prefetched ones need no transfer, so they are selected.
     """
 
-    def __init__(self, rules: BudgetRules, gates: Sequence[Gate], num_experts: int) -> None:
+    def __init__(self, rules: BudgetRules, gates: Sequence[RouterGate], num_experts: int) -> None:
         self._rules, self._gates = rules, gates
         self._none = np.zeros(num_experts, np.float32)
         self._scores: dict[int, Scores] = {}
         self._inside: dict[int, frozenset[int]] = {}
 
     def begin(self) -> None:
-        """Another draft begins."""
+        """Begin another draft."""
         self._scores.clear()
         self._inside.clear()
 
     def named(self, layer: int, route: Route, accept_prob: float) -> None:
-        """A drafted token that stands with this chance has this route (T = 1)."""
+        """Add the route of a drafted token (T = 1), accepted with this probability."""
         if route.router_logits is not None:
             shares = self._gates[layer].shares(route.router_logits.cpu())[0].numpy()
-        else:  # what a recorded pass leaves: those that it chose
+        else:  # a recorded pass has only the chosen experts
             shares = self._none.copy()
             weights = np.asarray(route.weights[0], np.float32)
             shares[route.ids[0]] = weights / weights.sum()
@@ -242,14 +244,16 @@ class PredictedBudget:
     def predicted(
         self, layer: int, prediction: RoutePrediction, accept_prob: Sequence[float]
     ) -> None:
-        """Tokens that no draft has run will probably want these, and stand with these chances."""
+        """Add predicted routes of tokens that no draft has run, with their acceptance
+        probabilities.
+        """
         shares = self._none.copy()
         for ids, chance in zip(prediction.ids, accept_prob, strict=True):
             shares[ids] += self._count(chance) / len(ids)
         self._add(layer, shares)
 
     def worth(self, layer: int, experts: list[int]) -> list[int]:
-        """Those of a layer's experts that are worth a transfer, in the same order."""
+        """Filter a layer's experts to those that are worth a transfer, in the same order."""
         if layer not in self._inside:
             counts = self._rules.counts
             known = None if counts is None else counts[layer].float().numpy()

@@ -1,7 +1,7 @@
-"""How often the tokens of a text chose each expert (MoE-Spec, Eq. 4), kept in a file.
+"""Expert counts: how often the tokens of a text chose each expert (MoE-Spec, Eq. 4), in a file.
 
-A static ranking goes by such counts: it keeps a layer's most chosen experts. They are of a
-calibration text, and say little of a text that they were counted on.
+A static ranking keeps a layer's most chosen experts. Counts come from a calibration text; results
+on that same text would flatter them.
 """
 
 import json
@@ -16,22 +16,22 @@ from speq.files.json_file import read_json
 FORMAT = "speq-expert-counts-1"
 COUNT_AGAIN = "count again with `speq bench coverage MODEL --counts FILE`"
 INSTEAD = "give a file that `speq bench coverage MODEL --counts FILE` wrote"
-# Tokens that any text could have.
+# More tokens than any text has.
 MOST_TOKENS = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCounts:
-    """Choices of a model's MoE layers.
+    """Counts of the experts chosen in a model's MoE layers.
 
     The file is one JSON object of these fields, and of `format`, which is `speq-expert-counts-1`.
 
-    model   as it was given to who counted; of all else, only the sizes tell which model it was
-    tokens  that were counted
-    top_k   experts that each of them chose in each layer
+    model   the model as it was named when counted; only the sizes are checked
+    tokens  number of tokens counted
+    top_k   experts that each token chose in each layer
     counts  [layers][experts]: tokens that chose the expert; a layer's add up to tokens * top_k
 
-    Raises SpeqError for counts that no tokens have.
+    Raises SpeqError for inconsistent counts.
     """
 
     model: str
@@ -45,11 +45,11 @@ class ExpertCounts:
         checked_int("top_k", self.top_k, 1)
         rows = self.counts
         if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
-            raise SpeqError("counts are no list of layers; they must be whole numbers by layer")
+            raise SpeqError("counts must be a list of layers, each a list of whole numbers")
         if len({len(row) for row in rows}) != 1 or len(rows[0]) < self.top_k:
             raise SpeqError(
                 f"counts have layers of {', '.join(str(len(row)) for row in rows[:8])} experts; "
-                f"all must have the same number, and {self.top_k} at least"
+                f"all must have the same number, at least {self.top_k}"
             )
         for layer, row in enumerate(rows):
             for expert, count in enumerate(row):
@@ -69,12 +69,12 @@ class ExpertCounts:
         return len(self.counts[0])
 
     def ranked(self, layer: int) -> list[int]:
-        """A layer's experts, the most chosen first; of equals the lower number."""
+        """Experts of a layer, the most chosen first; ties go to the lower number."""
         row = self.counts[layer]
         return sorted(range(len(row)), key=lambda expert: (-row[expert], expert))
 
     def check_sizes(self, source: Path, num_layers: int, num_experts: int, top_k: int) -> None:
-        """Raise SpeqError where a model has other sizes. source: the file that these come from."""
+        """Raise SpeqError if a model has other sizes. source: the file of these counts."""
         if (self.num_layers, self.num_experts, self.top_k) != (num_layers, num_experts, top_k):
             raise SpeqError(
                 f"expert counts {source} are of {self.model}, with {self.top_k} of "
@@ -83,12 +83,12 @@ class ExpertCounts:
             )
 
     def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
+        """Write as JSON, atomically. Raises SpeqError if that fails."""
         write_whole(path, (json.dumps({"format": FORMAT} | asdict(self)) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> "ExpertCounts":
-        """Raises SpeqError, naming the file, where it holds no such counts."""
+        """Read a file of counts. Raises SpeqError, naming the file, if it is not one."""
         content = read_json(path, COUNT_AGAIN, INSTEAD)
         if content.get("format") != FORMAT:
             raise SpeqError(
@@ -101,7 +101,7 @@ class ExpertCounts:
     def _of(cls, path: Path, fields: dict[str, Any]) -> "ExpertCounts":
         if set(fields) != set(cls.__slots__):
             raise SpeqError(
-                f"{path} has the fields {sorted(fields)!r:.200} beside its format, and expert "
+                f"{path} has the fields {sorted(fields)!r:.200} besides its format; expert "
                 f"counts have {sorted(cls.__slots__)}; {COUNT_AGAIN}"
             )
         try:

@@ -1,7 +1,7 @@
-"""A few tokens behind texts, chains or trees, and what layers do in one call for them.
+"""Fused modules: one call per module for a few tokens of each sequence, in chains or trees.
 
-Each class here stands in for the `forward` of a module of transformers, whose weights and parts it
-uses. What it does not know how to run it leaves to the module's own forward.
+Each class replaces the `forward` of a module of transformers and uses its weights and parts. Other
+inputs go to the module's own forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
 from speq.kernels.ops import MAX_LINEAR_ROWS, linear
 from speq.layers.arguments import refuse_unknown
 
-# Classes of transformers whose forward is the usual one, and is written anew here.
+# Classes of transformers with the usual forward, which is reimplemented here.
 ATTENTIONS = frozenset(
     f"{family}Attention"
     for family in (
@@ -26,7 +26,7 @@ ATTENTIONS = frozenset(
         *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss"),
     )
 )
-# Their cos and sin are of one half of a head, and the other half is turned by the same ones.
+# Their cos and sin are for half a head; the other half uses the same ones.
 HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
 NORMS = frozenset(
     f"{family}RMSNorm"
@@ -36,7 +36,7 @@ NORMS = frozenset(
         *("Ernie4_5_Moe", "HunYuanMoEV1"),
     )
 )
-# Softmax, top-k and perhaps a division by the sum; Mixtral's always divides, and keeps float32.
+# Softmax, top-k and optionally a division by the sum; Mixtral's always divides, and keeps float32.
 ROUTERS = frozenset({"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"})
 DIVIDING_ROUTER = "MixtralTopKRouter"
 
@@ -44,25 +44,27 @@ Forward = Callable[..., Any]
 
 
 def own_forward(module: nn.Module) -> Forward:
-    """A module's own forward, which does not keep the module alive: what stands in for it is held
-    by the module, and memory would be given back late.
+    """Return a module's own forward, without a strong reference to the module: the module holds its
+    replacement, and the cycle would free memory late.
     """
-    module.__dict__.pop("forward", None)  # what stood in for it before
+    module.__dict__.pop("forward", None)  # an earlier replacement
     method = WeakMethod(module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return present(method(), "a module runs that is gone")(*args, **kwargs)
+        return present(method(), "a module's forward ran after the module was freed")(
+            *args, **kwargs
+        )
 
     return forward
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpan:
-    """Tokens behind one text.
+    """New tokens of one sequence.
 
-    rows       theirs, among those of the pass
-    positions  theirs, and whether they are a tree
-    layers     of the text's KV cache
+    rows       their rows in the pass
+    positions  their positions, and their tree, if any
+    layers     layers of the sequence's KV cache
     """
 
     rows: slice
@@ -72,9 +74,9 @@ class DecodeSpan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Given to attention in place of a mask: tokens behind texts.
+    """New tokens of all sequences, given to attention in place of a mask.
 
-    window  positions a token looks back at most, its own included; None: all
+    window  most positions a token looks back, its own included; None: no limit
     """
 
     sequences: Sequence[DecodeSpan]
@@ -83,7 +85,9 @@ class DecodeBatch:
 
 @dataclass(slots=True, eq=False)
 class FusedNorm:
-    """An RMS norm. Given rows [T, H] and others, it adds them up and returns the sum as well."""
+    """A fused RMS norm of rows [T, H]. Given `others`, it adds them first and returns the sum as
+    well.
+    """
 
     norm: RMSNorm
     forward: Forward
@@ -99,9 +103,9 @@ class FusedNorm:
 
 @dataclass(slots=True, eq=False)
 class FusedRouter:
-    """Logits [T, E], weights [T, K] and ids [T, K] of rows [T, H].
+    """A fused router: logits [T, E], weights [T, K] and ids [T, K] of rows [T, H].
 
-    dtype  of the weights; None: that of the logits
+    dtype  dtype of the weights; None: that of the logits
     """
 
     weight: Tensor
@@ -122,7 +126,7 @@ class FusedRouter:
 
 @dataclass(slots=True, eq=False)
 class FusedAttention:
-    """Attention of rows [T, H] over the entries of layer `layer`, each over those of its text."""
+    """Fused attention of rows [T, H] over the KV of layer `layer`, sequence by sequence."""
 
     projections: tuple[nn.Module, nn.Module, nn.Module]
     output: nn.Module
@@ -161,7 +165,7 @@ class FusedAttention:
 
 
 def fuse_norm(module: nn.Module) -> bool:
-    """Have a norm run as FusedNorm, if it is a usual one; tell whether it does."""
+    """Replace the forward of a usual norm by FusedNorm. Return True if it was replaced."""
     if type(module).__name__ not in NORMS:
         return False
     module.forward = FusedNorm(rms_norm_of(module), own_forward(module))
@@ -169,7 +173,7 @@ def fuse_norm(module: nn.Module) -> bool:
 
 
 def fuse_router(module: nn.Module) -> bool:
-    """Have a router run as FusedRouter, if it is a usual one; tell whether it does."""
+    """Replace the forward of a usual router by FusedRouter. Return True if it was replaced."""
     name = type(module).__name__
     if name not in ROUTERS and name != DIVIDING_ROUTER:
         return False
@@ -182,7 +186,7 @@ def fuse_router(module: nn.Module) -> bool:
 
 
 def fuse_attention(module: Any) -> bool:
-    """Have attention run as FusedAttention, if it is a usual one; tell whether it does."""
+    """Replace the forward of usual attention by FusedAttention. Return True if it was replaced."""
     clipped = getattr(module.config, "clip_qkv", None) is not None
     if type(module).__name__ not in ATTENTIONS or clipped:
         return False
@@ -199,7 +203,7 @@ def fuse_attention(module: Any) -> bool:
 
 
 def sinks_of(module: nn.Module) -> Tensor | None:
-    """[heads], of attention that has sinks."""
+    """Sinks [heads] of attention; None if it has none."""
     sinks = getattr(module, "sinks", None)
     return None if sinks is None else sinks.detach()
 

@@ -1,6 +1,6 @@
-"""How a family's router chooses experts by its logits, among those that may be chosen.
+"""Gates: a family's rule for choosing experts by router logits, among the allowed ones.
 
-Routers of transformers choose among all experts and give ids and weights. Under an expert budget
+Routers of transformers choose among all experts and return ids and weights. Under an expert budget
 some rows choose again, among fewer experts, by the same rule (MoE-Spec, Eq. 8).
 """
 
@@ -11,35 +11,35 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-# Sums of weights are no less: a division by nothing gives no numbers.
+# Lower bound on sums of weights, against division by 0.
 LEAST = 1e-20
 
 
-class Gate(Protocol):
+class RouterGate(Protocol):
     def shares(self, logits: Tensor) -> Tensor:
-        """How much each row wants each expert: logits [T, E] to float32 [T, E], whose rows sum to
-        1 (Eq. 5 of MoE-Spec adds these up).
+        """Map logits [T, E] to each row's shares of the experts, float32 [T, E]; rows sum to 1
+        (MoE-Spec, Eq. 5, adds these up).
         """
 
     def choose(self, logits: Tensor, allowed: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """ids [T, K] int64 and weights [T, K] of rows that choose among `allowed` [E] bool, of
-        which there are at least K.
+        """Choose among `allowed` [E] bool, at least K experts. Return ids [T, K] int64 and weights
+        [T, K].
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreGate:
-    """Takes the K best of scores, softmax or sigmoid of logits, as most routers do.
+    """Gate of most routers: the K best scores, which are a softmax or sigmoid of logits.
 
-    Groups that a router would choose first are left out of account: the allowed experts are a
-    choice of that kind already.
+    It ignores groups that a router would choose first: the allowed experts are such a choice
+    already.
 
     sigmoid  scores are sigmoids of logits; otherwise their softmax
     divided  weights are divided by their sum
     scale    weights are multiplied by it
     bias     [E], added to scores to choose by, and not to weights
-    added    to the sum that weights are divided by
-    factors  [E], what an expert's weight is multiplied by
+    added    added to the sum that weights are divided by
+    factors  [E], factor of each expert's weight
     """
 
     sigmoid: bool = False
@@ -70,7 +70,7 @@ class ScoreGate:
 
 @dataclass(frozen=True, slots=True)
 class SparseMixer:
-    """Takes the best expert and then the next one, each weighed against those near it
+    """Gate that takes the best expert and then the next one, each weighed against those near it
     (https://huggingface.co/papers/2409.12136).
 
     jitter_eps  experts are near that are behind the best by less than twice this share
@@ -94,26 +94,26 @@ class SparseMixer:
         return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
-# Of a block's router, and of what the block gives it beside hidden states.
-GateOf = Callable[[Any, tuple[Tensor | None, ...]], Gate]
+# Builds the gate of a block from its router and the router's arguments besides hidden states.
+GateOf = Callable[[Any, tuple[Tensor | None, ...]], RouterGate]
 
 
-def softmax_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
-    """Divides by the sum where the configuration says so."""
+def softmax_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """Softmax, divided by the sum if the configuration says so."""
     return ScoreGate(divided=bool(router.norm_topk_prob))
 
 
-def dividing_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> Gate:
+def normalized_gate(router: nn.Module, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     return ScoreGate(divided=True)
 
 
-def scaled_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
-    """DeepSeek-V2's, which never divides."""
+def deepseek_v2_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """DeepSeek-V2: softmax, never divided."""
     return ScoreGate(scale=float(router.routed_scaling_factor))
 
 
-def corrected_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
-    """DeepSeek-V3's: sigmoids, chosen by a bias beside them."""
+def deepseek_v3_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """DeepSeek-V3: sigmoids, with a bias for choosing."""
     return ScoreGate(
         sigmoid=True,
         divided=bool(router.norm_topk_prob),
@@ -122,19 +122,19 @@ def corrected_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     )
 
 
-def factored_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
-    """Gemma 4's: divided by their sum, and then by expert."""
+def gemma4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """Gemma 4: divided by the sum, then scaled by expert."""
     return ScoreGate(divided=True, factors=router.per_expert_scale)
 
 
-def minimax_gate(router: nn.Module, beside: tuple[Tensor | None, ...]) -> Gate:
-    (bias,) = beside
+def minimax_gate(router: nn.Module, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    (bias,) = router_inputs
     return ScoreGate(sigmoid=True, divided=True, bias=bias)
 
 
-def lfm2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
-    """LFM2's: sigmoids, chosen by a bias beside them where it has one."""
-    (bias,) = beside
+def lfm2_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """LFM2: sigmoids, with an optional bias for choosing."""
+    (bias,) = router_inputs
     return ScoreGate(
         sigmoid=True,
         divided=bool(router.norm_topk_prob),
@@ -144,9 +144,9 @@ def lfm2_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
     )
 
 
-def ernie_gate(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def ernie_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     return ScoreGate(divided=True, bias=router.moe_statics.e_score_correction_bias.squeeze())
 
 
-def sparse_mixer(router: Any, beside: tuple[Tensor | None, ...]) -> Gate:
+def sparse_mixer(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     return SparseMixer(float(router.router_jitter_noise))

@@ -1,11 +1,11 @@
-"""A dense matrix in INT4 codes, or in two planes of them, which make eight bits.
+"""A dense matrix in INT4 codes, or in two planes of codes, which make eight bits.
 
     weight = scale * code              code from -8 to 7
     weight = scale * (16 * high + low)  both from -8 to 7: numbers from -136 to 119
 
 The planes are one INT4 matrix of twice the rows, those of the high plane first with 16 times the
-scales, so that the INT4 kernel runs both. It rounds inputs to INT8 in blocks, so more bits of
-weights than eight would be lost in that.
+scales, so that the INT4 kernel runs both. It rounds inputs to INT8 in blocks, so more than eight
+bits of weights would be lost.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from speq.kernels.ops import Int4Pair, Int4Weight
 
 @dataclass(frozen=True, slots=True)
 class Int4Matrix:
-    """A matrix [N, K] as the draft runs it.
+    """A draft's matrix [N, K].
 
-    weight  [N, K] of codes, or [2N, K], the high plane over the low one
+    weight  codes [N, K], or [2N, K], the high plane above the low one
     planes  1 or 2
     """
 
@@ -46,7 +46,7 @@ class Int4Matrix:
         return self.weight.nbytes
 
     def words(self) -> Tensor:
-        """What the codes stand for, in float32, inputs in the model's order."""
+        """Decode to float32, with inputs in the model's order."""
         planes = ops.unpack_int4(self.weight.qweight, self.weight.scales).chunk(self.planes)
         words = torch.stack(planes).sum(0)
         if self.weight.input_perm is None:
@@ -55,13 +55,15 @@ class Int4Matrix:
 
     @property
     def pair(self) -> Int4Pair:
-        """Codes and scales, of one plane: what an exact matrix may be a residual of."""
+        """Codes and scales of a matrix of one plane, which an exact matrix may be a residual of."""
         if self.planes != 1:
-            raise Broken(f"codes of {self.planes} planes are asked for as those of one")
+            raise Broken(f"codes of one plane were requested from a matrix of {self.planes}")
         return self.weight.qweight, self.weight.scales
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        """inputs [..., K], rounded to INT8, by the matrix, plus bias [N]: [..., N] like them."""
+        """Multiply inputs [..., K], rounded to INT8, by the matrix and add bias [N]: [..., N] of
+        the inputs' dtype.
+        """
         rows = inputs.reshape(-1, inputs.shape[-1])
         if self.planes == 1:
             outputs = ops.linear_of(rows, self.weight, inputs.dtype)

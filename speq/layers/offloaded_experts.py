@@ -1,7 +1,7 @@
-"""The module that takes the place of a MoE block's `experts` while the model is built.
+"""Module that replaces a MoE block's `experts` while the model is built.
 
-It owns no weights. The pass under way chooses which experts it runs: the INT4 draft's or the exact
-ones. Draft and target are one network with several expert banks.
+It owns no weights. Each pass chooses the experts to run: the INT4 draft's or the exact ones. Draft
+and target are one network with several expert backends.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,19 @@ LogitsOf = Callable[[tuple[Tensor, ...]], Tensor]
 
 
 def first_of(output: tuple[Tensor, ...]) -> Tensor:
-    """Of routers that return their logits first."""
+    """Logits of routers that return them first."""
     return output[0]
 
 
 def log_of_first(output: tuple[Tensor, ...]) -> Tensor:
-    """Of routers that return probabilities first, whose logarithms are logits as good."""
+    """Logits of routers that return probabilities first: their logarithms."""
     return output[0].log()
 
 
 class ExpertBackend(Protocol):
     """One set of experts for all MoE layers.
 
-    drafts  whether passes over it draft, and so run the draft's dense layers, where it has any
+    drafts  whether its passes are drafts, and so run the draft's dense layers, if any
     """
 
     @property
@@ -43,9 +43,9 @@ class ExpertBackend(Protocol):
 
 
 class ActiveBackend:
-    """Holds the bank that the pass under way uses; all layers of a model share it.
+    """The backend of the current pass, shared by all layers of a model.
 
-    drafting  whether that bank drafts
+    drafting  whether that backend drafts
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ActiveBackend:
         self.drafting = False
 
     def use(self, backend: ExpertBackend | None) -> None:
-        """Begin a pass over a bank, or end one."""
+        """Begin a pass over a backend; None ends it."""
         self.backend = backend
         self.drafting = backend is not None and backend.drafts
 
@@ -61,16 +61,16 @@ class ActiveBackend:
 class OffloadedExperts(nn.Module):
     """Replaces a family's `XExperts`; blocks call it with (hidden_states [T, H], ids, weights)."""
 
-    # Of its experts; None: they have none.
+    # Biases of its experts; None: they have none.
     biases: ExpertBiases | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self._is_hf_initialized = True  # keeps the family's weight initialisation away
+        self._is_hf_initialized = True  # prevents the family's weight initialisation
         self.layer = -1
         self.switch = ActiveBackend()
-        # Of the pass under way what the router was given, and its logits: a list, as an attribute
-        # of a module is slow to set.
+        # Input and logits of the router in the current pass; a list, because an attribute of a
+        # module is slow to set.
         self._heard: list[tuple[Tensor | None, Tensor]] = []
         self._logits_of: LogitsOf = first_of
         self._next_logits: Callable[[Tensor], Tensor] | None = None
@@ -83,9 +83,10 @@ class OffloadedExperts(nn.Module):
         next_logits: Callable[[Tensor], Tensor] | None,
         logits_of: LogitsOf = first_of,
     ) -> None:
-        """Make this module MoE layer number `layer`, under `switch`, and listen to its router.
+        """Make this module MoE layer number `layer` under `switch`, and capture its router's
+        logits.
 
-        next_logits  what the router of the layer behind it says of rows; no module, which would
+        next_logits  computes the next layer's router logits of rows; not a module, which would
                      become a child of this one
         logits_of    finds logits in what a router returns
         """
@@ -102,9 +103,9 @@ class OffloadedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         backend = self.switch.backend
         if backend is None:
-            raise Broken("a pass runs experts and has chosen none")
+            raise Broken("experts ran outside a pass")
         rows, logits = self._heard.pop() if self._heard else (None, None)
-        # Routers may look at rows that experts are given through a norm.
+        # Routers may see rows before a norm that precedes the experts.
         asked = rows if rows is not None and rows.shape == hidden_states.shape else hidden_states
         following = partial(self._foresee, asked) if self._next_logits else None
         route = Route(topk_ids, topk_weights, logits, following)
@@ -112,17 +113,17 @@ class OffloadedExperts(nn.Module):
 
     @torch.inference_mode()
     def _foresee(self, hidden_states: Tensor, rows: list[int]) -> Tensor:
-        next_logits = present(self._next_logits, "the last layer foresees no other")
-        # All rows need no index, which an accelerator would have to be sent.
+        next_logits = present(self._next_logits, "the last layer has no next layer to predict")
+        # All rows need no index, which would have to be copied to an accelerator.
         asked = hidden_states if len(rows) == len(hidden_states) else hidden_states[rows]
         return next_logits(asked)
 
 
 class BiasedExperts(OffloadedExperts):
-    """Of experts that have biases, which it does own: they are small, and every pass adds some.
+    """Experts with biases, which it owns: they are small, and every pass needs them.
 
-    Parameters have the names that `GptOssExperts` gives them, so that they are loaded as others
-    are. Those of gate and up take turns there.
+    Parameters have the names of `GptOssExperts`, so that they load like others. Biases of gate and
+    up are interleaved there.
     """
 
     def __init__(self, config: Any) -> None:
@@ -139,7 +140,7 @@ class BiasedExperts(OffloadedExperts):
         next_logits: Callable[[Tensor], Tensor] | None,
         logits_of: LogitsOf = first_of,
     ) -> None:
-        """Puts the biases of gate before those of up besides, as the kernels take them."""
+        """Attach, and put the biases of gate before those of up, as the kernels take them."""
         super().attach(layer, switch, router, next_logits, logits_of)
         if self.biases is not None:  # attached before
             return

@@ -1,4 +1,4 @@
-"""All experts of one layer, held for good: a bank that asks nobody for slots."""
+"""Backend of one layer whose experts all stay resident."""
 
 from typing import ClassVar
 
@@ -12,9 +12,9 @@ from speq.routing import Route
 
 
 class ResidentExperts:
-    """Runs a layer's experts out of an arena where each has the slot of its own number.
+    """Backend that runs a layer's experts out of an arena in which each has the slot of its number.
 
-    slots  [E, slot_bytes] uint8, records of `codec`, which needs no draft
+    slots  [E, slot_bytes] uint8, experts packed by `codec`, which needs no draft
     """
 
     drafts: ClassVar[bool] = False
@@ -27,7 +27,7 @@ class ResidentExperts:
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         ids = route.topk_ids
         rows, top_k = ids.shape
-        # Kernels of few rows find their experts themselves, and nobody waits for the device.
+        # Kernels of few rows find their experts themselves; the host does not wait for the device.
         grouping = Grouping(ids, [], {}, None)
         if rows > most_fused_rows(library.kernels_for(ids), top_k):
             grouping = Grouping.of(ids, ids.cpu())

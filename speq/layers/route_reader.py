@@ -1,40 +1,40 @@
-"""Brings exact routes to the host, which serves their experts."""
+"""Readers that bring exact routes to the host, which loads their experts."""
 
 from typing import Protocol
 
 from speq.devices.device import Accelerator
 from speq.devices.staged import Readback
-from speq.routing import Route, RoutePrediction, leading
+from speq.routing import Route, RoutePrediction, top_experts
 
 
 class RouteReader(Protocol):
     def read(self, route: Route, predict_next_layer: bool) -> None:
-        """See that the host knows a route's experts.
+        """Bring a route's experts to the host.
 
-        foresee  whether it will ask for those of the next layer as well
+        predict_next_layer  also bring the predicted experts of the next layer
         """
 
 
 class HostRoutes:
-    """Routes that are in host memory."""
+    """Routes in host memory."""
 
     def read(self, route: Route, predict_next_layer: bool) -> None:
         pass
 
 
 class DeviceRoutes:
-    """Routes of an accelerator: ids, weights and the guess for all rows, in one read."""
+    """Routes of an accelerator: ids, weights and the prediction for all rows, in one read."""
 
     def __init__(self, device: Accelerator) -> None:
         self._readback = Readback(device)
 
     def read(self, route: Route, predict_next_layer: bool) -> None:
-        if not predict_next_layer or route.following is None:
+        if not predict_next_layer or route.next_router is None:
             host_ids, host_weights = self._readback.read(route.topk_ids, route.topk_weights)
             route.was_read(host_ids, host_weights, None)
             return
         rows, top_k = route.topk_ids.shape
-        prediction = leading(route.following([*range(rows)]), top_k)
+        prediction = top_experts(route.next_router([*range(rows)]), top_k)
         host_ids, host_weights, ids, margins = self._readback.read(
             route.topk_ids, route.topk_weights, *prediction
         )

@@ -1,4 +1,4 @@
-"""Where the kernels find a layer's experts: the slot of each, or -1."""
+"""The expert slot of each of a layer's experts, or -1, for the kernels."""
 
 from typing import Protocol
 
@@ -11,11 +11,11 @@ from speq.devices.staged import Uploads
 
 class SlotTable(Protocol):
     def of(self, slots: dict[int, int]) -> Tensor:
-        """[E] int64 for {expert: slot}, good until the next call: each wave fills it anew."""
+        """Fill the table [E] int64 from {expert: slot}; valid until the next call."""
 
 
 class HostSlotTable:
-    """In host memory."""
+    """A slot table in host memory."""
 
     def __init__(self, num_experts: int) -> None:
         self._host = torch.empty(num_experts, dtype=torch.int64)
@@ -29,7 +29,7 @@ class HostSlotTable:
 
 
 class DeviceSlotTable:
-    """On an accelerator, always at the same address. The host does not wait for it."""
+    """A slot table on an accelerator, always at the same address. The host does not wait for it."""
 
     def __init__(self, num_experts: int, device: Accelerator) -> None:
         self._host = HostSlotTable(num_experts)

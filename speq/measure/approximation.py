@@ -1,10 +1,10 @@
-"""What a run within an expert budget says of itself."""
+"""The warning that a run within an expert budget prints."""
 
 from typing import Any
 
 
 def approximate(budget: dict[str, Any]) -> str:
-    """What a run within an expert budget must say of itself."""
+    """Make the warning from BUDGET_FIGURES."""
     dropped = f"{budget['dropped_share']:.1%}"
     parts = [f"APPROXIMATE: {dropped} of the routing weight was dropped"]
     if budget["audited"]:

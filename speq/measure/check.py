@@ -1,7 +1,7 @@
-"""Teacher-forced comparison: our exact path with plain transformers, and the draft with both.
+"""Compares the exact path with plain transformers, and the draft with both, by teacher forcing.
 
-Each text is run through all models token by token position; no model sees another's output, so one
-disagreement does not cause the next.
+All models run the same given sequences. No model sees another's output, so one difference does not
+cause the next.
 """
 
 import os
@@ -27,7 +27,7 @@ from speq.measure import pack_check
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.teacher_forced import forced_passes
 from speq.models.bounds import LAYER
-from speq.models.dequantised import from_checkpoint
+from speq.models.dequantised import load_dequantized
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build
@@ -37,14 +37,14 @@ from speq.units import Progress, format_bytes, no_progress, tracked
 # Tokens verified at a time: the shape of a verification with four drafted tokens.
 VERIFY_ROWS = 5
 MAX_TOKENS = 256
-# What progress is told of as.
+# Name of this work in progress reports.
 PLAIN = "loading the model with plain transformers"
-# In these the shape of a pass may turn a near-tie, of tokens or of experts; in wider ones it must
-# not. What rounding does to a model is measured: how far transformers' own logits are from those
-# that it computes from the same weights in float32. Ours may be far from them no more often.
+# In these dtypes the shape of a pass may change a near-tie, of tokens or of experts; in wider ones
+# it must not. The effect of rounding is measured: the distance of transformers' own logits from
+# those that it computes in float32 with the same weights. Ours may not be far more often.
 ROUNDED = (torch.bfloat16, torch.float16)
-# Far is more than so many times what that share of transformers' positions stays below. Where
-# rounding turns the choice of an expert, logits are farther off than that.
+# Far means more than FAR times the USUAL quantile of transformers' distances. If rounding changes
+# the choice of an expert, logits are farther off than that.
 FAR, USUAL = 2.0, 0.9
 # Standard deviations by which ours may be far more often.
 DEVIATIONS = 3
@@ -72,14 +72,14 @@ PACK_COLUMNS: dict[str, Column] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckResult:
     passed: bool
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What our models made of a text: logits [T, V], and how the draft's routes compare."""
+    """Our models' logits [T, V] for a sequence, and how the draft's routes compare."""
 
     exact: Tensor
     draft: Tensor | None
@@ -90,9 +90,10 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One row of figures for one text, and of each position how far logits are from float32's, as a
-    share of their spread: [T], empty where the run computes in float32 itself.
+class SequenceComparison:
+    """One sequence's figures, and its logits' distances from those in float32.
+
+    Distances are a share of the logits' spread, [T]; empty if the run computes in float32.
     """
 
     figures: dict[str, Any]
@@ -110,20 +111,20 @@ def run(
     force: bool,
     progress: Progress = no_progress,
     **options: Any,
-) -> tuple[Report, Verdict]:
-    """Compare on the first MAX_TOKENS tokens of each prompt; a pack, with its checksums instead."""
+) -> tuple[Report, CheckResult]:
+    """Compare on the first MAX_TOKENS tokens of each prompt, or a pack with its checksums."""
     check_target(json_file, force)
     texts = read_prompts(prompts, num_prompts)
     if os.path.exists(locate(model) / EXPERTS_MANIFEST):
-        report, found = run_on_pack(model, progress)
+        report, result = run_on_pack(model, progress)
         if json_file is not None:
             report.write(json_file)
-        return report, found
-    # The draft is compared too, whether or not it would pay.
+        return report, result
+    # The draft is compared too, even if it would not pay.
     drafter = {} if options.get("draft") == "none" else {"drafter": "int4"}
     config = build(RunConfig, {"memory_budget": memory_budget, **drafter, **options})
     opened = open_model(model, config.verify_reads)
-    if config.context_length is None:  # a draft is planned beside all of it
+    if config.context_length is None:  # memory is planned for this context and a draft together
         context = min(MAX_TOKENS + VERIFY_ROWS, opened.shape.max_context)
         config = replace(config, context_length=context)
     generator = Generator.of_opened(opened, config, progress=progress)
@@ -134,7 +135,7 @@ def run(
         limit = min(MAX_TOKENS, generator.max_context)
         encoded = [generator.encode(text)[:limit] for text in texts]
         generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
-        turns = tracked("running texts", encoded, len(encoded), progress)
+        turns = tracked("running prompts", encoded, len(encoded), progress)
         traces = [trace(generator, ids) for ids in turns]
     finally:
         generator.close()
@@ -143,12 +144,12 @@ def run(
     progress(PLAIN, 0, 1)
     with quiet_transformers(), closing(Checkpoint(path, part)) as checkpoint:
         published = checkpoint.format
-        plain = from_checkpoint(
+        plain = load_dequantized(
             checkpoint, lambda name: True, dtype=dtype, experts_implementation="eager"
         )
     plain = plain.eval().to(device)
     progress(PLAIN, 1, 1)
-    pairs = tracked("comparing texts", zip(encoded, traces, strict=True), len(encoded), progress)
+    pairs = tracked("comparing prompts", zip(encoded, traces, strict=True), len(encoded), progress)
     compared = [compare(plain, ids, ours) for ids, ours in pairs]
     rows = [each.figures for each in compared]
     if dtype in ROUNDED:
@@ -162,15 +163,15 @@ def run(
     return report, verdict(rows, dtype, published)
 
 
-def run_on_pack(model: str, progress: Progress) -> tuple[Report, Verdict]:
-    """Compare all of a pack with its checksums: plain transformers reads models as published only.
+def run_on_pack(model: str, progress: Progress) -> tuple[Report, CheckResult]:
+    """Compare all of a pack with its checksums, since plain transformers cannot read packs.
 
-    Raises SpeqError for the first thing that is not what was packed.
+    Raises SpeqError for the first difference.
     """
     opened = open_model(model)
     try:
         if not isinstance(opened.store, PackedExpertStore):
-            raise SpeqError(f"{model} is no pack, whose records could be compared; give one")
+            raise SpeqError(f"{model} is not a pack; give a folder that `speq pack` wrote")
         row = pack_check.compare(opened, opened.store, progress)
     finally:
         opened.close()
@@ -182,11 +183,11 @@ def run_on_pack(model: str, progress: Progress) -> tuple[Report, Verdict]:
         f"passed: {row['experts']} experts are what was packed, and {others}; to compare with "
         "transformers, check the model that it was packed from"
     )
-    return Report("check", model, {}, [row]), Verdict(True, sentence)
+    return Report("check", model, {}, [row]), CheckResult(True, sentence)
 
 
 def columns_of(report: Report) -> dict[str, Column]:
-    """How a report of `run` is shown."""
+    """Return the columns for a report of `run`."""
     if "experts" in report.rows[0]:
         return PACK_COLUMNS
     known = [title for title, (name, _) in COLUMNS.items() if report.rows[0][name] is not None]
@@ -194,7 +195,7 @@ def columns_of(report: Report) -> dict[str, Column]:
 
 
 def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise SpeqError where plain transformers, which holds all weights, has no room for them."""
+    """Raise SpeqError if memory cannot hold all weights, as plain transformers needs."""
     free = available_bytes()
     if device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info()[0])
@@ -205,12 +206,12 @@ def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> No
             found = LAYER.search(name)
             count = info.nbytes // info.dtype.itemsize * (2 if info.dtype == MXFP4_DTYPE else 1)
             by_layer[found and found[1]] += count
-    words, outside = by_layer.total(), by_layer.pop(None, 0)
-    needed = words * dtype.itemsize
-    if dtype in ROUNDED:  # what is widened at a time
+    weights, outside = by_layer.total(), by_layer.pop(None, 0)
+    needed = weights * dtype.itemsize
+    if dtype in ROUNDED:  # one layer is widened at a time
         needed += (outside + max(by_layer.values(), default=0)) * torch.float32.itemsize
     if checkpoint.format != WORDS and dtype != torch.bfloat16:
-        needed += words * torch.bfloat16.itemsize  # which they are before they are anything else
+        needed += weights * torch.bfloat16.itemsize  # dequantised to bfloat16 first
     if needed > free:
         raise SpeqError(
             f"plain transformers needs {format_bytes(needed)} for the whole model "
@@ -220,7 +221,7 @@ def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> No
 
 
 def trace(generator: Generator, ids: list[int]) -> Trace:
-    """Run a text as verification would, and token by token as the draft would."""
+    """Run a sequence as verification would, and token by token as the draft would."""
     exact, drafted = [], []
     named = same = choices = sets = 0
     for forced in forced_passes(generator.runtime, ids, VERIFY_ROWS):
@@ -236,7 +237,7 @@ def trace(generator: Generator, ids: list[int]) -> Trace:
 
 
 def equal_sets(lookahead: LookaheadBuffer, tokens: int) -> tuple[int, int]:
-    """(equal, all): layers and tokens where the draft named exactly the experts that were used."""
+    """Count (equal, all) layers and tokens: equal if the draft named exactly the used experts."""
     pairs = [
         (set(lookahead.expert_ids(token, layer)), set(route.ids[token]))
         for layer, route in lookahead.used.items()
@@ -248,8 +249,9 @@ def equal_sets(lookahead: LookaheadBuffer, tokens: int) -> tuple[int, int]:
 
 @contextmanager
 def in_float32(plain: Any) -> Iterator[None]:
-    """A model of transformers computes in float32 within the block, with the weights that it has: a
-    layer's are widened while it runs, so that there need be memory for one layer more.
+    """Let a model of transformers compute in float32 inside the block, with its own weights.
+
+    A layer's weights are widened while it runs, so this needs memory for one more layer.
     """
     layers = list(plain.get_decoder().layers)
     within = {id(tensor) for layer in layers for tensor in weights_of(layer)}
@@ -282,13 +284,13 @@ def in_float32(plain: Any) -> Iterator[None]:
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers in 16 bits."""
+    """List the parameters and buffers in 16 bits."""
     tensors = (*module.parameters(), *module.buffers())
     return [tensor for tensor in tensors if tensor.dtype in ROUNDED]
 
 
 @torch.inference_mode()
-def compare(plain: Any, ids: list[int], ours: Trace) -> Compared:
+def compare(plain: Any, ids: list[int], ours: Trace) -> SequenceComparison:
     theirs = logits_of(plain, ids)
     exact = ours.exact.float()
     errors = plain_errors = torch.empty(0)
@@ -314,17 +316,17 @@ def compare(plain: Any, ids: list[int], ours: Trace) -> Compared:
         row["draft_agreement"] = drafted.double().mean().item()
         row["route_recall"] = ours.named / ours.choices
         row["same_route_sets"] = ours.same_sets / ours.sets
-    return Compared(row, errors, plain_errors)
+    return SequenceComparison(row, errors, plain_errors)
 
 
 def logits_of(plain: Any, ids: list[int]) -> Tensor:
-    """[T, V] float32 on the CPU."""
+    """Compute logits, [T, V] float32 on the CPU."""
     logits: Tensor = plain(torch.tensor([ids], device=plain.device)).logits[0]
     return logits.float().cpu()
 
 
-def verdict(rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WORDS) -> Verdict:
-    """published: as what the checkpoint has its weights."""
+def verdict(rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WORDS) -> CheckResult:
+    """Judge the rows. published: format of the checkpoint's weights"""
     tokens = sum(row["tokens"] for row in rows)
     agreement = sum(row["agreement"] * row["tokens"] for row in rows) / tokens
     name = str(dtype).removeprefix("torch.")
@@ -336,9 +338,9 @@ def verdict(rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WOR
             f"rounding {'explains' if passed else 'does not explain'} what differs"
         )
     else:
-        passed, wanted = agreement == 1, " (100% wanted)"
+        passed, wanted = agreement == 1, " (100% required)"
     meaning = "" if published == WORDS else f"; of both, {MEANINGS[published]}"
-    return Verdict(
+    return CheckResult(
         passed,
         f"{'passed' if passed else 'FAILED'}: the exact path and transformers choose the same "
         f"token at {agreement:.2%} of {tokens} positions in {name}{wanted}{meaning}",

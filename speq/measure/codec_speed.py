@@ -1,6 +1,6 @@
-"""How fast codecs are: encoding experts, and computing with them out of slots.
+"""Measures how fast codecs encode experts, and how fast kernels compute with them in slots.
 
-Speeds are in bytes of an expert's plain words a second, whatever its record takes.
+Speeds are bytes of an expert's uncompressed weights per second, whatever the record's size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,26 +14,26 @@ from speq.experts.codec import ExpertCodec, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.random_expert import random_expert
 from speq.experts.slots import SlotExperts
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.kernels.grouping import Grouping
 from speq.models.shape import ModelShape
 from speq.units import Clock
 
-# Words of a layer that are held while calls are timed: more than caches hold.
+# Weights of the layer that calls are timed on: more than caches hold.
 LAYER_BYTES = 192 << 20
 CALLS = 24
-# Experts that each thread encodes to be timed.
+# Experts that each thread encodes.
 ENCODED = 8
 
 
 def encode_bytes_per_s(codec: ExpertCodec, readers: int, clock: Clock) -> float:
-    """What `readers` threads encode together, out of memory."""
+    """Speed at which `readers` threads together encode experts from memory."""
     shape = codec.shape
     words = random_expert(shape, torch.Generator().manual_seed(1))
     base = None
     if codec.needs_draft:
         base = Int4Expert.rounded(Int4Layout(shape.hidden_size, shape.expert_width), *words)
-    rooms = list(aligned_bytes(readers, codec.slot_bytes))
+    rooms = list(allocate_aligned(readers, codec.slot_bytes))
 
     def encode(room: Tensor) -> None:
         for _ in range(ENCODED):
@@ -51,7 +51,7 @@ def encode_bytes_per_s(codec: ExpertCodec, readers: int, clock: Clock) -> float:
 def compute_bytes_per_s(
     codec: ExpertCodec, model: ModelShape, device: torch.device, dtype: torch.dtype, clock: Clock
 ) -> float:
-    """What one token's experts are computed with, out of slots of a layer of the model's shape."""
+    """Speed of one token's experts in slots of a layer of the model's shape."""
     shape, top_k = codec.shape, model.top_k
     held = max(min(LAYER_BYTES // shape.nbytes, model.experts.num_experts), 2 * top_k)
     layout = Int4Layout(shape.hidden_size, shape.expert_width)
@@ -82,14 +82,14 @@ def in_slots(
     arena: Int4Arena | None,
     device: torch.device,
 ) -> SlotExperts:
-    """Experts, each with its INT4 codes, in a slot each; no larger than the largest record.
+    """Put experts in slots as large as the largest record; pairs: (weights, INT4 codes or None).
 
-    arena  all experts' codes, where the codec needs a draft
+    arena  all experts' codes, if the codec needs a draft
     """
-    room = aligned_bytes(1, codec.slot_bytes)[0]
+    room = allocate_aligned(1, codec.slot_bytes)[0]
     records = [room[: codec.encode(words, base, room)].clone() for words, base in pairs]
     codec = codec.residency_plan(max(map(len, records)))
-    slots = aligned_bytes(len(records), codec.slot_bytes, device)
+    slots = allocate_aligned(len(records), codec.slot_bytes, device)
     for slot, record in zip(slots, records, strict=True):
         slot[: len(record)] = record.to(device)
     return codec.experts(slots, arena)
@@ -103,7 +103,7 @@ def pass_s(
     activation: str,
     clock: Clock,
 ) -> float:
-    """Seconds of one pass through experts of layer 0, each of which lies in the slot of its number.
+    """Time one pass through the experts of layer 0, where expert n is in slot n.
 
     hidden_states [T, H], topk_ids [T, K] of `num_experts`
     """

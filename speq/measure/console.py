@@ -1,11 +1,12 @@
-"""Where tables and sentences are shown: standard output, or standard error beside it."""
+"""Consoles for tables and sentences: standard output or standard error."""
 
 from rich.console import Console
 
 
 def console(stderr: bool = False) -> Console:
-    """Takes texts as they are. Shows no style at all where NO_COLOR is set, which rich reads: its
-    own way is to leave bold and italics.
+    """Make a console without markup, and without any style if NO_COLOR is set.
+
+    rich itself keeps bold and italics then.
     """
     made = Console(stderr=stderr, markup=False, emoji=False)
     if not made.no_color:

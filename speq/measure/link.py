@@ -1,7 +1,7 @@
-"""How fast the link to the experts is: reads from disk, copies from host memory.
+"""Measures the link to the experts: reads from disk, and copies from host memory.
 
-Two kinds of reads. Plain ones are what the disk gives: threads that do nothing else. Experts come
-as they do in a run: through the transfer engine, into slots. The link is the latter, everywhere.
+Plain reads measure the disk alone. Expert reads load experts as a run does: through the transfer
+engine into slots. "Link" always means the latter.
 """
 
 import random
@@ -19,7 +19,7 @@ from torch import Tensor
 from speq.engine.offload import fetch_from, moved_from
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, mean_moved_bytes
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.range_file import RangeFile
 from speq.governor.roofline import Points
 from speq.scheduler.expert_key import ExpertKey
@@ -28,7 +28,7 @@ from speq.scheduler.transfer import Priority, TransferTicket
 from speq.stats import Recorder
 from speq.units import Clock, Progress, format_bytes, tracked
 
-# Read for one figure, unless a caller has reasons of its own.
+# Bytes read for one figure by default.
 LINK_BYTES = 256 << 20
 # Sizes of plain reads and copies; an expert's own follows.
 READ_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -36,8 +36,8 @@ FIRST_FETCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """What one measurement moved. payload: without what whole blocks bring along."""
+class LinkSample:
+    """Bytes and time of one measurement. payload_bytes: without the rest of whole blocks"""
 
     payload_bytes: int
     read_bytes: int
@@ -49,8 +49,8 @@ class Sample:
 
 
 def arena_for(rows: int, *sizes: int) -> Tensor:
-    """Rows as long as the longest read. Memory nobody has written to yet would be slower."""
-    return aligned_bytes(rows, max(sizes)).zero_()
+    """Allocate rows as long as the longest read, and write to them: fresh memory is slower."""
+    return allocate_aligned(rows, max(sizes)).zero_()
 
 
 def plain_reads(
@@ -61,7 +61,7 @@ def plain_reads(
     volume: int,
     seed: int = 0,
     clock: Clock = time.perf_counter,
-) -> Sample:
+) -> LinkSample:
     """Read blocks of `size`, spread at random over files, into the first rows of `arena`."""
     files = [RangeFile(path) for path in paths]
     try:
@@ -95,7 +95,7 @@ def plain_reads(
         seconds = clock() - start_s
         if failed:
             raise failed[0]
-        return Sample(len(blocks) * size, len(blocks) * size, seconds)
+        return LinkSample(len(blocks) * size, len(blocks) * size, seconds)
     finally:
         for file in files:
             file.close()
@@ -108,15 +108,15 @@ def expert_reads(
     volume: int,
     seed: int = 0,
     clock: Clock = time.perf_counter,
-) -> Sample:
-    """Have the transfer engine bring random experts into rows of `arena`, as fast as it can."""
+) -> LinkSample:
+    """Load random experts into rows of `arena` through the transfer engine at full speed."""
     recorder, count = Recorder(clock), store.num_layers * store.num_experts
     wanted = min(max(int(volume // mean_moved_bytes(store)), readers), count)
     keys = [
         ExpertKey(*divmod(at, store.num_experts))
         for at in random.Random(seed).sample(range(count), wanted)
     ]
-    # As many again as are read: a reader never waits for the next request.
+    # Twice as many slots as reads, so that a reader never waits for the next request.
     slots = arena[: 2 * readers, : store.codec.slot_bytes]
     step = recorder.begin("bench")
     tickets: dict[int, TransferTicket] = {}
@@ -130,7 +130,7 @@ def expert_reads(
         for ticket in tickets.values():
             engine.wait(ticket)
         seconds = clock() - start_s
-    return Sample(step.moved_bytes, step.read_bytes, seconds)
+    return LinkSample(step.moved_bytes, step.read_bytes, seconds)
 
 
 def link_bytes_per_s(
@@ -139,7 +139,7 @@ def link_bytes_per_s(
     volume: int = LINK_BYTES,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """What the link from the disk gives a run: the bytes of experts that come into slots."""
+    """Rate at which experts come from disk into slots."""
     arena = arena_for(2 * readers, store.codec.slot_bytes)
     return expert_reads(store, arena, readers, volume, clock=clock).bytes_per_s
 
@@ -150,9 +150,9 @@ def link_by_size(
     progress: Progress | None = None,
     clock: Clock = time.perf_counter,
 ) -> Points:
-    """Bytes per second from the disk by size of a read: plain ones, and an expert's own last.
+    """Bytes per second from disk by size of a read: plain reads, and an expert's own size last.
 
-    store  of the model's experts as they are on the disk
+    store  the model's experts as they are on disk
     """
     expert_bytes, files = round(mean_moved_bytes(store)), list(store.files)
     sizes = [size for size in READ_SIZES if size < expert_bytes]
@@ -167,7 +167,7 @@ def link_by_size(
 
 
 def first_fetch_s(store: ExpertStore, readers: int, clock: Clock = time.perf_counter) -> float:
-    """Seconds until an expert is in its slot where nothing else is under way; the median."""
+    """Median time to load an expert into its slot while nothing else is under way."""
     slots, count = arena_for(1, store.codec.slot_bytes), store.num_layers * store.num_experts
     spent_s = []
     with closing(_transfer_of(store, slots, readers, Recorder(clock))) as engine:
@@ -180,22 +180,22 @@ def first_fetch_s(store: ExpertStore, readers: int, clock: Clock = time.perf_cou
 
 
 def copies_by_size(expert_bytes: int, device: torch.device, clock: Clock) -> Points:
-    """Bytes per second to a GPU by size of a copy, an expert's own last."""
+    """Bytes per second to a GPU by size of a copy, an expert's own size last."""
     sizes = [*(size for size in READ_SIZES if size < expert_bytes), expert_bytes]
     copies = {size: max(LINK_BYTES // size, 4) for size in sizes}
     return tuple(
-        (float(size), count * size / copied_s(size, count, device, clock))
+        (float(size), count * size / copy_time_s(size, count, device, clock))
         for size, count in copies.items()
     )
 
 
 def first_copy_s(expert_bytes: int, device: torch.device, clock: Clock) -> float:
-    """Seconds until an expert is on a GPU where nothing else is under way; the median."""
-    return median(copied_s(expert_bytes, 1, device, clock) for _ in range(FIRST_FETCHES))
+    """Median time to copy an expert to a GPU while nothing else is under way."""
+    return median(copy_time_s(expert_bytes, 1, device, clock) for _ in range(FIRST_FETCHES))
 
 
-def copied_s(size: int, copies: int, device: torch.device, clock: Clock) -> float:
-    """Seconds of copies out of pinned memory, one behind the other."""
+def copy_time_s(size: int, copies: int, device: torch.device, clock: Clock) -> float:
+    """Time of consecutive copies from pinned memory."""
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(size, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()

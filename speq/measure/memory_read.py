@@ -1,4 +1,4 @@
-"""A plain read of memory, which kernels are measured against, and the time steps take beside it."""
+"""A plain read of memory, as a reference for kernels, and the timing of steps."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -8,18 +8,18 @@ import torch
 from speq.kernels import library
 from speq.units import Clock, Progress, tracked
 
-# Seconds from any start; tests give a false one.
+# A call to time.
 Step = Callable[[], None]
 
-# Bytes of a read: many times the last cache, and on a GPU long beside the start of a kernel.
+# Bytes of a read: many times the last cache, and on a GPU long compared with a kernel's launch.
 READ_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 
 
 class MemoryRead:
-    """A step that reads `nbytes`, a multiple of 8, with the threads that kernels run on."""
+    """A step that reads `nbytes`, a multiple of 8, with the threads that kernels use."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        # Filled: pages nobody has written to are all the same page of zeros, and that is cached.
+        # Filled: unwritten pages all map to one page of zeros, which is cached.
         self._words = torch.empty(nbytes // 8, dtype=torch.int64, device=device).fill_(1)
         self._sum = self._words.new_empty(1)
 
@@ -28,15 +28,15 @@ class MemoryRead:
         return self._words.nbytes
 
     def __call__(self) -> None:
-        # What `ops.read_sum` calls, which also waits for the sum: on a GPU, too long.
+        # Not `ops.read_sum`, which also waits for the sum: on a GPU that takes too long.
         library.call("read_sum", self._words, self._sum)
 
 
 def step_times(steps: Sequence[Step], device: torch.device, clock: Clock) -> list[float]:
-    """Seconds that each of `steps` takes, run one behind the other.
+    """Time each of `steps`, run one after another.
 
-    On a GPU it is the time between events, not `clock`; the host runs ahead, so that a step's
-    launch is hidden behind the step before.
+    On a GPU it is the time between events, not `clock`; the host runs ahead, so a step's launch is
+    hidden behind the previous step.
     """
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
@@ -61,7 +61,7 @@ def read_gb_per_s(
     clock: Clock,
     progress: Progress | None = None,
 ) -> float:
-    """GB/s of a plain read: the median of `times`, after one that does not count."""
+    """GB/s of a plain read: the median of `times` reads after a warm-up."""
     read()
     turns = tracked("reading memory", range(times), times, progress)
     times_s = [step_times([read], device, clock)[0] for _ in turns]

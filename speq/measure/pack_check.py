@@ -1,4 +1,4 @@
-"""Whether a packed model is, byte for byte, what was packed: records, tensors, files, codes."""
+"""Compares a pack with its checksums: records, tensors, files and draft codes."""
 
 import hashlib
 from functools import partial
@@ -20,9 +20,9 @@ BLOCK_BYTES = 16 << 20
 def compare(
     opened: Opened, store: PackedExpertStore, progress: Progress = no_progress
 ) -> dict[str, Any]:
-    """Read all of a pack, whose files were compared when it was opened; how much there was.
+    """Read and compare all of a pack; return counts. Its files were compared when it was opened.
 
-    Raises SpeqError for the first thing that is not what was packed.
+    Raises SpeqError for the first difference.
     """
     store.verify_reads = True
     slot = expert_slot(store)
@@ -45,7 +45,7 @@ def compare(
 
 
 def compare_draft(opened: Opened, digest: str, progress: Progress) -> None:
-    """Raise SpeqError unless the codes in a residual pack are those its records are read over."""
+    """Raise SpeqError unless a residual pack has the draft codes that its records need."""
     found, block = hashlib.sha256(), torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     with RangeFile(opened.checkpoint.path / DRAFT_FILE) as file:
         starts = range(0, file.size, BLOCK_BYTES)
@@ -55,5 +55,5 @@ def compare_draft(opened: Opened, digest: str, progress: Progress) -> None:
             found.update(bytes_of(part))
         if found.hexdigest() != digest:
             raise SpeqError(
-                f"{file.path} is not what was packed; pack the model again, and look after the disk"
+                f"{file.path} is not what was packed; pack the model again, and check the disk"
             )

@@ -1,4 +1,4 @@
-"""`plan`: what fits a budget and what it would give on a machine, before anything is loaded."""
+"""`plan`: estimates what fits a memory budget and how fast it runs, before anything is loaded."""
 
 import contextlib
 import time
@@ -11,15 +11,15 @@ import torch
 
 from speq.config import DEFAULT_READER_THREADS, NO_PART, SamplingParams
 from speq.devices.allocator import overhead_bytes
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.errors import SpeqError
 from speq.files.checkpoint import has_weights, locate_config
 from speq.governor import presets
 from speq.governor.locality import CURVES, Locality
 from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
-from speq.heads.head_file import HeadLabel, head_beside, model_digest, read_label
-from speq.heads.predicted_experts import AUTO, head_named
+from speq.heads.head_file import HeadLabel, head_path, model_digest, read_label
+from speq.heads.predicted_experts import AUTO, open_head
 from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
@@ -41,21 +41,20 @@ from speq.planning.model_spec import ModelSpec
 from speq.planning.used_experts import DraftPart, used_experts, warn
 from speq.units import Progress, no_progress
 
-# Read to measure this machine's memory: seconds, not minutes.
+# Reads that measure this machine's memory in seconds.
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
-# What a run takes for a prompt of up to CONTEXT_STEP tokens.
+# Context of a run whose prompt has up to CONTEXT_STEP tokens.
 DEFAULT_CONTEXT = CONTEXT_STEP + SamplingParams().max_new_tokens
 
 
 def plan(model: str | Path, memory_budget: str | int, **options: Unpack[PlanOptions]) -> BudgetPlan:
-    """What fits a budget, what speed to expect with and without a draft, and where that breaks
-    even.
+    """Plan what fits a budget, the expected speed with and without a draft, and the break-even.
 
-    options  what is known of the machine and the routes; see docs/options.md
+    A model's config.json is enough, in a folder or on the hub. Expected times are good for
+    comparing candidates; a run measures its own. Raises SpeqError if a file is missing or damaged,
+    or if options exclude each other.
 
-    A model's config.json is enough, in a folder or on the hub. Expected times are good for telling
-    ways apart; a run measures its own. Raises SpeqError where a file is missing or damaged, or
-    options exclude each other.
+    options  facts about the machine and the routes; see docs/options.md
     """
     return plan_of(model, build(PlanSettings, {"memory_budget": memory_budget, **options}))
 
@@ -63,9 +62,9 @@ def plan(model: str | Path, memory_budget: str | int, **options: Unpack[PlanOpti
 def plan_of(
     model: str | Path, settings: PlanSettings, progress: Progress | None = None
 ) -> BudgetPlan:
-    """As `plan`. progress: told (what, done, total) while the machine is measured."""
+    """Plan as `plan` does. progress: called with (what, done, total) during measurements"""
     check_exclusions(settings)
-    model_spec, opened = subject_of(str(model), settings.dtype, settings.head)
+    model_spec, opened = model_spec_of(str(model), settings.dtype, settings.head)
     with contextlib.closing(opened) if opened else contextlib.nullcontext():
         machine = machine_of(opened, settings, progress)
         model_spec = replace(model_spec, draft_parts=parts_of(model_spec, opened, settings))
@@ -77,30 +76,30 @@ def plan_of(
     budget = Budget.of(settings.memory_budget, context, on_cpu, model_spec.shape)
     budget = replace(budget, batch_size=settings.max_batch)
     if not on_cpu:
-        # The most that any GPU takes: it need not be at hand. Graphs are as runs have them that do
-        # not say otherwise.
-        beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
-        budget = replace(budget, beside=beside, graphs=True)
-    room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
-    form = settle_dense(model_spec, settings.dense, room, trial=None).dense.name
-    model_spec = room.with_dense(model_spec, form, usual=True)
+        # The overhead of any GPU at most, since it need not be at hand; graphs as runs have them by
+        # default.
+        overhead = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
+        budget = replace(budget, beside=overhead, graphs=True)
+    memory = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
+    form = settle_dense(model_spec, settings.dense, memory, trial=None).dense.name
+    model_spec = memory.with_dense(model_spec, form, usual=True)
     return make_plan(model_spec, budget, assumptions(model_spec, machine, settings))
 
 
 def parts_of(
     model_spec: ModelSpec, opened: Opened | None, settings: PlanSettings
 ) -> tuple[DraftPart, ...]:
-    """What an INT4 draft may hold of the experts."""
-    asked, checkpoint = settings.draft_experts, None if opened is None else opened.checkpoint
-    used = used_experts(asked, settings.draft_counts, checkpoint, model_spec.shape)
-    parts = used.parts(asked)
+    """List the parts of the experts that an INT4 draft may hold."""
+    wanted, checkpoint = settings.draft_experts, None if opened is None else opened.checkpoint
+    used = used_experts(wanted, settings.draft_counts, checkpoint, model_spec.shape)
+    parts = used.parts(wanted)
     check_parts(parts, model_spec.codec)
-    warn(used, asked)
+    warn(used, wanted)
     return parts
 
 
 def host_bytes_of(settings: PlanSettings) -> int | None:
-    """What is given; or this machine's, where its GPU is planned for; or as much as is needed."""
+    """Host memory for experts: as given, else this machine's if it has the GPU; None: any."""
     if settings.host_budget is not None:
         return settings.host_budget
     here = settings.preset is None and torch.cuda.is_available()
@@ -108,7 +107,7 @@ def host_bytes_of(settings: PlanSettings) -> int | None:
 
 
 def check_exclusions(settings: PlanSettings) -> None:
-    """Raise SpeqError for options that answer one question twice."""
+    """Raise SpeqError for options that exclude each other."""
     by_file = settings.profile not in ("auto", "none")
     if by_file and (settings.preset is not None or settings.memory_bandwidth is not None):
         raise SpeqError(
@@ -121,25 +120,25 @@ def check_exclusions(settings: PlanSettings) -> None:
         raise SpeqError("locality and routes are given together; give one of them")
 
 
-def subject_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Opened | None]:
-    """The model to plan for, opened where its weights are at hand; they are not read.
+def model_spec_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Opened | None]:
+    """Make the model's spec, and open the model if its weights are here; they are not read.
 
-    head_name  as the option `head` has it
+    head_name  value of the option `head`
     """
     path = locate_config(model)
     if not has_weights(path):
         if head_name != AUTO:
             raise SpeqError(
-                f"head is {head_name} and {path} holds no weights, without which nobody knows what "
-                "a head takes; give the folder of the whole model, or leave head out"
+                f"head is {head_name} and {path} holds no weights, which are needed to plan for a "
+                "head; give the folder of the whole model, or leave head out"
             )
         return ModelSpec.of_config(model, path, dtype), None
     opened = open_model(path)
     try:
         model_spec = ModelSpec.of_model(model, opened, dtype)
-        head = head_beside_model(opened) if head_name == AUTO else head_named(head_name, opened)
+        head = head_beside_model(opened) if head_name == AUTO else open_head(head_name, opened)
         if head is not None:
-            model_spec = replace(model_spec, head=head.shape, head_stand=head.stand)
+            model_spec = replace(model_spec, head=head.shape, head_stand=head.acceptance_rates)
         return model_spec, opened
     except BaseException:
         opened.close()
@@ -147,11 +146,11 @@ def subject_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Opene
 
 
 def head_beside_model(opened: Opened) -> HeadLabel | None:
-    """What its file's header says; None where there is none that fits, which a run refuses."""
+    """Read the label of the head file in the model's folder; None if none fits the model."""
     checkpoint = opened.checkpoint
     with contextlib.suppress(SpeqError):
         digest = model_digest(checkpoint, opened.family.names)
-        path = head_beside(checkpoint.path)
+        path = head_path(checkpoint.path)
         return read_label(path, digest, opened.shape.hidden_size)
     return None
 
@@ -159,9 +158,9 @@ def head_beside_model(opened: Opened) -> HeadLabel | None:
 def machine_of(
     opened: Opened | None, settings: PlanSettings, progress: Progress | None = None
 ) -> Rates | Profile:
-    """What is given; or else what was tuned; or else this machine, measured; or else a preset.
+    """Choose the rates to plan with: given ones, a tuned profile, measured ones, or a preset.
 
-    This machine stands for itself only with the model's files on it, on whose disk it depends.
+    This machine is measured only if the model's files are here, since rates depend on their disk.
     """
     link, memory = settings.link, settings.memory_bandwidth
     if settings.profile not in ("auto", "none"):
@@ -169,7 +168,7 @@ def machine_of(
     if settings.preset is not None:
         return presets.preset(settings.preset).but(link, memory)
     device = "cpu" if settings.device == "auto" and opened is None else settings.device
-    here = "cpu" if device_named(device).torch.type == "cpu" else "cuda"
+    here = "cpu" if find_device(device).torch.type == "cpu" else "cuda"
     if settings.profile == "auto" and opened is not None and link is None and memory is None:
         kept = profiles.kept(profiles.key_of(opened, here, settings.memory_budget))
         if kept is not None:
@@ -177,19 +176,19 @@ def machine_of(
     if link is not None and memory is not None:
         return Rates("bandwidths as given", "cpu" if here == "cpu" else "cuda", link, memory)
     if opened is not None and here == "cpu":
-        return measured(opened, progress).but(link, memory)
+        return measure_machine(opened, progress).but(link, memory)
     return presets.preset(presets.DEFAULT_PRESET[here]).but(link, memory)
 
 
-def measured(opened: Opened, progress: Progress | None = None) -> Rates:
-    """This machine's memory and the disk that the experts lie on, in a few seconds."""
+def measure_machine(opened: Opened, progress: Progress | None = None) -> Rates:
+    """Measure this machine's memory and the experts' disk in a few seconds."""
     device = torch.device("cpu")
     read = MemoryRead(MEMORY_BYTES, device)
     memory = read_gb_per_s(read, device, MEMORY_READS, time.perf_counter, progress) * 1e9
-    told = progress or no_progress
-    told("measuring the link", 0, 1)
+    report = progress or no_progress
+    report("measuring the link", 0, 1)
     link = link_bytes_per_s(opened.store, DEFAULT_READER_THREADS)
-    told("measuring the link", 1, 1)
+    report("measuring the link", 1, 1)
     return Rates("measured on this machine just now", "cpu", link, MEMORY_SHARE * memory)
 
 
@@ -200,7 +199,7 @@ def device_of(machine: Rates | Profile) -> str:
 def assumptions(
     model_spec: ModelSpec, machine: Rates | Profile, settings: PlanSettings
 ) -> Assumptions:
-    """What is taken for granted of the machine, the routes and the draft."""
+    """Collect the assumptions about the machine, the routes and the draft."""
     experts, top_k = model_spec.shape.experts, model_spec.shape.top_k
     curve, acceptance = CURVES[settings.locality or "published"], settings.acceptance
     if settings.routes is not None:

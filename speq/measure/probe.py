@@ -1,4 +1,4 @@
-"""Single passes of an engine, for measurements: they leave no request behind."""
+"""Runs single passes of an engine for measurements, without a request in progress."""
 
 from speq.config import SamplingParams
 from speq.engine.draft import Draft
@@ -11,8 +11,9 @@ from speq.models.moe_model import Scored
 
 
 def attempt(engine: Engine, request: Request, limits: DraftLimits) -> RequestStep:
-    """A step that leaves the request, its KV and its drafter as they were: drafted, verified, and
-    with the path that would be accepted. `Engine.lookahead` has its routes until the next step.
+    """Run a step, up to the accepted path, that leaves request, KV and drafter unchanged.
+
+    `Engine.lookahead` has its routes until the next step.
     """
     engine.recorder.begin("attempt")
     slot = request.kv_slot
@@ -26,7 +27,7 @@ def attempt(engine: Engine, request: Request, limits: DraftLimits) -> RequestSte
 
 
 def verify(engine: Engine, pending_id: int, draft: Draft) -> Scored:
-    """Score a pending token after the KV of the first slot, and a draft, with the exact experts."""
+    """Score a pending token and a draft with the exact experts, after the KV of slot 0."""
     request = Request([pending_id], SamplingParams())
     step = RequestStep(request, engine.caches[0], engine.drafters[0], DraftLimits(0), draft)
     (scored,) = engine.verify([step])
@@ -34,8 +35,9 @@ def verify(engine: Engine, pending_id: int, draft: Draft) -> Scored:
 
 
 def follow(engine: Engine, token_ids: list[int], scored: Scored) -> None:
-    """Go on in the first slot with tokens that `verify` has just scored: keep their KV, and tell
-    the drafter. `Engine.begin_prefill` forgets what was there before.
+    """Keep the KV of tokens that `verify` has just scored in slot 0, and tell the drafter.
+
+    `Engine.begin_prefill` clears the slot.
     """
     cache, drafter = engine.caches[0], engine.drafters[0]
     cache.advance(len(token_ids))

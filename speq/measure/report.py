@@ -1,4 +1,4 @@
-"""One form for all measurements: {bench, version, commit, machine, model, settings, rows}."""
+"""The common format of measurements: {bench, version, commit, machine, model, settings, rows}."""
 
 import json
 import subprocess
@@ -20,17 +20,17 @@ from speq.machine import describe_machine
 from speq.measure.console import console
 from speq.version import __version__
 
-# Rows that stand side by side where a table is wider than the terminal.
+# Rows side by side if a table is wider than the terminal.
 SIDE_BY_SIDE = 3
-# How a figure is shown: a format string, or a function.
+# Format of a figure: a format string or a function.
 Show = str | Callable[[Any], str]
-# The key of a figure in a row, and how it is shown.
+# Key of a figure in a row, and its format.
 Column = tuple[str, Show]
 
 
 @dataclass(slots=True)
 class Report:
-    """What a bench found. rows all have the same keys."""
+    """Result of a bench. All rows have the same keys."""
 
     bench: str
     model: str
@@ -41,16 +41,16 @@ class Report:
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
 
     def print(self, columns: dict[str, Column]) -> None:
-        """The rows as a table on stdout."""
+        """Print the rows as a table on stdout."""
         print_table(f"{self.bench}: {self.model}", columns, self.rows)
 
     def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
+        """Write as JSON, whole or not at all. Raises SpeqError if that fails."""
         write_whole(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 
 def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
-    """Rows on stdout, by column title; figures that do not exist are dashes."""
+    """Print rows on stdout by column title; missing figures are dashes."""
     cells = [[cell_text(row[name], show) for name, show in columns.values()] for row in rows]
     screen = console()
     table = _table(title, [*columns], cells)
@@ -77,13 +77,13 @@ def _table(title: str, heads: list[str], rows: list[list[str]], box: Box = HEAVY
 
 
 def _too_wide(table: Table, screen: Console) -> bool:
-    """Whether some cell would be broken."""
+    """Tell whether a cell would be wrapped."""
     unbounded = screen.options.update(max_width=1 << 16)
     return Measurement.get(screen, unbounded, table).maximum > screen.width
 
 
 def read_prompts(path: Path | None, count: int) -> list[str]:
-    """`count` prompts spread evenly over a JSON Lines file, or over our own mixed ones."""
+    """Read `count` prompts, spread evenly over a JSON Lines file or over the bundled one."""
     source = path or Path(__file__).parent / "prompts" / "mixed.jsonl"
     if count < 1:
         raise SpeqError(f"num_prompts is {count}; it must be at least 1")
@@ -110,7 +110,7 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
 
 
 def current_commit() -> str | None:
-    """The commit this code was checked out at, "-dirty" if it was changed since."""
+    """Name the checked-out commit, with "-dirty" if files were changed; None without git."""
     try:
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
@@ -124,7 +124,7 @@ def current_commit() -> str | None:
 
 
 def cell_text(value: Any, show: Show) -> str:
-    """A figure as a column shows it; one that does not exist is a dash."""
+    """Format a figure for a column; a missing one is a dash."""
     if value is None:
         return "-"
     return show.format(value) if isinstance(show, str) else show(value)

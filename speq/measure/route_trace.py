@@ -1,4 +1,4 @@
-"""The routes of a generation, draft and verification, recorded to replay scheduling on."""
+"""Traces of a generation's routes, draft and verification, for replays of expert scheduling."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from speq.units import Progress
 
 FORMAT = "speq-routes-2"
 RECORD_AGAIN = "record it again with `speq bench hit-rate --routes`"
-# Layers, experts and drafted tokens that any model or draft could have.
+# Limit of layers, experts and drafted tokens in a trace.
 MOST = 1 << 20
 # Ids and weights of one token in one layer.
 Choice = tuple[list[int], list[float]]
@@ -25,10 +25,14 @@ Choice = tuple[list[int], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class TraceStep:
-    """One round. drafted[token][layer]; used[layer][node]: expert ids; guessed[layer][node]:
-    (ids, margins) of what each layer's router said when the layer before it was reached, empty for
-    the first layer; path: accepted nodes; weights[layer][node]: of `used`; leads: by how much, in
-    logits, the draft chose each of its tokens, None where the drafter does not know.
+    """One step.
+
+    drafted  [token][layer]: (ids, weights) of the draft's route
+    used     [layer][node]: expert ids of the exact model
+    guessed  [layer][node]: (ids, margins) predicted one layer earlier; empty for the first layer
+    path     accepted nodes
+    weights  [layer][node]: of `used`
+    leads    logit margin of each drafted token; None: the drafter has no margins
     """
 
     drafted: list[list[Choice]]
@@ -43,7 +47,7 @@ class TraceStep:
         return len(self.path)
 
     def cut(self, draft_length: int) -> "TraceStep":
-        """The same round, had its draft, a chain, ended after so many tokens."""
+        """Return the step as if its draft, a chain, had ended after `draft_length` tokens."""
         if draft_length >= len(self.drafted):
             return self
         rows = draft_length + 1
@@ -59,7 +63,7 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True)
 class RouteTrace:
-    """Rounds of one or more texts, each with the texts' own beginning left to the prompt."""
+    """Decode steps of one or more sequences."""
 
     model: str
     draft_length: int
@@ -69,7 +73,7 @@ class RouteTrace:
     steps: list[TraceStep]
 
     def plain(self) -> "RouteTrace":
-        """The same tokens decoded one by one: what was accepted, without drafts."""
+        """Return a trace of the accepted tokens, decoded one by one without drafts."""
         steps = [
             TraceStep(
                 [],
@@ -85,12 +89,12 @@ class RouteTrace:
         return RouteTrace(self.model, 0, self.num_layers, self.num_experts, self.top_k, steps)
 
     def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all. Raises SpeqError where that cannot be done."""
+        """Write as JSON, whole or not at all. Raises SpeqError if that fails."""
         write_whole(path, json.dumps({"format": FORMAT} | asdict(self)).encode())
 
     @classmethod
     def read(cls, path: Path) -> "RouteTrace":
-        """Raises SpeqError where the file is no trace."""
+        """Read a trace. Raises SpeqError if the file is not one."""
         content = read_json(path, RECORD_AGAIN, "give a file that `--trace` of a bench wrote")
         try:
             if content.pop("format") != FORMAT:
@@ -105,7 +109,7 @@ class RouteTrace:
         return trace
 
     def check(self) -> None:
-        """Raises ValueError or TypeError where sizes and ids do not agree with each other."""
+        """Raise ValueError or TypeError if sizes and ids do not agree with each other."""
         if not isinstance(self.model, str):
             raise ValueError(f"the model {self.model!r}")
         for name, least in (
@@ -123,7 +127,7 @@ class RouteTrace:
             if layers != {self.num_layers} or len(nodes) != 1:
                 raise ValueError("a step has other layers than the model")
             if not {len(layer) for layer in step.guessed} <= {0, *nodes}:
-                raise ValueError("a guess for some tokens only")
+                raise ValueError("predictions for some tokens only")
             if any(len(ids) != self.top_k for ids in chosen):
                 raise ValueError(f"a token with other than {self.top_k} experts")
             weighed = [list(map(len, layer)) for layer in step.weights]
@@ -148,7 +152,7 @@ def record(
     progress: Progress | None = None,
     **options: Any,
 ) -> tuple[RouteTrace, RunStats]:
-    """Generate from each prompt and keep every round's routes, and what was measured."""
+    """Generate from each prompt; return the routes of every step, and the statistics."""
     generator = Generator.from_pretrained(
         model,
         memory_budget,
@@ -175,37 +179,37 @@ def record(
     return trace, run
 
 
-def _step(lookahead: LookaheadBuffer, leads: list[float | None], path: list[int]) -> TraceStep:
+def _step(lookahead: LookaheadBuffer, margins: list[float | None], path: list[int]) -> TraceStep:
     layers = range(lookahead.num_layers)
     drafted = [
         [_choice(lookahead.predicted[token, layer]) for layer in layers]
-        for token in range(len(leads))
+        for token in range(len(margins))
     ]
     routes = [lookahead.used[layer] for layer in layers]
-    guessed: list[list[Choice]] = [[]]
+    predicted: list[list[Choice]] = [[]]
     for route in routes[:-1]:
-        guess = route.predict_next_layer([*range(len(route.ids))])
-        guess = present(guess, "a layer before the last guesses nothing of the next one")
-        guessed.append(
+        prediction = route.predict_next_layer([*range(len(route.ids))])
+        prediction = present(prediction, "a layer before the last predicts nothing of the next one")
+        predicted.append(
             [
-                (ids, [round(margin, 3) for margin in margins])
-                for ids, margins in zip(guess.ids, guess.margins, strict=True)
+                (ids, [round(margin, 3) for margin in by_expert])
+                for ids, by_expert in zip(prediction.ids, prediction.margins, strict=True)
             ]
         )
     return TraceStep(
         drafted,
         [route.ids for route in routes],
-        guessed,
+        predicted,
         path,
-        [[_rounded(weights) for weights in route.weights] for route in routes],
-        [None if lead is None else round(lead, 4) for lead in leads],
+        [[_round(weights) for weights in route.weights] for route in routes],
+        [None if margin is None else round(margin, 4) for margin in margins],
     )
 
 
 def _choice(route: Route) -> Choice:
     (ids,), (weights,) = route.ids, route.weights
-    return ids, _rounded(weights)
+    return ids, _round(weights)
 
 
-def _rounded(weights: list[float]) -> list[float]:
+def _round(weights: list[float]) -> list[float]:
     return [round(weight, 4) for weight in weights]

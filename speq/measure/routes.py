@@ -1,4 +1,4 @@
-"""What recorded routes tell: distinct experts by tokens, and acceptance."""
+"""Computes distinct experts by number of tokens, and acceptance, from recorded routes."""
 
 from collections import Counter
 
@@ -9,45 +9,46 @@ from speq.governor.speedup_model import distinct_of_routes
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure.route_trace import RouteTrace
 
-# Tokens that points of a curve are of, as far as a trace is long enough for some of each.
+# Numbers of tokens of a curve's points, as far as a trace is long enough.
 TOKENS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)
 WINDOWS_OF_A_POINT = 3
 
 
 def curve_of(trace: RouteTrace) -> RouteCurve:
-    """D(t) of the accepted tokens. Raises SpeqError for a trace that is too short."""
+    """Compute D(t) of the accepted tokens. Raises SpeqError for a trace that is too short."""
     steps = trace.plain().steps
     routes = [[step.used[layer][0] for step in steps] for layer in range(trace.num_layers)]
     points = distinct_points(routes, trace.num_experts)
     if len(points) < 2:
-        raise SpeqError(f"the trace of {trace.model} has {len(steps)} tokens; record some dozens")
+        raise SpeqError(
+            f"the trace of {trace.model} has {len(steps)} tokens; record at least some dozens"
+        )
     return RouteCurve(trace.model, trace.num_experts, trace.top_k, points)
 
 
 def distinct_points(routes: list[list[list[int]]], num_experts: int) -> Points:
-    """D(t) of routes, expert ids by layer and token, for as many tokens as there are windows of."""
+    """Compute D(t) of routes (expert ids by layer and token) for all t with enough windows."""
     longest = len(routes[0]) // WINDOWS_OF_A_POINT
     if not longest:
         return ()
     counted = dict(distinct_of_routes(routes, num_experts, min(longest, TOKENS[-1])).measured)
     points = [(float(tokens), counted[tokens]) for tokens in TOKENS if tokens in counted]
-    # Windows of one size are not those of another: what grows by that alone says nothing.
+    # Windows of different sizes cover different tokens, so D(t) may fail to grow: drop such points.
     grown = [at for at, (_, y) in enumerate(points) if all(y > low for _, low in points[:at])]
     return tuple(points[at] for at in grown if points[at][1] < num_experts)
 
 
 def expert_counts(model: str, routes: list[list[list[int]]], num_experts: int) -> ExpertCounts:
-    """How often tokens chose each expert, of routes as above. model: what it is called."""
+    """Count how often tokens chose each expert. model: its name"""
     chosen = [Counter(expert for ids in layer for expert in ids) for layer in routes]
     counts = [[of_layer[expert] for expert in range(num_experts)] for of_layer in chosen]
     return ExpertCounts(model, len(routes[0]), len(routes[0][0]), counts)
 
 
 def acceptance_of(trace: RouteTrace) -> float | None:
-    """That a drafted token stood, given that those before it did; None without drafts."""
-    tried = stood = 0
+    """Acceptance of a drafted token, given those before it; None without drafts."""
+    tried = accepted = 0
     for step in trace.steps:
-        accepted = len(step.path) - 1
-        stood += accepted
-        tried += min(accepted + 1, len(step.drafted))
-    return stood / tried if tried else None
+        accepted += step.emitted - 1
+        tried += min(step.emitted, len(step.drafted))
+    return accepted / tried if tried else None

@@ -1,4 +1,4 @@
-"""Generations to measure: each text to its full length, as runs or step by step."""
+"""Runs generations for measurements, each to its full length, as runs or step by step."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,17 +17,17 @@ def steps_of(
     draft_length: Callable[[], int | None] = lambda: None,
     progress: Progress | None = None,
 ) -> Iterator[StepStats]:
-    """Yield the record of every step behind the prompts; each text goes on to its full length.
+    """Yield the statistics of every decode step; each request runs to its full length.
 
-    `Engine.lookahead` holds the routes of a step until the next one is asked for.
+    `Engine.lookahead` has the routes of a step until the next one.
 
-    draft_length  asked before each step; None leaves the choice to the governor
+    draft_length  called before each step; None leaves the choice to the governor
     """
     encoded = [generator.encode(prompt) for prompt in prompts]
     generator.reserve(max(map(len, encoded)) + max_new_tokens)
     engine = generator.runtime.engine
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    for prompt_token_ids in tracked("running texts", encoded, len(encoded), progress):
+    for prompt_token_ids in tracked("running prompts", encoded, len(encoded), progress):
         request = Request(prompt_token_ids, sampling)
         engine.prefill(request)
         while request.finish_reason is None:
@@ -35,24 +35,24 @@ def steps_of(
             yield engine.recorder.step
 
 
-def texts_of(
+def generations_of(
     generator: Generator,
     prompts: list[str],
     max_new_tokens: int,
     warm_up: int = 0,
     progress: Progress | None = None,
 ) -> Iterator[Generation]:
-    """Generate each text to its full length, all of them under one layout of memory, and each from
-    its first token on. What was measured of a text is `Generator.last_run` until the next one is
-    asked for.
+    """Generate from each prompt to the full length, with one memory layout and no prefix reuse.
 
-    warm_up  so many tokens of the last text come first, to fill the slots, and do not count
+    `Generator.last_run` has the statistics of a generation until the next one.
+
+    warm_up  tokens of the last prompt that are generated first, to fill the slots
     """
     longest = max(len(generator.encode(prompt)) for prompt in prompts)
     generator.reserve(longest + max_new_tokens)
     if warm_up:
         generator.generate(prompts[-1], max_new_tokens=min(warm_up, max_new_tokens))
-    for prompt in tracked("running texts", prompts, len(prompts), progress):
+    for prompt in tracked("running prompts", prompts, len(prompts), progress):
         generator.forget()
         yield generator.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
 
@@ -64,8 +64,8 @@ def runs_of(
     warm_up: int = 0,
     progress: Progress | None = None,
 ) -> list[RunStats]:
-    """What was measured of each of `texts_of`."""
+    """Return the statistics of each generation of `generations_of`."""
     runs = []
-    for _ in texts_of(generator, prompts, max_new_tokens, warm_up, progress):
-        runs.append(present(generator.last_run, "a text has ended and left no run"))
+    for _ in generations_of(generator, prompts, max_new_tokens, warm_up, progress):
+        runs.append(present(generator.last_run, "a generation has ended without statistics"))
     return runs

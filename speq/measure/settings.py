@@ -1,4 +1,4 @@
-"""Options of what is measured. Nothing here needs torch: the command line reads it."""
+"""Options of measurements. Imports no torch, since the command line reads it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ Prompts = Annotated[
 ]
 NumPrompts = Annotated[int, Option("How many of the prompts.", Whole(1))]
 MaxNewTokens = Annotated[int, Option("Tokens to generate for each prompt.", Whole(2))]
-# What `tune` sets itself: it measures every draft length, and there is no profile yet.
+# Options that `tune` sets itself: it measures every draft length, and has no profile yet.
 CHOSEN = (
     *("memory_budget", "draft_length", "draft_experts", "draft_counts"),
     *("drafter", "head", "profile"),
@@ -39,7 +39,7 @@ Rounds = Annotated[int, Option("Times each setting is measured.", Whole(1))]
 
 @dataclass(frozen=True, slots=True)
 class CheckSettings(Options):
-    """Which texts the exact path is compared with plain transformers on."""
+    """Prompts on which the exact path is compared with plain transformers."""
 
     prompts: Prompts = None
     num_prompts: NumPrompts = 4
@@ -47,7 +47,7 @@ class CheckSettings(Options):
 
 @dataclass(frozen=True, slots=True)
 class TuneSettings(Options):
-    """What a profile is measured with, and where it goes. run: how, the draft length apart."""
+    """Options of `tune`. run: options of the run that is measured"""
 
     memory_budget: MemoryBudget
 
@@ -63,7 +63,7 @@ class TuneSettings(Options):
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings(Options):
-    """What is planned for, and what is known of the machine and of the routes."""
+    """Options of `plan`: the run, the machine and the routes."""
 
     memory_budget: MemoryBudget
     host_budget: HostBudget = None
@@ -79,10 +79,12 @@ class PlanSettings(Options):
         str | None, Option("A card or machine by name; `?` lists them.", Text("a preset's name"))
     ] = None
     link: Annotated[
-        float | None, Option("What brings experts, such as 25GB/s: PCIe, or a disk.", Rate())
+        float | None,
+        Option("Bandwidth to load experts (PCIe or a disk), such as 25GB/s.", Rate()),
     ] = None
     memory_bandwidth: Annotated[
-        float | None, Option("Of the memory that weights lie in, such as 900GB/s.", Rate())
+        float | None,
+        Option("Bandwidth of the memory that holds weights, such as 900GB/s.", Rate()),
     ] = None
     profile: Profile = "auto"
     routes: Annotated[
@@ -95,12 +97,14 @@ class PlanSettings(Options):
     locality: Annotated[
         str | None,
         Option(
-            "Whose routes to count experts by; default: those of --routes or of the profile, or "
-            "else published.",
+            "Routes to count experts by; default: those of --routes or of the profile, or else "
+            "published.",
             Choice(tuple(CURVES)),
         ),
     ] = None
     acceptance: Annotated[
         float | None,
-        Option("Share of drafted tokens that stand; default: measured, or 0.9.", Number(1.0)),
+        Option(
+            "Share of drafted tokens that are accepted; default: measured, or 0.9.", Number(1.0)
+        ),
     ] = None

@@ -1,5 +1,6 @@
-"""A text run through both sets of experts: neither sees the other's output, so that one
-disagreement does not cause the next.
+"""Runs given sequences through the exact model and the draft (teacher forcing).
+
+Neither sees the other's output, so one difference does not cause the next.
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ from speq.scheduler.lookahead import LookaheadBuffer
 
 @dataclass(frozen=True, slots=True)
 class ForcedPass:
-    """Some tokens of a text, the exact model's in one pass, the draft's one by one.
+    """Results for some tokens of a sequence: the exact model's in one pass, the draft's singly.
 
-    start      position of the first of them in the text
+    start      position of the first of them in the sequence
     exact      [T, V] logits
-    draft      [T, V] logits; None where there is no draft
+    draft      [T, V] logits; None without a draft
     lookahead  both models' routes, until the next pass
     """
 
@@ -39,11 +40,11 @@ class ForcedPass:
 
 
 def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator[ForcedPass]:
-    """Run a text as verification would, `rows` tokens at a time, and token by token as the draft.
+    """Run a sequence as verification would, `rows` tokens at a time, and singly as the draft would.
 
-    As in a run, the draft reads the exact KV entries of earlier passes and its own within a pass.
-    Between passes the cache holds the exact entries of the text so far, and a drafter that listens
-    has heard of it. What is run on from there must leave both as they are (`Engine.attempt`).
+    As in a run, the draft reads the exact KV of earlier passes and its own within a pass. Between
+    passes the cache has the exact KV of the sequence so far, and the drafter has observed it. A
+    caller that runs more from there must leave both unchanged (`probe.attempt`).
     """
     engine, model = runtime.engine, runtime.model
     cache, lookahead = engine.caches[0], engine.lookahead

@@ -1,4 +1,4 @@
-"""A run as a timeline, in the trace event format that Perfetto and chrome://tracing open.
+"""Writes a run as a timeline in the trace event format of Perfetto and chrome://tracing.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from speq.files.atomic_file import write_whole
-from speq.stats import Event, RunStats, StepStats
+from speq.stats import RunStats, StepStats, TimeSpan
 
-# What experts come over.
+# The link that loads experts.
 Link = Literal["disk", "PCIe"]
 Row = dict[str, Any]
 
 PID = 1
-# Lanes that every picture has, and those of transfers behind them.
+# Lanes of every timeline; lanes of transfers follow.
 STEPS, DRAFT, VERIFY, LAYERS, STALLS, GOVERNOR, TRANSFERS = range(1, 8)
 LANES = {
     STEPS: "steps",
@@ -27,7 +27,7 @@ LANES = {
     STALLS: "stalls",
     GOVERNOR: "governor",
 }
-# The prompt is run by the exact model, as what is verified.
+# Prefill runs on the exact model, as verification does.
 LANE_OF = {
     **{"draft": DRAFT, "verify": VERIFY, "prefill": VERIFY, "audit": VERIFY},
     **{"layer": LAYERS, "select": LAYERS, "stall": STALLS},
@@ -36,9 +36,9 @@ LANE_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Where a picture's time begins, in seconds of the recorder's clock.
+    """Start of a timeline, in seconds of the recorder's clock.
 
-    Times are whole nanoseconds, so that what lies within other spans does so in the file too.
+    Times are whole nanoseconds, so that spans nest in the file as they do in the run.
     """
 
     at_s: float
@@ -54,13 +54,13 @@ class Zero:
         return {"ts": start / 1e3, "dur": (end - start) / 1e3}
 
 
-# The name of a reader or copy stream, and the number among its lanes: the spans of a lane may not
-# cross, so that transfers that overlap others of their reader lie in lanes beside.
+# Name of a reader or copy stream, and a number among its lanes. Spans of a lane may not cross, so
+# transfers that overlap others of their reader have further lanes.
 Lane = tuple[str, int]
 
 
 def transfer_lanes(run: RunStats, link: Link) -> dict[int, Lane]:
-    """The lane of each transfer, by the event's id."""
+    """Assign a lane to each transfer, by the event's id."""
     transfers = [event for step in run.steps for event in step.events if event.kind == "transfer"]
     placed: dict[int, Lane] = {}
     until_s: dict[str, list[float]] = {}  # of each lane of a reader
@@ -74,19 +74,19 @@ def transfer_lanes(run: RunStats, link: Link) -> dict[int, Lane]:
     return placed
 
 
-def _carrier(event: Event, link: Link) -> str:
+def _carrier(event: TimeSpan, link: Link) -> str:
     reader = event.reader or 0
     if link == "disk":
         return f"reader {reader}"
-    # What a reader brought to host memory first has a span of both.
+    # An expert that a reader brought to host memory first has one span for both.
     return f"disk reader {reader} and copy" if event.read_bytes else f"copy stream {reader}"
 
 
 def trace_events(run: RunStats, link: Link = "disk") -> Iterator[Row]:
-    """The events of a run: names of lanes first, then step by step.
+    """Yield the events of a run: names of lanes first, then step by step.
 
-    Times are microseconds since the run was asked for. Where a transfer of before ended within the
-    run, they are microseconds since that began.
+    Times are microseconds since the run was requested, or since an earlier transfer began that
+    ended within the run.
     """
     begun = [event.start_s for step in run.steps for event in step.events]
     zero = Zero(min([run.start_s, *begun]))
@@ -94,10 +94,10 @@ def trace_events(run: RunStats, link: Link = "disk") -> Iterator[Row]:
     lanes = sorted(set(placed.values()), key=lambda lane: (len(lane[0]), lane))
     rows = {lane: TRANSFERS + at for at, lane in enumerate(lanes)}
     yield {"ph": "M", "pid": PID, "name": "process_name", "args": {"name": "speq"}}
-    beside = {
+    carriers = {
         row: f"{carrier}, beside ({at})" if at else carrier for (carrier, at), row in rows.items()
     }
-    for row, name in (LANES | beside).items():
+    for row, name in (LANES | carriers).items():
         thread = {"ph": "M", "pid": PID, "tid": row}
         yield thread | {"name": "thread_name", "args": {"name": name}}
         yield thread | {"name": "thread_sort_index", "args": {"sort_index": row}}
@@ -105,7 +105,7 @@ def trace_events(run: RunStats, link: Link = "disk") -> Iterator[Row]:
         yield _step(number, step, zero)
         if step.phase == "decode":
             yield _decision(number, step, zero)
-        # What encloses others comes first where two begin together.
+        # If two events begin together, the enclosing one comes first.
         for event in sorted(step.events, key=lambda event: (event.start_s, -event.end_s)):
             yield {
                 "ph": "X",
@@ -162,7 +162,7 @@ def _decision(number: int, step: StepStats, zero: Zero) -> Row:
 
 
 def _counters(step: StepStats, at_s: float, zero: Zero) -> Iterator[Row]:
-    """Series of one counter are drawn on top of each other: together they are a whole."""
+    """Yield the counters of a step. Series of one counter are stacked, so they add up."""
     missed = step.requests - step.hits - step.late
     counters: dict[str, dict[str, int]] = {
         "bytes moved": {
@@ -176,7 +176,7 @@ def _counters(step: StepStats, at_s: float, zero: Zero) -> Iterator[Row]:
         yield {"ph": "C", "pid": PID, "name": name, **zero.point(at_s), "args": values}
 
 
-def _name(event: Event) -> str:
+def _name(event: TimeSpan) -> str:
     if event.layer is None:
         return event.kind
     if event.expert is None:
@@ -184,7 +184,7 @@ def _name(event: Event) -> str:
     return f"{event.layer}.{event.expert}"
 
 
-def _arguments(event: Event) -> dict[str, Any]:
+def _arguments(event: TimeSpan) -> dict[str, Any]:
     if event.kind not in ("transfer", "stall"):
         return {}
     cause = "ahead" if event.ahead else "on demand"
@@ -195,9 +195,9 @@ def _arguments(event: Event) -> dict[str, Any]:
 
 
 def write_trace(run: RunStats, path: Path, link: Link = "disk") -> None:
-    """Write a run's timeline, whole or not at all. Raises SpeqError where that cannot be done.
+    """Write a run's timeline, whole or not at all. Raises SpeqError if that fails.
 
-    link  what experts came over, which says whether readers or copy streams carried them
+    link  tells whether readers or copy streams carried the experts
     """
     content = json.dumps({"traceEvents": list(trace_events(run, link)), "displayTimeUnit": "ms"})
     write_whole(path, content.encode())

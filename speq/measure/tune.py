@@ -1,8 +1,8 @@
-"""What `speq tune` measures of a model on this machine: the offline half of MoE-SpeQ 3.2.2.
+"""Measures a model's profile on this machine for `speq tune` (offline part of MoE-SpeQ 3.2.2).
 
-The link by size of a read; what a first expert takes; drafts and verifications of several lengths,
-from generations under the budget; and how fast each codec's experts are computed with, and
-published ones encoded, on random experts of the model's shape.
+It measures the link by size of a read, the time of a first expert, and drafts and verifications of
+several lengths in generations under the budget. On random experts of the model's shape it measures
+how fast each codec computes and encodes.
 """
 
 import time
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Unpack
 
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_int
 from speq.experts.codec import codec_of, codecs_for
 from speq.experts.expert_store import mean_moved_bytes
@@ -43,10 +43,10 @@ DRAFT_LENGTHS = (0, 1, 2, 4, 8, LONGEST)
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
-    """A profile, and the file that it is kept in.
+class TuneResult:
+    """A profile, and the file that it was written to.
 
-    counts_path  where counts of the experts are kept; None: nowhere
+    counts_path  file of the experts' counts; None: they were not written
     """
 
     profile: Profile
@@ -61,58 +61,59 @@ def tune(
     force: bool = False,
     progress: Progress = no_progress,
     **options: Unpack[TuneOptions],
-) -> Tuned:
-    """Measure a model on this machine under a budget, and keep the profile that runs go by, and how
-    often each expert was used, which `draft_experts` goes by.
+) -> TuneResult:
+    """Measure a model on this machine under a budget, and write the profile that runs use.
+
+    It also writes how often each expert was used, for `draft_experts`.
 
     force     replace the file `out`
-    progress  told (what, done, total)
-    options   of TuneSettings, and of RunConfig what a run has as well; see docs/options.md
+    progress  called with (what, done, total)
+    options   of TuneSettings and RunConfig; see docs/options.md
 
-    Raises SpeqError for a budget that is too small, and where there is no place for the profile,
-    before anything is measured.
+    Raises SpeqError for a budget that is too small, and if the profile cannot be written, before
+    anything is measured.
     """
     settings = build(TuneSettings, {"memory_budget": memory_budget, **options})
-    return tuned(model, settings, force, progress)
+    return tune_with(model, settings, force, progress)
 
 
-def tuned(
+def tune_with(
     model: str | Path, settings: TuneSettings, force: bool = False, tell: Progress = no_progress
-) -> Tuned:
-    """As `tune`."""
+) -> TuneResult:
+    """Tune as `tune` does, with the options in one object."""
     path = place_of(model, settings, force)
-    profile, counts = measured(model, settings, tell)
+    profile, counts = measure_profile(model, settings, tell)
     profiles.write(profile, path)
     with closing(open_model(model)) as opened:
         counts_path = used_experts.keep(counts, opened.checkpoint)
-    return Tuned(profile, path, counts_path)
+    return TuneResult(profile, path, counts_path)
 
 
 def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
-    """The file for the profile. Raises SpeqError where there can be none."""
+    """Choose the file for the profile. Raises SpeqError if it cannot be written."""
     if settings.out is not None:
         check_target(settings.out, force)
         return settings.out
     with closing(open_model(model)) as opened:
-        device = device_named(settings.run.get("device", "auto")).torch.type
+        device = find_device(settings.run.get("device", "auto")).torch.type
         path = profiles.kept_path(profiles.key_of(opened, device, settings.memory_budget))
     if path is None:
-        raise SpeqError("this user has no home to keep the profile in; name a file with --out")
+        raise SpeqError("this user has no home folder for the profile; name a file with --out")
     check_target(path, force=True)
     return path
 
 
-def measured(
+def measure_profile(
     model: str | Path,
     settings: TuneSettings,
     tell: Progress = no_progress,
     clock: Clock = time.perf_counter,
 ) -> tuple[Profile, ExpertCounts]:
-    """A profile, and how often the texts' tokens chose each expert.
+    """Measure a profile, and count how often the prompts' tokens chose each expert.
 
-    Raises SpeqError for nonsense settings and budgets that are too small.
+    Raises SpeqError for invalid settings and budgets that are too small.
     """
-    # Room for a cycle of each length.
+    # Room for a step of each length.
     checked_int("max_new_tokens", settings.max_new_tokens, sum(k + 1 for k in DRAFT_LENGTHS))
     prompts = read_prompts(settings.prompts, settings.num_prompts)
     generator = Generator.from_pretrained(
@@ -120,14 +121,14 @@ def measured(
         settings.memory_budget,
         draft_length="auto",
         profile="none",
-        drafter="int4",  # asked for by name: held, to be timed, wherever it fits
+        drafter="int4",  # by name, so that it is loaded and timed wherever it fits
         progress=tell,
         **settings.run,
     )
     try:
         runtime = generator.runtime
-        cycles, routes = measured_steps(generator, prompts, settings.max_new_tokens, tell)
-        points, first_fetch_s = measured_link(runtime, tell, clock)
+        by_length, routes = measure_steps(generator, prompts, settings.max_new_tokens, tell)
+        points, first_fetch_s = measure_link(runtime, tell, clock)
         shape = runtime.opened.store.codec.shape
         names = codecs_for(shape)
         codecs = {
@@ -136,10 +137,10 @@ def measured(
             )
             for name in tracked("timing kernels of each codec", names, len(names), tell)
         }
-        others = encodable(runtime)
+        encodings = encodable(runtime)
         encoders = {
             name: encode_bytes_per_s(codec_of(name, shape), runtime.config.reader_threads, clock)
-            for name in tracked("timing what encodes", others, len(others), tell)
+            for name in tracked("timing encoders", encodings, len(encodings), tell)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
         expert_bytes = mean_bytes(runtime)
@@ -158,76 +159,76 @@ def measured(
         encode_bytes_per_s=encoders,
         codec=codec,
         routes=distinct,
-        **figures_of(cycles),
+        **figures_of(by_length),
     )
     return profile, counts
 
 
-def measured_steps(
+def measure_steps(
     generator: Generator,
     prompts: list[str],
     max_new_tokens: int,
     tell: Progress,
 ) -> tuple[dict[int, list[StepStats]], list[list[list[int]]]]:
-    """Cycles by draft length, of as many lengths as the budget's draft allows; and expert ids by
-    layer and token, of all tokens that were emitted.
+    """Measure steps by draft length, and the expert ids of emitted tokens by layer and token.
 
-    Lengths take turns within each text, so that a machine that changes favours none; what their
-    slots hold is then of all lengths, which is why stalls are taken off and not measured here.
+    Lengths take turns within each sequence, so that a changing machine favours none. Slots then
+    hold experts of all lengths, so stalls are subtracted and not measured here.
     """
     runtime = generator.runtime
-    cycles = defaultdict[int, list[StepStats]](list)
+    by_length = defaultdict[int, list[StepStats]](list)
     routes: list[list[list[int]]] = [[] for _ in range(runtime.model.num_moe_layers)]
     done, total = 0, len(prompts) * (max_new_tokens - 1)
 
-    def fewest_cycles() -> int:
+    def least_measured() -> int:
         lengths = DRAFT_LENGTHS if runtime.draft_bank is not None else DRAFT_LENGTHS[:1]
-        return min(lengths, key=lambda k: (len(cycles[k]), k))
+        return min(lengths, key=lambda k: (len(by_length[k]), k))
 
     tell("measuring drafts and verifications", done, total)
-    for step in steps_of(generator, prompts, max_new_tokens, fewest_cycles):
-        cycles[step.draft_length].append(step)
+    for step in steps_of(generator, prompts, max_new_tokens, least_measured):
+        by_length[step.draft_length].append(step)
         used = runtime.engine.lookahead.used
         for layer, chosen in enumerate(routes):  # a chain is accepted from the front
             chosen += used[layer].ids[: step.accepted + 1]
         done += step.emitted
         tell("measuring drafts and verifications", done, total)
-    return {k: cycles[k] for k in DRAFT_LENGTHS if cycles[k]}, routes
+    return {k: by_length[k] for k in DRAFT_LENGTHS if by_length[k]}, routes
 
 
-def figures_of(cycles: dict[int, list[StepStats]]) -> dict[str, Any]:
-    """The fields of a profile that cycles tell."""
+def figures_of(by_length: dict[int, list[StepStats]]) -> dict[str, Any]:
+    """Compute the fields of a profile that depend on steps, given by draft length."""
     verify = tuple(
         (k + 1.0, lower_quartile([step.verify_s - step.stall_s for step in steps]))
-        for k, steps in cycles.items()
+        for k, steps in by_length.items()
     )
     distinct = tuple(
-        (k + 1.0, fmean(step.requests for step in steps)) for k, steps in cycles.items()
+        (k + 1.0, fmean(step.requests for step in steps)) for k, steps in by_length.items()
     )
-    drafts = [(k, median(step.draft_s for step in steps)) for k, steps in cycles.items() if k]
+    drafts = [(k, median(step.draft_s for step in steps)) for k, steps in by_length.items() if k]
     base_s, token_s = line_through(drafts)
-    tried = sum(min(s.accepted + 1, s.draft_length) for steps in cycles.values() for s in steps)
-    stood = sum(step.accepted for steps in cycles.values() for step in steps)
+    all_steps = [step for steps in by_length.values() for step in steps]
+    tried = sum(min(step.accepted + 1, step.draft_length) for step in all_steps)
+    accepted = sum(step.accepted for step in all_steps)
     return {
         "verify": verify,
         "distinct": distinct,
         "draft_base_s": base_s,
         "draft_token_s": token_s,
-        "acceptance": stood / tried if tried else None,
+        "acceptance": accepted / tried if tried else None,
     }
 
 
 def lower_quartile(values: list[float]) -> float:
-    """The value that a quarter of them are below.
+    """Return the value that a quarter of them are below.
 
-    Threads that read take the processor from the pass beside them, and no pass is without misses in
-    a small budget: what is left of a pass's time without its stalls is too long, in most of them.
+    Reader threads take processor time from a pass. In a small budget every pass has misses, so its
+    time without stalls is too long in most of them.
     """
     return sorted(values)[len(values) // 4]
 
 
 def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope by least squares, neither of them negative; (0, 0) without points."""
+    """Fit intercept and slope by least squares, neither negative; (0, 0) without points."""
     if not points:
         return 0.0, 0.0
     mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
@@ -239,20 +240,20 @@ def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def mean_bytes(runtime: Runtime) -> int:
-    """What moves for an expert."""
+    """Mean bytes that loading an expert moves."""
     return round(mean_moved_bytes(runtime.opened.store))
 
 
 def encodable(runtime: Runtime) -> list[str]:
-    """Codecs by which a run on the CPU can encode these experts as it reads them."""
+    """List the codecs that a run on the CPU can encode these experts with while it reads them."""
     source = runtime.opened.store.source
     if runtime.device.type != "cpu" or not source.published:
         return []
     return [name for name in codecs_for(source.codec.shape) if name != source.codec.name]
 
 
-def measured_link(runtime: Runtime, tell: Progress, clock: Clock) -> tuple[Points, float]:
-    """Bytes per second by size, experts last, and seconds until a first expert is there."""
+def measure_link(runtime: Runtime, tell: Progress, clock: Clock) -> tuple[Points, float]:
+    """Measure bytes per second by size, an expert's last, and the time of a first expert."""
     if runtime.device.type == "cuda":
         expert_bytes = mean_bytes(runtime)
         points = link.copies_by_size(expert_bytes, runtime.device, clock)

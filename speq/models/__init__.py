@@ -1,1 +1,1 @@
-"""Model families, loading all of a model but its experts, and running it."""
+"""Model families: loading everything but the experts, and running passes."""

@@ -1,4 +1,4 @@
-"""What attention caches and computes of a token, by its kind."""
+"""Sizes of what attention caches and computes for each token, by kind of attention."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,20 +8,20 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from speq.kernels.decoder_ops import beside_sinks
+from speq.kernels.decoder_ops import attend_with_sinks
 from speq.layers.arguments import LAYER_ARGUMENTS, refuse_unknown
 
 # (heads, width) of a layer's cached keys and of its cached values.
 KVShapes = tuple[tuple[int, int], tuple[int, int]]
 
-# What attention is given beside what it computes with: a mask has said how far it looks back, and
-# nobody trains.
+# Arguments of attention that are ignored: the mask already holds the window, and nothing is
+# trained.
 BESIDE_MASK = ("dropout", "sliding_window", *LAYER_ARGUMENTS)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes of one layer's attention; of the widest, where layers differ.
+    """Sizes of one layer's attention; of the widest layer where layers differ.
 
     kv_shapes       of the cached keys and values
     query_width     elements of a token's queries, of all heads
@@ -38,22 +38,22 @@ class AttentionShape:
 
 
 def cached_heads(config: Any) -> AttentionShape:
-    """Keys and values of heads, which several heads of queries may share."""
+    """Multi-head or grouped-query attention."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    # Shared heads are repeated for all queries; heads of one's own are read where they lie.
+    # Shared heads are repeated for all queries; a head that is not shared is read in place.
     expanded_width = heads * 2 * width if kv_heads != heads else 0
     return AttentionShape(((kv_heads, width),) * 2, heads * width, expanded_width, score_heads=0)
 
 
 def gated_heads(config: Any) -> AttentionShape:
-    """As `cached_heads`, each query beside a gate of its size."""
+    """`cached_heads` with a gate as wide as the query beside each query."""
     shape = cached_heads(config)
     return replace(shape, query_width=2 * shape.query_width)
 
 
 def heads_by_layer(config: Any) -> AttentionShape:
-    """As `cached_heads`, of other numbers and widths in each kind of layer."""
+    """`cached_heads` with head counts and widths that differ between kinds of layers."""
     layers = [cached_heads(each) for each in config.per_layer_config]
     return AttentionShape(
         kv_shapes=max((each.kv_shapes for each in layers), key=elements),
@@ -65,12 +65,12 @@ def heads_by_layer(config: Any) -> AttentionShape:
 
 
 def elements(kv_shapes: KVShapes) -> int:
-    """What a token takes of a layer's cache."""
+    """Cached elements of one token in one layer."""
     return sum(heads * width for heads, width in kv_shapes)
 
 
 def cached_latents(config: Any) -> AttentionShape:
-    """Latents that all heads share, and keys of the position (MLA, arXiv:2405.04434)."""
+    """Multi-head latent attention (MLA, arXiv:2405.04434)."""
     heads = config.num_attention_heads
     width = config.qk_nope_head_dim + config.qk_rope_head_dim
     return AttentionShape(
@@ -84,15 +84,15 @@ def cached_latents(config: Any) -> AttentionShape:
 
 
 def heads_with_sinks(config: Any) -> AttentionShape:
-    """As `cached_heads`, computed by `attend_beside_sinks`."""
+    """`cached_heads` computed by `attend_by_group`."""
     shape = cached_heads(config)
     (kv_heads, _), _ = shape.kv_shapes
-    # Of the heads that share keys, in up to four copies.
+    # Scores of the heads that share keys, in up to four copies.
     score_heads = 2 * config.num_attention_heads // kv_heads
     return AttentionShape(shape.kv_shapes, shape.query_width, 0, score_heads)
 
 
-def attend_beside_sinks(
+def attend_by_group(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -102,18 +102,18 @@ def attend_beside_sinks(
     s_aux: Tensor,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of gpt_oss for any number of rows, by the heads that share keys.
+    """Run gpt_oss's attention for any number of rows, one group of shared keys at a time.
 
     query, key, value  [B, heads or kv_heads, T or N, D]; the result is [B, T, heads, D]
     attention_mask     [B, 1, T, N] bool, true where seen
     s_aux              [heads], the sinks
 
-    transformers' own takes masks that are added, and has scores of all heads at a time.
+    transformers' own takes additive masks and holds the scores of all heads at once.
     """
     refuse_unknown("attention of gpt_oss", others, BESIDE_MASK)
     group = query.shape[1] // key.shape[1]
     attended = [
-        beside_sinks(
+        attend_with_sinks(
             query[:, head * group : (head + 1) * group],
             key[:, head : head + 1],
             value[:, head : head + 1],
@@ -126,12 +126,12 @@ def attend_beside_sinks(
     return torch.cat(attended, dim=1).transpose(1, 2).contiguous(), None
 
 
-def seen_by_each(*sizes: Any, **others: Any) -> Tensor | None:
-    """transformers' mask of entries that are seen, which is never left out."""
+def build_seen_mask(*sizes: Any, **others: Any) -> Tensor | None:
+    """Build transformers' boolean mask and never skip it."""
     return sdpa_mask(*sizes, **(others | {"allow_is_causal_skip": False}))
 
 
-# Its name in transformers' tables of attention and of masks.
+# Name in transformers' tables of attention functions and of masks.
 BESIDE_SINKS = "speq_beside_sinks"
-AttentionInterface.register(BESIDE_SINKS, attend_beside_sinks)
-AttentionMaskInterface.register(BESIDE_SINKS, seen_by_each)
+AttentionInterface.register(BESIDE_SINKS, attend_by_group)
+AttentionMaskInterface.register(BESIDE_SINKS, build_seen_mask)

@@ -1,4 +1,4 @@
-"""What a config.json may promise: known from files alone, before anything is built from it."""
+"""Limits on config.json, checked from files alone before anything is built."""
 
 import re
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from speq.errors import SpeqError
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 
-# Several times what any model has. Larger ones would take hours or all memory to lay out, and are
-# a damaged number.
+# Several times what any model has. A larger one is a damaged number, and would take hours or all
+# memory.
 MOST = {
     "num_hidden_layers": 1 << 10,
     "vocab_size": 1 << 22,
@@ -51,7 +51,7 @@ def check_sizes(config: dict[str, Any], where: object) -> None:
 
 
 def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Raise SpeqError where a config promises more layers or tokens than the weights hold."""
+    """Raise SpeqError if the config has more layers or tokens than the weights."""
     where = checkpoint.path / "config.json"
     part = checkpoint.part
     own = {

@@ -1,9 +1,9 @@
-"""What a layer of the gated delta rule keeps of a text: a state, and inputs of its last tokens.
+"""Cache of a gated delta rule layer for one sequence: a state, and the inputs of its last tokens.
 
-A state cannot be cut back as entries can. So the state is kept that belongs to the tokens which are
-settled, and behind it the inputs of all tokens that may yet be given up. What is kept of these is
-run again when the next pass begins: a few operations a token, where a copy of the state for each
-drafted token would take megabytes. A second state follows a draft from token to token.
+A state cannot be truncated as KV can. So the cache holds the state after the settled tokens, and
+the inputs of the tokens that may still be rolled back. Accepted ones are run again when the next
+pass begins. That takes a few operations a token, where a copy of the state for each drafted token
+would take megabytes. A second state follows a draft from token to token.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import present
-from speq.kernels.delta_rule import DeltaSizes, delta_steps, mixed_one_by_one
+from speq.kernels.delta_rule import DeltaSizes, delta_steps, mix_one_by_one
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING, ConvInputs
 from speq.models.length import Length
@@ -28,7 +28,7 @@ def state_sizes(sizes: DeltaSizes, dtype: torch.dtype) -> list[int]:
 
 
 class DeltaRows(NamedTuple):
-    """Tokens of a pass as a layer's projections have them.
+    """Outputs of a layer's projections for the tokens of a pass.
 
     inputs  [T, channels] of the convolution
     decays, betas  [T, value heads] float32
@@ -45,7 +45,7 @@ class DeltaRows(NamedTuple):
 
 
 class DeltaParts(Protocol):
-    """What a layer computes its tokens with.
+    """Weights and functions of a layer that the cache calls.
 
     weight  of the convolution, [channels, taps]
     """
@@ -56,14 +56,17 @@ class DeltaParts(Protocol):
     def weight(self) -> Tensor: ...
 
     def prompt(self, windows: Tensor, rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Many tokens behind a state, and the state behind them. windows: [T, taps, channels]"""
+        """Run many tokens after a state. Return their outputs and the new state.
+
+        windows  [T, taps, channels]
+        """
 
 
 class DeltaLayer:
-    """One layer of one text.
+    """Cache of one layer for one sequence.
 
-    State `base` is that behind the tokens which are settled, `ConvInputs.base_at`; `tip` is that
-    behind `tip_at` tokens, of which the last ones may be given up.
+    State `base` is the one after the settled tokens, `ConvInputs.base_at`. State `tip` is the one
+    after `tip_at` tokens, the last of which may be rolled back.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class DeltaLayer:
         return [self._base, self._tip, self._inputs.tensor, self._decays, self._betas]
 
     def run(self, rows: DeltaRows, parts: DeltaParts) -> Tensor:
-        """Tokens of a pass behind the text's length, as nodes of `Length.tree` where that is one:
-        [T, value heads, value width] float32.
+        """Run the tokens of a pass after the sequence's length; they are nodes of `Length.tree` if
+        there is one. Return [T, value heads, value width] float32.
         """
         self._begin(parts)
         start, count = self.length.count, len(rows.inputs)
@@ -99,7 +102,7 @@ class DeltaLayer:
         return self._step(self._tip, places, parts)
 
     def keep(self, start: int, nodes: Tensor) -> None:
-        """Of tokens from `start` on keep those at `nodes`, which are places in the text."""
+        """Keep, of the tokens from `start` on, those at positions `nodes`."""
         self._inputs.keep(start, nodes)
         first = start - self._inputs.base_at
         for each in (self._decays, self._betas):
@@ -107,9 +110,9 @@ class DeltaLayer:
         self._tip_at = -1
 
     def _begin(self, parts: DeltaParts) -> None:
-        """Forget another text, and have `base` behind all tokens that are settled by now."""
+        """Forget another sequence, and move `base` past all settled tokens."""
         inputs = self._inputs
-        if inputs.forget_other_text():
+        if inputs.reset_if_new_sequence():
             for tensor in self.tensors:
                 tensor.zero_()
             self._tip_at = -1
@@ -126,14 +129,14 @@ class DeltaLayer:
             each[:left] = each[settled : settled + left].clone()
 
     def _have_tip(self, count: int, parts: DeltaParts) -> None:
-        """Have `tip` behind so many tokens."""
+        """Move `tip` past the first `count` tokens."""
         if self._tip_at != count:
             self._tip.copy_(self._base)
             self._step(self._tip, range(count - self._inputs.base_at), parts)
             self._tip_at = count
 
     def _step(self, state: Tensor, pending: range, parts: DeltaParts) -> Tensor:
-        """Run tokens that lie one behind another, by their places behind `base_at`."""
+        """Run a chain of tokens, given their places after `base_at`."""
         if not pending:
             return state.new_empty(0, *parts.sizes.state[::2])
         places = slice(pending.start, pending.stop)
@@ -142,22 +145,22 @@ class DeltaLayer:
     def _run(
         self, state: Tensor, windows: Tensor, places: slice | list[int], parts: DeltaParts
     ) -> Tensor:
-        mixed = mixed_one_by_one(windows, parts.weight)
+        mixed = mix_one_by_one(windows, parts.weight)
         return delta_steps(state, mixed, self._decays[places], self._betas[places])
 
     def _branch(self, parts: DeltaParts) -> Tensor:
-        """Nodes of a tree, whose inputs are there: each behind its parent."""
-        tree = present(self.length.tree, "a pass of a tree has none")
+        """Run nodes of a tree whose inputs are written, each from its parent's state."""
+        tree = present(self.length.tree, "a pass over a tree was given no tree")
         root = self.length.count - tree.first
         self._have_tip(root, parts)
         first = root - self._inputs.base_at
-        visible = tree.visible().any(0).tolist()  # by those that are asked for
+        visible = tree.visible().any(0).tolist()  # by the nodes that this pass runs
         last_child = {parent: node for node, parent in enumerate(tree.parents) if visible[node]}
         states, out = {-1: self._tip}, []
         for node, parent in enumerate(tree.parents):
             if not visible[node]:
                 continue
-            # The tip stays: it is the state of the text in front of the root.
+            # The tip stays: it is the sequence's state before the root.
             own = states.pop(parent) if last_child[parent] == node and parent >= 0 else None
             state = states[parent].clone() if own is None else own
             window = self._inputs.node_windows(tree.parents, [node], first)
@@ -169,7 +172,7 @@ class DeltaLayer:
         return torch.cat(out)
 
     def _read(self, rows: DeltaRows, parts: DeltaParts) -> Tensor:
-        """Tokens of a prompt, all of which stay."""
+        """Run tokens of a prompt, which are never rolled back."""
         out, state = parts.prompt(self._inputs.read(rows.inputs), rows, self._base)
         self._base.copy_(state)
         self._tip_at = -1

@@ -1,7 +1,7 @@
-"""The gated delta net of qwen3_next and qwen3_5_moe over a cache that goes back.
+"""The gated delta net of qwen3_next and qwen3_5_moe over a cache with rollback.
 
-transformers runs one token by one rule and several by another, and cuts no state back. Here a few
-tokens are run one after another, as each would be alone, by the layer's cache.
+transformers runs one token by one rule and several by another, and cannot roll a state back. Here
+the layer's cache runs a few tokens one after another, with the results that each would have alone.
 """
 
 import importlib
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speq.kernels.delta_rule import DeltaSizes, mixed_inputs
-from speq.layers.arguments import given_cache
+from speq.kernels.delta_rule import DeltaSizes, mix_inputs
+from speq.layers.arguments import find_cache
 from speq.models.conv_inputs import windows_in
 from speq.models.delta_cache import DeltaLayer, DeltaRows, state_sizes
 from speq.models.length import Length
@@ -21,9 +21,9 @@ from speq.models.states import StateShape, layers_of_kind
 
 
 class DeltaNet:
-    """Stands in for the forward of a layer's module, whose parameters it uses.
+    """Replacement of a module's forward that uses the module's parameters.
 
-    It does not keep the module alive, which holds it: memory would be given back late.
+    It holds the module weakly: a reference cycle would free memory late.
     """
 
     def __init__(self, module: Any) -> None:
@@ -41,14 +41,17 @@ class DeltaNet:
 
     @property
     def weight(self) -> Tensor:
-        """Of the convolution: [channels, taps]."""
+        """Weight of the convolution: [channels, taps]."""
         weight: Tensor = self._module.conv1d.weight
         return weight[:, 0]
 
     def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
-        """hidden_states [1, T, H] to [1, T, H]. given: as `given_cache` has it."""
+        """Map hidden_states [1, T, H] to [1, T, H].
+
+        given  arguments that `find_cache` reads
+        """
         module = self._module
-        cache = given_cache(self, given)
+        cache = find_cache(self, given)
         inputs, gate, b, a = self._projected(hidden_states)
         decays = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
         rows = DeltaRows(inputs, decays, b.sigmoid().float())
@@ -63,12 +66,12 @@ class DeltaNet:
         return out
 
     def prompt(self, windows: Tensor, rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Many tokens behind a state: [T, value heads, value width] float32, and the state behind
-        them.
+        """Run many tokens after a state. Return [T, value heads, value width] float32 and the new
+        state.
 
         windows  [T, taps, channels] of their inputs
         """
-        mixed, sizes = mixed_inputs(windows, self.weight), self.sizes
+        mixed, sizes = mix_inputs(windows, self.weight), self.sizes
         keys = sizes.key_heads * sizes.key_width
         queries, keys, values = (
             part.unflatten(1, (-1, width))[None]
@@ -78,7 +81,7 @@ class DeltaNet:
                 strict=True,
             )
         )
-        # As transformers does it, within the rule from some version on and in front of it before.
+        # Newer versions of transformers repeat the heads within the rule, older ones before it.
         shared = sizes.value_heads // sizes.key_heads
         out, last = self._chunked(
             queries.repeat_interleave(shared, dim=2),
@@ -99,8 +102,8 @@ class DeltaNet:
         return self.prompt(windows, rows, state)[0]
 
     def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inputs of the convolution [T, channels], the output's gate [T, value heads, value width],
-        strengths and decays before their functions, [T, value heads] each.
+        """Project to the convolution's inputs [T, channels], the output's gate [T, value heads,
+        value width], and strengths and decays before their functions, [T, value heads] each.
         """
         module = self._module
         if hasattr(module, "in_proj_qkvz"):
@@ -116,7 +119,7 @@ class DeltaNet:
 
 
 class DeltaState(NamedTuple):
-    """What a layer of the gated delta rule keeps of a text."""
+    """Sizes of a gated delta rule layer's state."""
 
     sizes: DeltaSizes
     mixer: str = "linear_attn"
@@ -132,7 +135,7 @@ class DeltaState(NamedTuple):
 
 
 def delta_states(config: Any) -> StateShape:
-    """Of the layers that a config calls linear attention."""
+    """States of the layers that a config calls linear attention."""
     sizes = DeltaSizes(
         config.linear_num_key_heads,
         config.linear_num_value_heads,

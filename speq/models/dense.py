@@ -1,4 +1,4 @@
-"""The matrices of a model outside its experts and routers: which there are, how they are held."""
+"""The dense matrices of a model, outside its experts and routers, and the forms that hold them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.experts.packed_dense import PackedDense, smaller_record
-from speq.experts.passes import over_all
+from speq.experts.passes import for_each_key
 from speq.files.alignment import prefer_huge_pages
 from speq.kernels import dense_ops
 from speq.kernels.library import KERNELS, Kernels
@@ -19,19 +19,18 @@ from speq.models.resident import MappedWeights
 from speq.units import Done
 
 Plain = nn.Linear | nn.Embedding
-# The codes that a module's matrix may be a residual of, where it is one that drafts run on codes;
-# given its name and its words.
+# Returns the INT4 codes that a module's matrix may be a residual of, given its name and its
+# weights; None if drafts do not run it on codes.
 Base = Callable[[str, Tensor], Int4Pair | None]
-# Makes what holds matrices in the place of their words, by the names of the modules, which it is
-# given.
+# Encodes the matrices of named modules; returns what holds them, by the same names.
 Records = Callable[[Iterable[tuple[str, Plain]], MappedWeights], Mapping[str, ExactMatrix]]
 
 
 def plain_modules(
     model: nn.Module, routers: Iterable[nn.Module] = ()
 ) -> Iterator[tuple[str, Plain]]:
-    """transformers' own dense layers and embedding, by name. Classes derived from them are left as
-    they are, but for an embedding that multiplies its rows, and so is what routers are made of.
+    """Yield transformers' own dense layers and embedding, by name. Derived classes are left as they
+    are, except an embedding that scales its rows. So are the modules of routers.
     """
     left = {id(module) for router in routers for module in router.modules()}
     for name, module in model.named_modules():
@@ -41,7 +40,7 @@ def plain_modules(
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether it is an embedding that multiplies its rows by a buffer."""
+    """True for an embedding that multiplies its rows by a buffer."""
     return isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
 
 
@@ -51,9 +50,9 @@ def hold_dense(
     records: Mapping[str, ExactMatrix],
     routers: Iterable[nn.Module] = (),
 ) -> None:
-    """Put modules of ours in the place of all dense layers and of the embedding.
+    """Replace all dense layers and the embedding by modules of ours.
 
-    records  matrices that are held as records, by the name of the module; others stay words
+    records  packed matrices, by the name of the module; others stay plain weights
     routers  modules that are left as they are
     """
     raw: dict[int, RawMatrix] = {}
@@ -62,10 +61,10 @@ def hold_dense(
         if matrix is None:
             matrix = raw.setdefault(id(module.weight), RawMatrix(module.weight.detach()))
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, standing_in(module, matrix, switch))
+        setattr(model.get_submodule(parent), child, replacement_of(module, matrix, switch))
 
 
-def standing_in(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) -> nn.Module:
+def replacement_of(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) -> nn.Module:
     if isinstance(module, nn.Embedding):
         scale = getattr(module, "embed_scale", None)
         return DenseEmbedding(matrix, scale)
@@ -73,8 +72,8 @@ def standing_in(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) -> nn
     return DenseLinear(matrix, bias, switch)
 
 
-def held_matrices(model: nn.Module) -> list[ExactMatrix]:
-    """The matrices in modules of ours; one that two share comes once."""
+def matrices_in(model: nn.Module) -> list[ExactMatrix]:
+    """Distinct matrices in modules of ours."""
     held: dict[int, ExactMatrix] = {}
     for module in model.modules():
         if isinstance(module, DenseLinear):
@@ -84,11 +83,11 @@ def held_matrices(model: nn.Module) -> list[ExactMatrix]:
     return [*held.values()]
 
 
-def held_bytes(model: nn.Module) -> int:
+def matrix_bytes(model: nn.Module) -> int:
     """Bytes of the matrices and biases of modules of ours."""
     layers = [module for module in model.modules() if isinstance(module, DenseLinear)]
     biases = sum(layer.bias.nbytes for layer in layers if layer.bias is not None)
-    return sum(matrix.nbytes for matrix in held_matrices(model)) + biases
+    return sum(matrix.nbytes for matrix in matrices_in(model)) + biases
 
 
 def encode_dense(
@@ -100,16 +99,17 @@ def encode_dense(
     base: Base | None = None,
     packed: PackedDense | None = None,
 ) -> dict[str, ExactMatrix]:
-    """Records of all matrices, or the words of those that take no less as records, or more than the
+    """Pack all matrices. Those stay plain weights that would not be smaller, or are larger than the
     device's kernels take.
 
     plain   the modules that have them, by name
-    mapped  what the weights of a model that was just loaded are mapped from
-    base    what records are residuals of, on the device; None, and where it has none: lossless ones
-    packed  lossless records that a pack holds, which are read instead of being made
+    mapped  files that the weights of a model that was just loaded are mapped from
+    base    codes on the device that the packed matrices are residuals of; None, and where it has
+            none: lossless
+    packed  lossless matrices in a pack, which are read instead of being encoded
 
-    A matrix's words are given up when its record is made. The largest come first, as long as little
-    else is held: `DenseForm.loading_bytes` counts on it.
+    A matrix's plain weights are freed when it is packed. The largest come first, while little else
+    is held: `DenseForm.loading_bytes` counts on it.
     """
     names: dict[int, list[str]] = {}
     weights: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ def encode_dense(
         weights[id(module.weight)] = module.weight
     made: dict[str, ExactMatrix] = {}
     kernels = KERNELS[device.type]
-    # One thread talks to a device: others make what is sent there.
+    # One thread talks to a device; the others encode what is sent there.
     one_by_one = base is not None and device.type != "cpu"
     place = device if one_by_one else torch.device("cpu")
 
@@ -127,16 +127,16 @@ def encode_dense(
         weights[key].data = given.new_empty(0)
         stored = mapped.name(given)
         if packed is not None and stored is not None and stored in packed:
-            matrix = as_packed(given, stored, packed, mapped, place, kernels)
+            matrix = load_packed(given, stored, packed, mapped, place, kernels)
             made.update(dict.fromkeys(names[key], matrix))
             return
         exact = mapped.words(given)
         pairs = [] if base is None else [base(name, exact) for name in names[key]]
         pair = next((pair for pair in pairs if pair is not None), None)
         if pair is None:
-            matrix = lossless(exact, place, kernels)
+            matrix = pack_lossless(exact, place, kernels)
         else:
-            matrix = residual(exact, pair, place, kernels)
+            matrix = pack_residual(exact, pair, place, kernels)
         made.update(dict.fromkeys(names[key], matrix))
 
     largest = sorted(weights, key=lambda key: -weights[key].numel())
@@ -144,21 +144,21 @@ def encode_dense(
         for key in largest:
             encode(key)
     else:
-        over_all(encode, [(key,) for key in largest], threads, progress)
+        for_each_key(encode, [(key,) for key in largest], threads, progress)
     if place == device:
         return made
-    sent = {id(matrix): on_device(matrix, device) for matrix in made.values()}
+    sent = {id(matrix): move_to_device(matrix, device) for matrix in made.values()}
     return {name: sent[id(matrix)] for name, matrix in made.items()}
 
 
-def on_device(matrix: ExactMatrix, device: torch.device) -> ExactMatrix:
-    """A matrix of the host on a device."""
+def move_to_device(matrix: ExactMatrix, device: torch.device) -> ExactMatrix:
+    """Copy a matrix from the host to a device."""
     if isinstance(matrix, LosslessMatrix):
         return replace(matrix, record=matrix.record.to(device))
     return RawMatrix(matrix.words().to(device))
 
 
-def as_packed(
+def load_packed(
     given: Tensor,
     name: str,
     packed: PackedDense,
@@ -166,9 +166,8 @@ def as_packed(
     device: torch.device,
     kernels: Kernels,
 ) -> ExactMatrix:
-    """A matrix that is mapped from a pack's tensor of that name, as the pack has it, on a device.
-
-    Its words are not read where there is a record that kernels take.
+    """Load a mapped matrix to a device in the form in which the pack has it. Its plain weights are
+    not read if the pack has a form that the kernels take.
     """
     nbytes = packed.nbytes(name, 0) or 0
     record = packed.read(name) if kernels.takes_record(nbytes, given.shape[1]) else None
@@ -178,31 +177,33 @@ def as_packed(
     return LosslessMatrix(record.to(device), *given.shape)
 
 
-def lossless(words: Tensor, device: torch.device, kernels: Kernels = KERNELS["cpu"]) -> ExactMatrix:
-    """A matrix [N, K] bfloat16 of the host, as a record on a device where that is smaller.
+def pack_lossless(
+    words: Tensor, device: torch.device, kernels: Kernels = KERNELS["cpu"]
+) -> ExactMatrix:
+    """Pack a matrix [N, K] bfloat16 from the host to a device, if that makes it smaller.
 
     kernels  that run it
     """
     record = smaller_record(words)
     if record is None or not kernels.takes_record(record.nbytes, words.shape[1]):
         return RawMatrix(words.to(device))
-    return LosslessMatrix(held_on(record, device), *words.shape)
+    return LosslessMatrix(copy_to_device(record, device), *words.shape)
 
 
-def residual(
+def pack_residual(
     words: Tensor, pair: Int4Pair, device: torch.device, kernels: Kernels = KERNELS["cpu"]
 ) -> ExactMatrix:
-    """As `lossless`, over codes that lie on the device."""
+    """Pack a matrix as a residual over codes on the device, if that makes it smaller."""
     codes, scales = (part.to(words.device) for part in pair)
     record = dense_ops.encode_dense_residual(words, (codes, scales))
     taken = kernels.takes_record(record.nbytes, words.shape[1])
     if record.nbytes >= words.nbytes or not taken:
         return RawMatrix(words.to(device))
-    return ResidualMatrix(held_on(record, device), pair)
+    return ResidualMatrix(copy_to_device(record, device), pair)
 
 
-def held_on(record: Tensor, device: torch.device) -> Tensor:
-    """A record where it stays."""
+def copy_to_device(record: Tensor, device: torch.device) -> Tensor:
+    """Copy a packed matrix to the device that keeps it."""
     if device.type != "cpu":
         return record.to(device)
     held = torch.empty_like(record)

@@ -1,4 +1,4 @@
-"""How the matrices of a model outside its experts are held, and the memory that takes."""
+"""The form in which a model's dense matrices are held, and its memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,18 +7,19 @@ from typing import Self
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.library import KERNELS, Kernels
 
-# Bits a weight that records usually take, experts' as well, by the form.
+# Usual bits per weight of packed matrices and experts, by form.
 USUAL_BITS = {"lossless": 11.4, "residual": 8.9}
 
 
 @dataclass(frozen=True, slots=True)
 class DenseForm:
-    """The matrices of dense layers and of the embedding, in the order of `ModelShape.dense`.
+    """Form of the dense layers' and the embedding's matrices, in the order of `ModelShape.dense`.
 
     name         raw, lossless or residual
     sizes        bytes that each takes
-    words_bytes  of each as words of the compute dtype
-    packed       a pack holds the records: loading reads them, and words only of what stays words
+    words_bytes  bytes of each as plain weights of the compute dtype
+    packed       the pack holds the packed matrices: loading reads them, and plain weights only
+                 where needed
     """
 
     name: str
@@ -28,7 +29,7 @@ class DenseForm:
 
     @classmethod
     def raw(cls, shapes: Sequence[tuple[int, int]], itemsize: int) -> Self:
-        """Words of so many bytes each."""
+        """Plain weights of `itemsize` bytes each."""
         sizes = tuple(rows * columns * itemsize for rows, columns in shapes)
         return cls("raw", sizes, sizes)
 
@@ -40,8 +41,8 @@ class DenseForm:
         itemsize: int,
         kernels: Kernels = KERNELS["cpu"],
     ) -> Self:
-        """The smallest records there can be; words where those take no more, and where kernels take
-        no record of a matrix.
+        """The smallest size that packed matrices can have. Plain weights where those are no larger,
+        and where kernels take no packed form of a matrix.
         """
         return cls._of(name, shapes, itemsize, 0, kernels)
 
@@ -53,7 +54,7 @@ class DenseForm:
         itemsize: int,
         kernels: Kernels = KERNELS["cpu"],
     ) -> Self:
-        """As `least`, with records of the size that they usually have."""
+        """The usual size of packed matrices; otherwise as `least`."""
         return cls._of(name, shapes, itemsize, USUAL_BITS[name], kernels)
 
     @classmethod
@@ -84,11 +85,11 @@ class DenseForm:
         return sum(self.sizes)
 
     def known(self, sizes: Sequence[int]) -> Self:
-        """The same, its records made."""
+        """The same form with the sizes of its encoded matrices."""
         return replace(self, sizes=tuple(sizes))
 
     def in_pack(self, sizes: Sequence[int | None]) -> Self:
-        """The same, with the sizes that a pack tells. None: of a matrix that it does not hold."""
+        """The same form with the sizes in a pack. None: the pack does not hold the matrix."""
         known = [
             nbytes if found is None else found
             for nbytes, found in zip(self.sizes, sizes, strict=True)
@@ -96,14 +97,14 @@ class DenseForm:
         return replace(self, sizes=tuple(known), packed=None not in sizes)
 
     def loading_bytes(self, threads: int, converted_bytes: int) -> int:
-        """What loading takes beside what it leaves, at the most.
+        """Upper bound on the memory of loading, beyond what stays afterwards.
 
         threads          matrices that are encoded at a time
-        converted_bytes  of tensors that are stored in another dtype: while they are converted they
-                         are held twice
+        converted_bytes  bytes of tensors stored in another dtype, which are held twice during
+                         conversion
 
-        Words of a matrix lie beside its record, and the record is copied once out of memory for
-        the largest there can be. The largest matrices come first, when few records are there.
+        A matrix's plain weights are held beside its packed form, which is copied once from a buffer
+        of the largest possible size. The largest matrices come first, when little is packed yet.
         """
         if self.name == "raw" or self.packed:
             return converted_bytes

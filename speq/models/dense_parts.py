@@ -1,4 +1,4 @@
-"""The dense layers of a model that a draft may run on codes, by what they are for."""
+"""The dense layers of a model that a draft may run on codes, by purpose."""
 
 import re
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from torch import nn
 
 from speq.experts.expert_names import ExpertNames
 
-# What a draft may have codes of. Attention: what stands in its place, too. MLP: shared experts, and
-# the MLPs of layers without experts.
+# Parts that a draft may have codes of. Attention includes what replaces it in a layer. MLP: shared
+# experts, and the MLPs of layers without experts.
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
-# It multiplies the whole context at each pass, so that reading its weights is not what takes time.
+# It multiplies the whole context at each pass, so reading its weights does not bound its time.
 EXPANDING = "kv_b_proj"
 # Small matrices that say how fast states fade.
 DECAYING = ("in_proj_ba", "in_proj_a", "in_proj_b")
@@ -20,8 +20,8 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
-    """A dense layer: the name of its module, which the model's checkpoint has for it too, its part
-    and its matrix' sizes [outputs, columns].
+    """A dense layer: its name in the model and in the checkpoint, its part, and the sizes of its
+    matrix [outputs, columns].
     """
 
     name: str
@@ -31,16 +31,16 @@ class DenseShape:
 
     @property
     def layer(self) -> int | None:
-        """The decoder layer that it is part of; None of the head."""
+        """The decoder layer that it is part of; None for the head."""
         match = LAYER.search(self.name)
         return None if match is None else int(match[1])
 
 
 def dense_shapes(model: Any, names: ExpertNames) -> tuple[DenseShape, ...]:
-    """Those of a model, in the order of its modules. Routers, gates of shared experts, norms and
-    embeddings are none.
+    """Dense layers of a model, in module order, without routers, gates of shared experts, norms and
+    embeddings.
 
-    names  which say what a layer calls its MLP, and that its projections
+    names  names of a layer's MLP and of its projections
     """
     head = model.get_output_embeddings()
     found = []
@@ -53,7 +53,7 @@ def dense_shapes(model: Any, names: ExpertNames) -> tuple[DenseShape, ...]:
 
 
 def part_of(name: str, names: ExpertNames) -> str | None:
-    """The part of a module inside a layer; None where drafts run the exact one."""
+    """The part of a module inside a layer; None if drafts run the exact one."""
     *inside, own = name.split(".")
     if "linear_attn" in inside:
         return None if own in DECAYING else ATTENTION

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as words, of which codes with scales stand for some, for transformers."""
+"""Dequantized weights of a checkpoint, for transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ from speq.models.shape import hf_config
 
 
 def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Tensors by the model's names: words, mapped from their files, and codes as words of
-    bfloat16 in memory. Scales are left out.
+    """Tensors by the model's names. Plain weights are mapped from their files; codes are
+    dequantized to bfloat16 in memory. Scales are left out.
 
-    wanted  tells which
+    wanted  selects tensors by name
     """
     state: dict[str, Tensor] = {}
     coded = {name for name in checkpoint.tensors if checkpoint.is_coded(name)}
@@ -37,8 +37,8 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
 
 
 def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The words of a tensor of codes, with its rows as they are on disk; of experts whose words lie
-    transposed in the models of a family, transposed.
+    """Dequantize a tensor of codes. Rows stay as they are on disk, except for experts that a family
+    stores transposed.
     """
     file, _ = checkpoint.tensors[name]
     of_scales = scales_name(name)
@@ -51,14 +51,14 @@ def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
     return words.mT.contiguous() if transposed else words
 
 
-def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
-    """transformers' model of a checkpoint, or of the words of one that was published as codes.
+def load_dequantized(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
+    """Build transformers' model from a checkpoint; quantized weights are dequantized.
 
-    wanted   tells the tensors by the model's names; those of plain words are all there
+    wanted   selects tensors by the model's names; unquantized ones are always loaded
     options  of `from_pretrained`
     """
     path, config = checkpoint.path, hf_config(checkpoint)
-    # Whose loader stumbles over an index that has a weight_map alone.
+    # transformers' loader fails on an index that has only a weight_map.
     if checkpoint.format == WORDS and checkpoint.has_metadata:
         if checkpoint.part is not None:
             options["key_mapping"] = checkpoint.part.renaming
@@ -66,6 +66,6 @@ def from_checkpoint(checkpoint: Checkpoint, wanted: Callable[[str], bool], **opt
             path, config=config, trust_remote_code=False, **options
         )
     state = state_of(checkpoint, wanted)
-    # The class itself: the automatic one wants a folder.
+    # The class itself: AutoModel wants a folder.
     made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return made.from_pretrained(None, config=config, state_dict=state, **options)

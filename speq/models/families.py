@@ -1,4 +1,4 @@
-"""A model family is one entry here: as little as transformers' own classes leave to say."""
+"""Model families: one entry for each, with what transformers' own classes do not say."""
 
 import contextlib
 import importlib
@@ -14,18 +14,18 @@ from transformers import __version__ as transformers_version
 
 from speq.errors import SpeqError
 from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
-from speq.files.text_part import TextPart
+from speq.files.text_part import TextModelPart
 from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT, CLAMPED
 from speq.layers.gates import (
-    Gate,
     GateOf,
-    corrected_gate,
-    dividing_gate,
+    RouterGate,
+    deepseek_v2_gate,
+    deepseek_v3_gate,
     ernie_gate,
-    factored_gate,
+    gemma4_gate,
     lfm2_gate,
     minimax_gate,
-    scaled_gate,
+    normalized_gate,
     softmax_gate,
     sparse_mixer,
 )
@@ -47,40 +47,40 @@ from speq.models.attention import (
 )
 from speq.models.bounds import LAYER
 from speq.models.delta_net import delta_states
-from speq.models.mtp_layer import APART, ERNIE, Predictor, apart, behind_the_last
+from speq.models.mtp_layer import APART, ERNIE, MtpLayerKind, deepseek_layer, qwen3_next_layer
 from speq.models.short_conv import check_short_conv, conv_states
 from speq.models.states import NO_STATES, StateShape
 
-# transformers' modules are shared by all threads: two at a time would leave ours behind.
+# transformers' modules are shared by all threads: two patches at a time would leave ours in place.
 _PATCHING = threading.Lock()
 
 
 class MoEBlock(NamedTuple):
-    """A block of a loaded model that has routed experts.
+    """A block of a loaded model with routed experts.
 
-    beside  what the router is given beside hidden states
-    gate    how it chooses
-    logits_of  finds its logits in what it returns
+    router_inputs  arguments of the router besides hidden states
+    gate           rule of its choices
+    logits_of      finds the logits in what the router returns
     """
 
     experts: OffloadedExperts
     router: nn.Module
-    gate: Gate
-    beside: tuple[Tensor | None, ...] = ()
+    gate: RouterGate
+    router_inputs: tuple[Tensor | None, ...] = ()
     logits_of: LogitsOf = first_of
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """What the router says of rows [T, H]: [T, E]."""
-        said: tuple[Tensor, ...] = self.router.forward(hidden_states, *self.beside)
-        return self.logits_of(said)
+        """Router logits of rows [T, H]: [T, E]."""
+        output: tuple[Tensor, ...] = self.router.forward(hidden_states, *self.router_inputs)
+        return self.logits_of(output)
 
 
-def unchecked(config: Any, num_experts: int, where: object) -> None:
-    """For families whose configuration has nothing to check beside what all have."""
+def check_nothing(config: Any, num_experts: int, where: object) -> None:
+    """Check nothing: the family has no constraints of its own."""
 
 
-def without_states(config: Any) -> StateShape:
-    """For families whose layers all keep entries."""
+def no_states(config: Any) -> StateShape:
+    """No states: all layers of the family have a KV cache."""
     return NO_STATES
 
 
@@ -130,19 +130,21 @@ def check_gemma4(config: Any, num_experts: int, where: object) -> None:
             )
     if config.use_bidirectional_attention == "all":
         raise SpeqError(
-            f"{where} has use_bidirectional_attention 'all', with which tokens see those behind "
-            "them; give a model that writes text"
+            f"{where} has use_bidirectional_attention 'all', with which tokens see later ones; "
+            "give a model that generates text"
         )
 
 
 def check_pairs(config: Any, num_experts: int, where: object) -> None:
-    """Raise SpeqError for groups too small: two experts rank one, and top-k chooses among them."""
+    """Raise SpeqError for groups that are too small: two experts rank a group, and top-k chooses
+    among those of the selected groups.
+    """
     check_groups(config, num_experts, where)
     size, top_k = num_experts // config.n_group, config.num_experts_per_tok
     if size < 2 or config.topk_group * size < top_k:
         raise SpeqError(
             f"{where} has n_group {config.n_group} and topk_group {config.topk_group}, which "
-            f"leave {config.topk_group} of groups of {size} experts to choose from; a group must "
+            f"leave {config.topk_group} groups of {size} experts to choose from; a group must "
             f"have at least 2, and those chosen from at least num_experts_per_tok, {top_k}"
         )
 
@@ -152,32 +154,31 @@ class Family:
     """What differs between families.
 
     model_type    in config.json, and the name of transformers' module
-    experts_class class of a block's experts, which ours replaces
+    experts_class class of a block's experts, replaced by OffloadedExperts
     names         of experts and routers on disk; the first ones are attributes of the model too
     router_inputs   attributes of the block that its router is given beside hidden states; None for
-                  those that a configuration leaves out
+                    those that a configuration leaves out
     gate          how its routers choose
     logits_of     finds logits in what its routers return
     num_experts, expert_width, top_k, hidden_act   attributes of the config; no hidden_act: it has
-                  none, and experts run with silu
+                                                   none, and experts run with silu
     window        whether the model honours config.sliding_window in its mask
     typed_masks   whether the model wants one mask for each of config.layer_types
-    attention     what its attention caches, from the config
-    attention_by  what of transformers' table computes it, where the walk does not
+    attention     sizes of what its attention caches, from the config
+    attention_by  entry of transformers' table that computes it outside the fused decoder
     biased        whether its experts have biases
-    normed        whether what experts give goes through norms, and is not added as it is
-    transposed    whether words of experts are on disk as [E, H, 2F], gate and up in turns, and
+    normed        whether the experts' output is normed before it is added
+    transposed    whether experts' weights are on disk as [E, H, 2F], gate and up interleaved, and
                   [E, F, H]
     activation    of its experts; None: as the config's hidden_act says
-    check         raises SpeqError for a config that the model would only stumble over in a pass;
-                  given the config, the number of experts and where the config was read
-    on_the_host   what its classes do there in the midst of a pass, which no graph can hold
-    since         the first version of transformers that has it as speq needs it
-    predictor     of the layer that predicts tokens ahead; None: speq reads none of this family
-    states        which layers keep states in place of entries, from the config
-    last_norm, rotary   what the model calls the norm behind its layers, and what turns positions
-    text_part     where its checkpoints hold the model, which is that of text, beside other parts;
-                  None: they hold nothing else
+    check         raises SpeqError for a config that would otherwise fail in a pass; given the
+                  config, the number of experts and where the config was read
+    on_the_host   what its classes compute on the host during a pass, which no graph can hold
+    since         first version of transformers with all that speq needs of it
+    predictor     its MTP layer; None: speq reads none of this family
+    states        which layers keep states in place of KV, from the config
+    last_norm, rotary   names of the norm after its layers and of its rotary embedding
+    text_part     prefix of the text model in multimodal checkpoints; None: they hold nothing else
     """
 
     model_type: str
@@ -198,18 +199,18 @@ class Family:
     normed: bool = False
     transposed: bool = False
     activation: str | None = None
-    check: Callable[[Any, int, object], None] = unchecked
+    check: Callable[[Any, int, object], None] = check_nothing
     on_the_host: str | None = None
     since: str = "5.17"
-    predictor: Predictor | None = None
-    states: Callable[[Any], StateShape] = without_states
+    predictor: MtpLayerKind | None = None
+    states: Callable[[Any], StateShape] = no_states
     last_norm: str = "norm"
     rotary: str = "rotary_emb"
-    text_part: TextPart | None = None
+    text_part: TextModelPart | None = None
 
     @property
     def model_types(self) -> tuple[str, ...]:
-        """In a config.json that is of this family."""
+        """Values of model_type in a config.json of this family."""
         return (self.model_type, *([] if self.text_part is None else [self.text_part.model_type]))
 
     @property
@@ -230,12 +231,12 @@ class Family:
             )
 
     def config(self, content: dict[str, Any], where: Path) -> dict[str, Any]:
-        """What a config.json in the folder `where` says of the model itself."""
+        """The text model's part of the config.json in the folder `where`."""
         return content if self.text_part is None else self.text_part.config(content, where)
 
     def holds(self, name: str, num_layers: int | None) -> bool:
-        """Whether a model of so many layers has a tensor of that name outside its experts. Layers
-        behind its last, and those that lie apart, are for predicting tokens ahead.
+        """True for a tensor outside the experts of a model with `num_layers` layers. Layers after
+        the last, and those under prefixes of their own, are MTP layers.
         """
         part = self.text_part
         if name.startswith(APART) or (part is not None and part.is_beside(name)):
@@ -246,13 +247,13 @@ class Family:
 
     @contextlib.contextmanager
     def with_experts(self) -> Iterator[None]:
-        """Models built inside the block are transformers' own, whatever other threads build."""
+        """Build transformers' own models inside the block, whatever other threads build."""
         with _PATCHING:
             yield
 
     @contextlib.contextmanager
     def without_experts(self) -> Iterator[None]:
-        """Models built inside the block have OffloadedExperts for experts."""
+        """Build models with OffloadedExperts inside the block."""
         module = importlib.import_module(self.module)
         with _PATCHING:
             original = getattr(module, self.experts_class)
@@ -270,10 +271,10 @@ class Family:
             block = getattr(layer, name, None) if name else layer
             experts = getattr(block, self.names.experts, None)
             if isinstance(experts, OffloadedExperts):
-                beside = tuple(getattr(block, name, None) for name in self.router_inputs)
+                inputs = tuple(getattr(block, name, None) for name in self.router_inputs)
                 router = getattr(block, self.names.routers[0])
-                gate = self.gate(router, beside)
-                blocks[index] = MoEBlock(experts, router, gate, beside, self.logits_of)
+                gate = self.gate(router, inputs)
+                blocks[index] = MoEBlock(experts, router, gate, inputs, self.logits_of)
         return blocks
 
     def routers(self, model: nn.Module) -> list[nn.Module]:
@@ -281,7 +282,7 @@ class Family:
         return [block.router for block in self.moe_blocks(model).values()]
 
 
-# As their authors publish them; transformers has the usual names for them.
+# Names as published; transformers has the usual names for them.
 MIXTRAL_NAMES = ExpertNames(
     blocks=("mlp", "block_sparse_moe"), projections=(PROJECTIONS, ("w1", "w3", "w2"))
 )
@@ -290,14 +291,14 @@ PHIMOE_NAMES = ExpertNames(
 )
 HUNYUAN_NAMES = ExpertNames(routers=("gate", "gate.wg"))
 GPT_OSS_NAMES = ExpertNames(routers=("router",))
-# Both as published and as transformers saves it.
+# Names as published and as transformers saves them.
 LFM2_NAMES = ExpertNames(
     blocks=("feed_forward",),
     projections=(MIXTRAL_NAMES.projections[1], PROJECTIONS),
     mlp="feed_forward",
 )
 GEMMA4_NAMES = ExpertNames(blocks=("",), routers=("router", "router.proj"))
-# Of pictures and sounds.
+# Parts for images and audio.
 GEMMA4_BESIDE = tuple(
     f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
 )
@@ -314,25 +315,27 @@ FAMILIES = {
             attention=gated_heads,
             states=delta_states,
             on_the_host="states of family qwen3_next are cut back by the host",
-            predictor=apart("Qwen3Next", "Qwen3NextRotaryEmbedding"),
+            predictor=qwen3_next_layer("Qwen3Next", "Qwen3NextRotaryEmbedding"),
         ),
         Family(
             "qwen3_5_moe",
             "Qwen3_5MoeExperts",
-            gate=dividing_gate,
+            gate=normalized_gate,
             typed_masks=True,
             attention=gated_heads,
             states=delta_states,
             on_the_host="states of family qwen3_5_moe are cut back by the host",
-            predictor=apart("Qwen3_5Moe", "Qwen3_5MoeTextRotaryEmbedding"),
-            text_part=TextPart("qwen3_5_moe_text", "model.language_model.", ("model.visual.",)),
+            predictor=qwen3_next_layer("Qwen3_5Moe", "Qwen3_5MoeTextRotaryEmbedding"),
+            text_part=TextModelPart(
+                "qwen3_5_moe_text", "model.language_model.", ("model.visual.",)
+            ),
         ),
         Family("olmoe", "OlmoeExperts", expert_width="intermediate_size"),
         Family(
             "mixtral",
             "MixtralExperts",
             names=MIXTRAL_NAMES,
-            gate=dividing_gate,
+            gate=normalized_gate,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             window=True,
@@ -350,7 +353,7 @@ FAMILIES = {
         Family(
             "deepseek_v2",
             "DeepseekV2Experts",
-            gate=scaled_gate,
+            gate=deepseek_v2_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_deepseek_v2,
@@ -358,33 +361,33 @@ FAMILIES = {
         Family(
             "glm4_moe",
             "Glm4MoeExperts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             check=check_pairs,
-            predictor=behind_the_last("Glm4Moe"),
+            predictor=deepseek_layer("Glm4Moe"),
         ),
         Family(
             "glm4_moe_lite",
             "Glm4MoeLiteExperts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
-            predictor=behind_the_last("Glm4MoeLite", (("mlp_layer_types", "sparse"),)),
+            predictor=deepseek_layer("Glm4MoeLite", (("mlp_layer_types", "sparse"),)),
         ),
         Family(
             "deepseek_v3",
             "DeepseekV3Experts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             attention=cached_latents,
             check=check_pairs,
-            predictor=behind_the_last("DeepseekV3"),
+            predictor=deepseek_layer("DeepseekV3"),
         ),
         Family(
             "dots1",
             "Dots1Experts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             typed_masks=True,
             check=check_pairs,
@@ -392,7 +395,7 @@ FAMILIES = {
         Family(
             "solar_open",
             "SolarOpenExperts",
-            gate=corrected_gate,
+            gate=deepseek_v3_gate,
             num_experts="n_routed_experts",
             check=check_pairs,
         ),
@@ -415,7 +418,7 @@ FAMILIES = {
         Family(
             "hunyuan_v1_moe",
             "HunYuanMoEV1Experts",
-            gate=dividing_gate,
+            gate=normalized_gate,
             names=HUNYUAN_NAMES,
             expert_width="intermediate_size",
         ),
@@ -423,7 +426,7 @@ FAMILIES = {
             "gpt_oss",
             "GptOssExperts",
             names=GPT_OSS_NAMES,
-            gate=dividing_gate,
+            gate=normalized_gate,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             typed_masks=True,
@@ -452,7 +455,7 @@ FAMILIES = {
             "gemma4",
             "Gemma4TextExperts",
             names=GEMMA4_NAMES,
-            gate=factored_gate,
+            gate=gemma4_gate,
             logits_of=log_of_first,
             top_k="top_k_experts",
             hidden_act="hidden_activation",
@@ -460,14 +463,14 @@ FAMILIES = {
             attention=heads_by_layer,
             normed=True,
             check=check_gemma4,
-            text_part=TextPart("gemma4_text", "model.language_model.", GEMMA4_BESIDE),
+            text_part=TextModelPart("gemma4_text", "model.language_model.", GEMMA4_BESIDE),
         ),
     )
 }
 
 
 def family_of(config: dict[str, Any], where: object) -> Family:
-    """The adapter for a config.json. Raises SpeqError naming what is supported."""
+    """Find the family of a config.json. Raises SpeqError that lists the supported ones."""
     model_type = config.get("model_type")
     family = next((each for each in FAMILIES.values() if model_type in each.model_types), None)
     if family is None:

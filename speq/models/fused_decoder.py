@@ -1,7 +1,8 @@
-"""The decoder's layers, walked by ourselves for a few tokens behind texts.
+"""The fused decoder: the fast path through the decoder's layers for a few tokens of each sequence.
 
-transformers' own forward takes longer for them than what it computes. The walk calls the same
-modules in the same order, in rows [T, H], and hands each addition to the norm behind it.
+For few tokens, transformers' own forward takes longer than its computations. The fused decoder
+calls the same modules in the same order, on rows [T, H], and fuses each addition with the next
+norm.
 """
 
 import logging
@@ -33,7 +34,7 @@ from speq.models.tree import Tree
 
 logger = logging.getLogger("speq")
 
-# Positions whose turns are computed at a time.
+# Positions whose rotary embeddings are computed at a time.
 POSITIONS = 256
 
 
@@ -44,10 +45,10 @@ class DecoderOutput(NamedTuple):
 
 
 class RotaryTable:
-    """cos and sin of positions, computed once for many of them.
+    """Rotary cos and sin, computed once for many positions.
 
     rotary_emb  called with a tensor of the wanted dtype and position_ids [1, P]
-    ahead       whether they may be computed before a text gets there
+    ahead       whether they may be computed before a sequence gets there
     """
 
     def __init__(self, rotary_emb: Callable[..., tuple[Tensor, Tensor]], ahead: bool) -> None:
@@ -57,9 +58,9 @@ class RotaryTable:
         self._cos = self._sin = torch.empty(0)
 
     def at(self, start: int, like: Tensor, tree: Tree | None = None) -> Positions:
-        """Of the rows of `like` [T, H], whose entries go to `start` and behind.
+        """Return cos and sin of the rows of `like` [T, H], whose KV is written from `start` on.
 
-        tree  whose last nodes they are; None: they follow one another
+        tree  the rows are its last nodes; None: they follow one another
         """
         rows = like.shape[0]
         if tree is None:
@@ -71,7 +72,7 @@ class RotaryTable:
         return Positions(start, self._cos[places], self._sin[places], torch.tensor(tree.parents))
 
     def _from(self, first: int, count: int, like: Tensor) -> int:
-        """Have `count` positions in the table, from `first` on; return its place there."""
+        """Extend the table to `count` positions from `first` on. Return the place of `first`."""
         at = first - self._first
         if not self._count or at < 0 or at + count > self._cos.shape[0]:
             wanted = torch.arange(first, first + max(self._count, count))
@@ -83,10 +84,10 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindows:
-    """Given to a model in place of masks: tokens behind texts.
+    """Rows and attention windows of a pass, given to a model in place of masks.
 
-    spans  of each text its rows
-    of     how far layers of each kind look back, a token's own position included; None: all the way
+    spans  rows of each sequence
+    of     window of each kind of layer, a token's own position included; None: no limit
     """
 
     spans: Sequence[BatchSpan]
@@ -95,7 +96,9 @@ class AttentionWindows:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """kind: of `AttentionWindows`. next_norm: None behind the last of a stage's layers."""
+    """One decoder layer. kind: a key of `AttentionWindows`. next_norm: None for a stage's last
+    layer.
+    """
 
     kind: str
     attention: nn.Module
@@ -105,19 +108,19 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """Stands in for the forward of a model without its head.
+    """Replacement of a model's forward, without its head.
 
-    kinds  of its layers
-    ahead  whether turns of positions may be computed before a text gets there
-    taps   shown what goes into each layer; None: nobody reads that
+    kinds  kind of each layer
+    ahead  whether rotary embeddings may be computed before a sequence gets there
+    taps   receives the input of each layer; None: nobody reads it
     """
 
     def __init__(self, body: Any, kinds: list[str], ahead: bool) -> None:
         self.capture: HiddenStateCapture | None = None
         self._forward = own_forward(body)
         self._embed = body.embed_tokens
-        self._table = partial(RotaryTable, whole_turns(body.rotary_emb), ahead)
-        # By number of the text's cache: texts that run side by side are of different lengths.
+        self._table = partial(RotaryTable, whole_head_rotary(body.rotary_emb), ahead)
+        # By KV slot: batched sequences differ in length.
         self._tables: dict[int, RotaryTable] = {}
         layers: list[Any] = own_layers(body)
         self._last_norm, self._next_stage = body.norm, next_stage_layer(body)
@@ -149,16 +152,14 @@ class FusedDecoder:
         return DecoderOutput(normed[None])
 
     def _beyond(self, hidden: Tensor) -> Tensor:
-        """Behind the layers of a stage: what other machines make of it, and the last norm, where
-        this stage has those.
-        """
+        """Run the later stages, if any, and the last norm, if this stage has it."""
         if self._next_stage is not None:
             hidden = self._next_stage(hidden)
         last: Tensor = self._last_norm(hidden)
         return last
 
     def _span(self, span: BatchSpan, hidden: Tensor) -> DecodeSpan:
-        """Where the rows of a text stand among those of a pass, hidden [T, H]."""
+        """Locate the rows of a sequence among those of a pass, hidden [T, H]."""
         cache = span.cache
         table = self._tables.get(cache.number)
         if table is None:
@@ -167,8 +168,8 @@ class FusedDecoder:
         return DecodeSpan(span.rows, positions, cache.layers)
 
 
-def whole_turns(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What gives cos and sin of whole heads."""
+def whole_head_rotary(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Wrap a rotary embedding to return cos and sin of whole heads."""
     if type(rotary_emb).__name__ not in HALF_TURNS:
         turns_whole: Callable[..., tuple[Tensor, Tensor]] = rotary_emb
         return turns_whole
@@ -181,14 +182,14 @@ def whole_turns(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def feed_forward_of(feed_forward: nn.Module, rows: Tensor) -> Tensor:
-    """What a layer's block makes of rows [T, H]; some give more than that."""
+    """Run a layer's feed-forward block on rows [T, H]; drop what some return besides."""
     made = feed_forward(rows[None])
     first: Tensor = made[0] if isinstance(made, tuple) else made
     return first[0]
 
 
 def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """hidden + update, both [T, H], and the norm of that."""
+    """Return hidden + update, both [T, H], and its norm."""
     if isinstance(norm.forward, FusedNorm):
         both: tuple[Tensor, Tensor] = norm(hidden, update)
         return both
@@ -197,7 +198,8 @@ def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tenso
 
 
 def install_fused_decoder(model: Any, family: Family, kinds: list[str], ahead: bool) -> None:
-    """Have few tokens behind texts walked through a model on the CPU, if its parts are usual.
+    """Run a few tokens of each sequence through the fused decoder on the CPU, if the model's parts
+    are of known kinds.
 
     kinds, ahead  as FusedDecoder has them
     """

@@ -1,4 +1,4 @@
-"""What goes into some of a model's layers, kept while a pass runs, for drafters that read it."""
+"""Capture of the inputs of some layers during a pass, for drafters that read them."""
 
 from functools import partial
 from typing import Any
@@ -10,10 +10,10 @@ from speq.errors import Broken
 
 
 class HiddenStateCapture:
-    """Hidden states in front of layers, of the pass that ran last.
+    """Inputs of layers in the last pass.
 
     body    all of a model but its head
-    layers  their numbers, in rising order
+    layers  layer numbers, in rising order
     """
 
     def __init__(self, body: nn.Module, layers: tuple[int, ...]) -> None:
@@ -28,15 +28,15 @@ class HiddenStateCapture:
         self.see(layer, (args[0] if args else others["hidden_states"])[0])
 
     def see(self, layer: int, hidden_states: Tensor) -> None:
-        """[T, H] are about to go into a layer, of which nobody else need ask."""
+        """Record the input [T, H] of a layer."""
         place = self._places.get(layer)
         if place is not None:
             self._states[place] = hidden_states
 
     def take(self) -> Tensor:
-        """Of all of them side by side: [T, N * H]."""
+        """Return the captured inputs side by side, [T, N * H], and forget them."""
         states = [state for state in self._states if state is not None]
         if len(states) != len(self._states):
-            raise Broken("features of a pass are asked for, and none has run")
+            raise Broken("the features of a pass were requested before any pass ran")
         self._states = [None] * len(states)
         return torch.cat(states, -1)

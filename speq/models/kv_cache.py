@@ -1,8 +1,8 @@
-"""The KV cache of a text: fixed storage, and a length.
+"""The KV cache of a sequence: fixed storage and a length.
 
-Rolling back is setting the length; keeping the accepted path of a tree moves its entries together.
-Draft and target share it. Addresses never move. Texts that run side by side have a cache each, so
-that each of them grows, is rolled back and is forgotten by itself.
+Rollback sets the length; keeping the accepted path of a tree moves its KV together. Draft and
+target share the cache. Addresses never move. Each sequence of a batch has its own cache, so that it
+grows, rolls back and is forgotten independently.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from speq.models.length import Length
 from speq.models.states import NO_STATES, StateShape
 from speq.models.tree import Tree
 
-# What was done to the KV cache of that number: the name of the method, and what it was given.
+# A change to the KV cache of a KV slot: the slot, the name of the method, and its argument.
 Change = tuple[int, str, Any]
 
 
 class KVLayer(CacheLayerMixin):
     """Keys and values of one layer, [1, heads, C, width].
 
-    row  both without the first dimension
+    row  both without the first dimension; used by the fused decoder
     """
 
     is_croppable = True
@@ -43,9 +43,9 @@ class KVLayer(CacheLayerMixin):
         return [self.keys, self.values]
 
     def keep(self, start: int, nodes: Tensor) -> None:
-        """Of entries from `start` on keep those at `nodes`, in that order."""
-        for entries in self.row:
-            entries[:, start : start + len(nodes)] = entries[:, nodes]
+        """Keep, of the KV from `start` on, that at positions `nodes`, in that order."""
+        for storage in self.row:
+            storage[:, start : start + len(nodes)] = storage[:, nodes]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -53,9 +53,9 @@ class KVLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Write T entries behind the length; return all entries up to the last of them.
+        """Write the KV of T tokens after the length. Return all KV up to the last of them.
 
-        kwargs  what attention is given besides, of which transformers 5.24 tells caches of its own
+        kwargs  further arguments that transformers 5.24 passes to caches
         """
         start = self.length.count
         end = start + key_states.shape[2]
@@ -79,24 +79,24 @@ class KVLayer(CacheLayerMixin):
 
 
 class PlacedKVLayer(KVLayer):
-    """A view of a KVLayer, written to where a tensor says.
+    """A view of a KVLayer that writes at positions given by a tensor.
 
-    Its shapes depend on no length: a recorded pass is right for all of them.
+    Its shapes do not depend on the length, so a recorded pass is valid for any length.
 
-    places  [T] int64 on the device: where the next entries go
-    seen    entries that attention gets to see; the mask hides those behind each of `places`
+    places  [T] int64 on the device: where the next KV is written
+    seen    cached tokens that attention reads; the mask hides those after each of `places`
     """
 
     def __init__(self, layer: KVLayer, places: Tensor, seen: int) -> None:
         super().__init__(layer.keys, layer.values, layer.length)
         if seen > layer.keys.shape[2]:
-            raise Broken(f"attention over {seen} entries of a KV cache of {layer.keys.shape[2]}")
+            raise Broken(f"attention over {seen} tokens of a KV cache of {layer.keys.shape[2]}")
         self._places, self._seen = places, seen
 
     def update(
         self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Write T entries; return the first `seen`."""
+        """Write the KV of T tokens. Return that of the first `seen`."""
         self.keys.index_copy_(2, self._places, key_states)
         self.values.index_copy_(2, self._places, value_states)
         return self.keys[:, :, : self._seen], self.values[:, :, : self._seen]
@@ -106,7 +106,7 @@ class PlacedKVLayer(KVLayer):
 
 
 class NoLayer(KVLayer):
-    """Stands for a layer that another machine holds, with its entries."""
+    """Placeholder for a layer whose KV is on another machine."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, length: Length) -> None:
         nothing = torch.empty(1, 0, 0, 0, dtype=dtype, device=device)
@@ -119,20 +119,19 @@ class NoLayer(KVLayer):
 
 
 class KVCache(Cache):
-    """Room for `capacity` tokens of one text.
+    """KV of up to `capacity` tokens of one sequence.
 
     kv_shapes  (heads, width) of keys and of values, in each layer
     by_layer   kv_shapes of each layer, where they differ
-    number     among the caches of texts that run side by side
-    states     layers that keep states in place of entries
+    number     KV slot
+    states     layers that keep states in place of KV
     own        layers that are held here; None: all of them
-    known      tokens that the first entries are of, where another text may begin with the same ones
-    written    entries that passes have written, kept or not, where caches follow others: no length
-               goes beyond them
-    ends       where the passes ended that made these entries
-    owner      whose text it is: other owners' texts have nothing of it
-    changes    where it is noted what is done to it, for caches elsewhere that follow; None: it is
-               not
+    known      first cached tokens, if a later sequence may reuse them
+    written    tokens that passes have written, kept or not, where the cache mirrors another: no
+               length exceeds it
+    ends       lengths at which the passes ended that wrote the KV
+    owner      owner of the sequence: sequences of other owners do not reuse its KV
+    changes    log of changes for caches that mirror this one; None: not logged
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """Entries that are kept."""
+        """Number of cached tokens."""
         return self._length.count
 
     @length.setter
@@ -195,13 +194,17 @@ class KVCache(Cache):
         self.ends = [end for end in self.ends if end <= count]
 
     def settle(self) -> None:
-        """All entries that are kept will not be given up as long as the text lasts."""
+        """Mark all cached tokens as final: they will not be rolled back as long as the sequence
+        lasts.
+        """
         self._note("settle")
         self._length.settled = self._length.count
 
     def begin_pass(self, tree: Tree | None, reading: bool = False) -> None:
-        """Tokens are about to be run behind the length; tree: as whose nodes; reading: all of them
-        stay.
+        """Begin a pass over tokens after the length.
+
+        tree     the tree whose nodes they are; None: a chain
+        reading  the tokens are of a prompt and are never rolled back
         """
         self._length.tree, self._length.reading = tree, reading
 
@@ -209,7 +212,7 @@ class KVCache(Cache):
         return [tensor for layer in self.layers for tensor in layer.tensors]
 
     def placed(self, places: Tensor, seen: int) -> Cache:
-        """The same entries, seen and written as `PlacedKVLayer` says."""
+        """View of the same KV with layers of `PlacedKVLayer`."""
         return Cache(layers=[PlacedKVLayer(layer, places, seen) for layer in self.layers])
 
     @property
@@ -220,9 +223,9 @@ class KVCache(Cache):
         self.length = 0
 
     def erase(self) -> None:
-        """Forget everything, and have numbers behind the length.
+        """Forget everything and overwrite the storage with zeros.
 
-        Recorded passes give no weight to entries there, but what is no number would remain.
+        Recorded passes give no weight to KV after the length, but a NaN there would spread.
         """
         self._note("erase")
         self._cut(0)
@@ -230,27 +233,27 @@ class KVCache(Cache):
             tensor.zero_()
 
     def take(self, other: "KVCache", count: int) -> None:
-        """Have the first `count` entries of another text, which are known, and no others."""
+        """Copy the first `count` tokens' KV from another cache, with their token ids."""
         self._note("take", (other.number, count))
         self._cut(0)
         for layer, theirs in zip(self.layers, other.layers, strict=True):
-            for entries, found in zip(layer.row, theirs.row, strict=True):
-                entries[:, :count] = found[:, :count]
+            for storage, found in zip(layer.row, theirs.row, strict=True):
+                storage[:, :count] = found[:, :count]
         self._cut(count)
         self.written = count
         self.known = other.known[:count]
         self.ends = [end for end in other.ends if end <= count]
 
     def advance(self, count: int) -> None:
-        """Keep the `count` entries last written."""
+        """Extend the cached length by `count` tokens just written."""
         self.length += count
 
     def rewind(self, count: int) -> None:
-        """Forget the last `count` entries."""
+        """Roll back the last `count` tokens."""
         self.length -= count
 
     def keep_path(self, path: list[int]) -> None:
-        """Of the tree last written, keep the nodes of `path`, in that order."""
+        """Keep the nodes of `path` of the tree last written, in that order."""
         self._note("keep_path", path)
         start = self.length
         if path != list(range(len(path))):
@@ -261,50 +264,50 @@ class KVCache(Cache):
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def causal_mask(positions: Tensor, end: int, window: int | None) -> Tensor:
-    """Which of a row's entries each of its tokens sees, where they follow one another.
+    """Attention mask of tokens that follow one another.
 
-    positions  [B, T] int64, of the tokens in their texts; their entries lie there as well
-    end        entries there are
+    positions  [B, T] int64 of the tokens in their sequences, where their KV is stored too
+    end        cached tokens
     window     tokens a query may look back, itself included; None: all
     returns    [B, 1, T, end] bool, true where seen
     """
-    entry = torch.arange(end, device=positions.device)
+    key = torch.arange(end, device=positions.device)
     query = positions[:, :, None]
-    visible = entry <= query
+    visible = key <= query
     if window is not None:
-        visible &= entry > query - window
+        visible &= key > query - window
     return visible[:, None]
 
 
 def attention_mask(
     roots: Tensor, depths: Tensor, ancestors: Tensor, end: int, window: int | None
 ) -> Tensor:
-    """Which cached entries the last T of a tree's N nodes see: all of the row's past and their own
+    """Attention mask of the last T of a tree's N nodes: each sees its sequence's past and its own
     ancestors.
 
-    roots      [B] int64, where the entry of each row's root lies; those of other nodes follow
+    roots      [B] int64, position of each sequence's root; the other nodes follow
     depths     [N] int64, distance from the tree's root
     ancestors  [T, N] bool, true at a node itself and above it
-    end        entries there are: max(roots) + N
+    end        cached tokens: max(roots) + N
     window     tokens a query may look back, itself included; None: all
     returns    [B, 1, T, end] bool, true where seen
     """
     nodes = len(depths)
-    entry = torch.arange(end, device=roots.device)
-    node = entry - roots[:, None]  # [B, end]; negative: past, beyond the tree: not this row's
+    key = torch.arange(end, device=roots.device)
+    node = key - roots[:, None]  # [B, end]; negative: past; beyond the tree: another sequence's
     inside = (node >= 0) & (node < nodes)
     node = node.clamp(0, nodes - 1)
-    visible = (entry < roots[:, None])[:, None] | (
+    visible = (key < roots[:, None])[:, None] | (
         inside[:, None] & ancestors[:, node].permute(1, 0, 2)
     )
     if window is not None:
-        position = torch.where(inside, roots[:, None] + depths[node], entry)
+        position = torch.where(inside, roots[:, None] + depths[node], key)
         query = roots[:, None] + depths[nodes - len(ancestors) :]
         visible &= position[:, None] > query[:, :, None] - window
     return visible[:, None]

@@ -1,8 +1,8 @@
-"""Some layers of a model, where other machines hold the rest: a stage of several.
+"""A pipeline stage: some layers of a model; other machines hold the rest.
 
 The first stage has the embedding, the last norm and the head as well. Its pass goes through its own
-layers, then leaves the machine for those of the others, and comes back to the norm. So what calls
-the model need not know of it.
+layers, then through the other machines' layers, and returns to the norm. So callers of the model
+need not know of stages.
 """
 
 import importlib
@@ -20,13 +20,13 @@ from speq.models.families import Family
 from speq.models.kv_cache import Change
 from speq.models.packed_batch import BatchSpan
 
-# What layers of gemma4 are given besides: keys and values that layers share, which ours do not.
+# Argument of gemma4's layers for KV that layers share; the supported models share none.
 GEMMA4 = ("shared_kv_states",)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """Layers `first` up to `last`, which is behind them, by their numbers in the whole model."""
+    """Layers `first` to `last` (exclusive), by their numbers in the whole model."""
 
     first: int
     last: int
@@ -37,17 +37,17 @@ class LayerRange:
 
     @property
     def has_ends(self) -> bool:
-        """Whether the embedding, the last norm and the head belong to it."""
+        """True if the embedding, the last norm and the head belong to it."""
         return self.first == 0
 
     def holds(self, name: str) -> bool:
-        """Whether it has the tensor of that name on disk, if the model does."""
+        """True if a tensor of the checkpoint belongs to it."""
         layer = LAYER.search(name)
         return self.has_ends if layer is None else int(layer[1]) in self.layers
 
 
 def layer_ranges(counts: Sequence[int]) -> list[LayerRange]:
-    """Stages of so many layers each, one behind another."""
+    """Consecutive stages of `counts` layers."""
     parts, first = [], 0
     for count in counts:
         parts.append(LayerRange(first, first + count))
@@ -56,37 +56,40 @@ def layer_ranges(counts: Sequence[int]) -> list[LayerRange]:
 
 
 class RemoteStages(Protocol):
-    """The stages behind the first one, as it sees them.
+    """The later pipeline stages, as the first one sees them.
 
-    changes  of KV caches here, which those of the other stages follow before the next pass
+    changes  changes of this stage's KV caches, which the other stages apply before the next pass
     """
 
     changes: list[Change]
 
     def reserve(self, context: int) -> int:
-        """Have them lay out memory for so many tokens, and forget all texts; tokens of a prompt
-        that each of them runs at a time.
+        """Make the stages allocate memory for `context` tokens and forget all sequences. Return the
+        prompt tokens that each runs at a time.
 
-        Raises SpeqError where one of them cannot.
+        Raises SpeqError if one of them cannot.
         """
 
     def begin(self, spans: Sequence[BatchSpan], reading: bool) -> None:
-        """A pass follows of these rows. reading: of a prompt, whose experts come as a prompt's."""
+        """Announce a pass over these rows.
+
+        reading  the rows are of a prompt, whose experts are loaded as in prefill
+        """
 
     def run(self, hidden_states: Tensor) -> Tensor:
-        """What they make of the rows [1, T, H] or [T, H] of that pass."""
+        """Run the rows [1, T, H] or [T, H] of that pass through the stages."""
 
     def check(self) -> None:
-        """Raise EngineLost where one of them is gone. Between passes only."""
+        """Raise EngineLost if one of them is gone. Call between passes only."""
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
 
 
 class MissingLayer(nn.Module):
-    """A decoder layer of another machine, which does nothing here.
+    """Placeholder for a decoder layer of another machine: the identity.
 
-    per_layer_input, others  as transformers gives them to layers
+    per_layer_input, others  arguments that transformers passes to layers
     """
 
     def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Tensor:
@@ -95,7 +98,7 @@ class MissingLayer(nn.Module):
 
 
 class NextStageLayer(MissingLayer):
-    """The first layer that the first stage has not. Rows that come to it go to other machines.
+    """The first layer that the first stage lacks: it sends its rows to the other machines.
 
     others  the stages there
     """
@@ -105,14 +108,14 @@ class NextStageLayer(MissingLayer):
         self.others: RemoteStages | None = None
 
     def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Tensor:
-        stages = present(self.others, "a pass came before the stages were joined")
+        stages = present(self.others, "a pass began before the stages were joined")
         return stages.run(super().forward(hidden_states, per_layer_input, **others))
 
 
 class StageInput(nn.Module):
-    """In the place of an embedding: rows that the stage before has made.
+    """Replacement of the embedding: returns the rows of the stage before.
 
-    hidden_states  [T, H] of the pass that follows
+    hidden_states  [T, H] of the next pass
     """
 
     def __init__(self) -> None:
@@ -120,24 +123,24 @@ class StageInput(nn.Module):
         self.hidden_states: Tensor | None = None
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows = present(self.hidden_states, "a pass came before its rows")
+        rows = present(self.hidden_states, "a pass began before its rows arrived")
         return rows.view(*token_ids.shape, -1)
 
 
 def own_layers(body: Any) -> list[nn.Module]:
-    """The decoder layers that a model has itself."""
+    """Decoder layers that are on this machine."""
     return [layer for layer in body.layers if not isinstance(layer, MissingLayer)]
 
 
 def next_stage_layer(body: Any) -> NextStageLayer | None:
-    """Where a model's rows leave the machine; None: they do not."""
+    """The layer that sends a model's rows to other machines; None: there is none."""
     return next((layer for layer in body.layers if isinstance(layer, NextStageLayer)), None)
 
 
 @contextmanager
-def built(family: Family, part: LayerRange | None) -> Iterator[None]:
-    """Models built inside the block have no experts, and only the layers of `part`. What they lack
-    is never made, in memory or on the meta device.
+def build_part(family: Family, part: LayerRange | None) -> Iterator[None]:
+    """Build models inside the block without experts and with only the layers of `part`. The rest is
+    never created, not even on the meta device.
     """
     with family.without_experts():
         if part is None:
@@ -163,9 +166,9 @@ def built(family: Family, part: LayerRange | None) -> Iterator[None]:
 
 
 def leave_out(model: Any, part: LayerRange, last_norm: str) -> None:
-    """Leave all of a model out that is not of a part, before anything is loaded into it.
+    """Remove everything outside `part` from a model, before weights are loaded.
 
-    last_norm  what the model calls the norm behind its layers
+    last_norm  the model's name for the norm after its layers
     """
     body = model.model
     for index in range(len(body.layers)):

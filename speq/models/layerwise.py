@@ -1,7 +1,7 @@
-"""A model run one decoder layer at a time, over texts of one length.
+"""A model run one decoder layer at a time, over sequences of one length.
 
-A layer's other arguments (mask, positions, rotary embeddings) depend on a text's length alone. They
-are overheard once, from a pass in which the layers do nothing, so that no family needs a word here.
+A layer's other arguments (mask, positions, rotary embeddings) depend only on the sequence's length.
+They are captured once, from a pass in which the layers do nothing, so no family needs code here.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from speq.models.moe_model import MoEModel
 
 
 class LayerwiseModel:
-    """Decoder layers of a model as functions of hidden states [T, H], for texts of T tokens."""
+    """Decoder layers of a model as functions of hidden states [T, H], for sequences of T tokens."""
 
     def __init__(self, model: MoEModel, length: int) -> None:
         self._model = model
@@ -29,14 +29,14 @@ class LayerwiseModel:
 
     @torch.inference_mode()
     def entering(self, token_ids: Tensor) -> Tensor:
-        """What enters the first layer [T, H], of the tokens of a text [T]."""
+        """Input of the first layer [T, H] for the tokens [T] of a sequence."""
         seen: list[Tensor] = []
 
         def overhear(arguments: dict[str, Any]) -> Any:
             def forward(hidden_states: Tensor, *more: Any, **others: Any) -> Tensor:
                 seen.append(hidden_states)
                 if any(each is not None for each in more):
-                    raise Broken("a layer is given arguments without names")
+                    raise Broken("a layer was given positional arguments")
                 arguments.update(others)
                 return hidden_states
 
@@ -48,18 +48,18 @@ class LayerwiseModel:
             self._model.body(input_ids=token_ids[None].to(self._model.device), use_cache=False)
         finally:
             for layer in self._layers:
-                del layer.forward  # the class' own is behind it
+                del layer.forward  # the class's own shows again
         return seen[0][0]
 
     @torch.inference_mode()
     def run(self, layer: int, backend: ExpertBackend, hidden_states: Tensor) -> Tensor:
-        """One layer: [T, H] in any float dtype to [T, H] in the model's."""
+        """Run one layer: [T, H] in any float dtype to [T, H] in the model's."""
         inputs = hidden_states[None].to(self._model.device, self._model.dtype)
         with self._model.using(backend):
             return self._layers[layer](inputs, **self._arguments[layer])[0]
 
     @torch.inference_mode()
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """What leaves the last layer [N, H] to logits [N, V] float32."""
+        """Map the last layer's output [N, H] to logits [N, V] float32."""
         inputs = hidden_states.to(self._model.device, self._model.dtype)
         return self._model.logits(self._model.last_norm(inputs)).float()

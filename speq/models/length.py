@@ -1,16 +1,16 @@
-"""How much of a text its caches hold."""
+"""The cached length of a sequence."""
 
 from speq.models.tree import Tree
 
 
 class Length:
-    """Of one text; all layers of its caches share it.
+    """Cached length of one sequence, shared by all layers of its caches.
 
-    count    entries that are kept
-    settled  of these, entries that will not be given up as long as the text lasts
-    text     a number of the text, which changes with it
-    tree     the nodes of the pass under way; None: its tokens follow one another
-    reading  whether all tokens of that pass stay, as those of a prompt do; others may be given up
+    count     cached tokens
+    settled   of these, tokens that are final: they are never rolled back
+    sequence  number of the sequence; it changes when another begins
+    tree      tree of the current pass; None: its tokens follow one another
+    reading   whether the current pass is a prefill, whose tokens are never rolled back
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A transformers model with two expert banks, run over tokens, trees of tokens and prompts."""
+"""A transformers model with two expert backends, run over tokens, trees of tokens and prompts."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from speq.layers.arguments import cache_name
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
-from speq.models.dense import Records, held_bytes, held_matrices, hold_dense, plain_modules
-from speq.models.dequantised import from_checkpoint
+from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, plain_modules
+from speq.models.dequantised import load_dequantized
 from speq.models.families import Family
 from speq.models.fused_decoder import AttentionWindows, FusedDecoder, install_fused_decoder
 from speq.models.hidden_state_capture import HiddenStateCapture
@@ -32,7 +32,7 @@ from speq.models.layer_range import (
     LayerRange,
     RemoteStages,
     StageInput,
-    built,
+    build_part,
     next_stage_layer,
     own_layers,
 )
@@ -46,21 +46,21 @@ from speq.models.packed_batch import (
 from speq.models.resident import MappedWeights, make_resident
 from speq.units import Progress, no_progress
 
-# Parts of a pass: the routed experts, and what no module below the model is charged with.
+# Parts of a pass: the routed experts, and what belongs to no module below the model.
 EXPERTS = "routed experts"
 WHOLE = "between modules"
-# Layers of a model that has one mask for all.
+# The kind of all layers in a model with one mask.
 ANY_KIND = "any"
-# Told tokens, and what drafters go by of them [T, F], as `MoEModel.capture_hidden_states` has it.
+# Called with tokens and their features for drafters [T, F], see `MoEModel.capture_hidden_states`.
 OnHidden = Callable[[list[int], Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a pass found of the nodes asked for.
+    """Results of a pass for the requested nodes.
 
     logits    [N, V]
-    features  [N, F], what drafters go by: last hidden states, or those of
+    features  [N, F], input of drafters: last hidden states, or those of
               `MoEModel.capture_hidden_states`
     """
 
@@ -69,7 +69,7 @@ class Scored:
 
 
 class MoEModel:
-    """Everything of a model but its experts, which come from the bank given to each pass."""
+    """A model without its experts, which come from the backend given to each pass."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class MoEModel:
         device: Processor | Accelerator,
         records: Mapping[str, ExactMatrix],
     ) -> None:
-        """records: matrices that are held as records, by the names of their modules."""
+        """records: packed matrices, by the names of their modules."""
         self._hf_model = hf_model
         self._config = hf_model.config
         self._family = family
@@ -93,7 +93,7 @@ class MoEModel:
             block.experts.attach(*listening, block.logits_of)
         self.num_moe_layers = len(blocks)
         self.gates = [block.gate for block in blocks]
-        # Of the experts of each layer; empty where they have none.
+        # Biases of each layer's experts; empty if they have none.
         self.biases = [
             each for each in (block.experts.biases for block in blocks) if each is not None
         ]
@@ -104,7 +104,7 @@ class MoEModel:
         layers = own_layers(hf_model.model)
         self._states = family.states(self._config)
         self._states.hold(layers)
-        # Behind its own layers, where other machines hold the rest.
+        # Follows its own layers if other machines hold the rest.
         self._next_stage = next_stage_layer(hf_model.model)
         keeps_entries = not self._states.layers
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES and keeps_entries:
@@ -121,21 +121,21 @@ class MoEModel:
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
-        return sum(tensor.nbytes for tensor in tensors) + held_bytes(self._hf_model)
+        return sum(tensor.nbytes for tensor in tensors) + matrix_bytes(self._hf_model)
 
     @property
     def dense(self) -> dict[str, DenseLinear]:
-        """Its dense layers, by the names of their modules, which are those on disk."""
+        """Dense layers by module name, which is also their name on disk."""
         return dense_linears(self._hf_model)
 
     @property
     def dense_sizes(self) -> list[int]:
-        """Bytes of each matrix of `ModelShape.dense`, as it is held."""
-        return [matrix.nbytes for matrix in held_matrices(self._hf_model)]
+        """Bytes of each matrix of `ModelShape.dense` in its present form."""
+        return [matrix.nbytes for matrix in matrices_in(self._hf_model)]
 
     @property
     def unrecordable(self) -> str | None:
-        """Why no graph of a pass may be recorded; None where one may."""
+        """Reason why no graph of a pass may be recorded; None if one may."""
         if self._family.on_the_host is not None:
             return self._family.on_the_host
         kind = host_rope(self._family, self._hf_model.model)
@@ -144,33 +144,33 @@ class MoEModel:
         return None
 
     def join(self, others: RemoteStages) -> None:
-        """Have passes go through other stages behind this model's own layers. Of a first stage."""
-        next_stage = present(self._next_stage, "stages were joined to one that is not the first")
+        """Send the first stage's passes through the other stages after its own layers."""
+        next_stage = present(self._next_stage, "stages were joined to a later stage")
         next_stage.others = others
 
     @property
     def remote_stages(self) -> RemoteStages | None:
-        """Where passes go on; None: this machine has all layers, or is not the first."""
+        """The later stages; None: this machine has all layers, or is not the first."""
         return None if self._next_stage is None else self._next_stage.others
 
     @property
     def backend(self) -> ExpertBackend | None:
-        """The experts of the pass under way."""
+        """Expert backend of the current pass."""
         return self._switch.backend
 
     @property
     def body(self) -> nn.Module:
-        """All of the model but its head."""
+        """The model without its head."""
         return self._hf_model.model
 
     def last_norm(self, hidden_states: Tensor) -> Tensor:
-        """The norm behind the layers: [T, H] to [T, H]."""
+        """Norm after the layers: [T, H] to [T, H]."""
         normed: Tensor = getattr(self.body, self._family.last_norm)(hidden_states)
         return normed
 
     def capture_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Have drafters go by what goes into these layers, side by side, in place of last hidden
-        states. Once of a model; none: they go by last hidden states, and nothing is kept.
+        """Give drafters the inputs of these layers, side by side, as features. Call once; without
+        layers, the features are the last hidden states.
         """
         if not layers:
             return
@@ -180,12 +180,12 @@ class MoEModel:
             body.forward.capture = self._capture
 
     def features(self, hidden_states: Tensor) -> Tensor:
-        """What drafters go by [T, F] of the pass that ran last, given its last hidden states."""
+        """Features [T, F] of the last pass for drafters, given its last hidden states."""
         return hidden_states if self._capture is None else self._capture.take()
 
     @contextmanager
     def using(self, backend: ExpertBackend) -> Iterator[None]:
-        """Modules called inside the block run `backend`'s experts."""
+        """Run the experts of `backend` inside the block."""
         self._switch.use(backend)
         try:
             yield
@@ -193,7 +193,7 @@ class MoEModel:
             self._switch.use(None)
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """Modules by what they do, for measurements; each holds those of other parts inside it."""
+        """Modules by purpose, for measurements; a module may contain those of other parts."""
         body = self._hf_model.model
         found: dict[str, list[nn.Module]] = {WHOLE: [body], "head": []}
         found["head"].append(self._hf_model.get_output_embeddings())
@@ -214,16 +214,15 @@ class MoEModel:
     def forward(
         self, backend: ExpertBackend, batch: Sequence[SequenceTokens], prefill: bool = False
     ) -> Tensor:
-        """Run tokens of some sequences in one pass; return their last hidden states [1, T, H], the
-        rows of each sequence behind those of the one before.
+        """Run tokens of a batch in one pass. Return their last hidden states [1, T, H], sequence
+        after sequence.
 
-        prefill  whether they are of a prompt: all of them stay, and states need not go back; other
-                 stages want to know as well
+        prefill  the tokens are of a prompt and are never rolled back; other stages are told as well
 
-        Their KV is written behind the length of each cache, which stays as it is. In a pass of few
-        rows that the fused decoder runs, a row comes out, bit for bit, as it would without the
-        other sequences. Elsewhere it does up to the rounding of products and of attention: torch's
-        depend on the number of rows.
+        Their KV is written after the length of each cache, which does not change. In a pass of few
+        rows, which the fused decoder runs, each row is bit-identical to a pass without the other
+        sequences. In other passes it is equal up to rounding: torch's products and attention depend
+        on the number of rows.
         """
         spans = spans_of(batch)
         if self.remote_stages is not None:
@@ -244,7 +243,7 @@ class MoEModel:
             return self._run(backend, spans[0].cache, token_ids, positions, self._masks(mask))
         positions = torch.cat([positions for positions, _ in seen], 1)
         masks = self._masks(lambda window: mask_of([mask(window) for _, mask in seen]))
-        with rotated_by_sequence(self._family, self._hf_model.model, spans):
+        with rotary_by_sequence(self._family, self._hf_model.model, spans):
             return self._run(backend, cache_of(spans), token_ids, positions, masks)
 
     def forward_rows(
@@ -254,12 +253,12 @@ class MoEModel:
         hidden_states: Tensor,
         prefill: bool = False,
     ) -> Tensor:
-        """Run the layers of a stage behind the first over rows [T, H], which lie as `forward` has
-        them: [T, H]. The token ids of the batch do not matter.
+        """Run the layers of a later stage over rows [T, H], in the order of `forward`. Return [T,
+        H]. The token ids of the batch do not matter.
         """
         embedding = self._hf_model.model.embed_tokens
         if not isinstance(embedding, StageInput):
-            raise Broken("rows came to a model that makes its own")
+            raise Broken("rows were sent to a model that has the embedding itself")
         embedding.hidden_states = hidden_states
         try:
             return self.forward(backend, batch, prefill)[0]
@@ -267,8 +266,8 @@ class MoEModel:
             embedding.hidden_states = None
 
     def _seen(self, span: BatchSpan) -> tuple[Tensor, Callable[[int | None], Tensor]]:
-        """Positions [1, T] of a text's rows, and what they see of its entries, by how far they look
-        back.
+        """Return the positions [1, T] of a sequence's rows, and a function from window to attention
+        mask.
         """
         cache, tree, count = span.cache, span.tree, span.last - span.first
         end = cache.length + count
@@ -289,26 +288,27 @@ class MoEModel:
         positions: Tensor,
         seen: int,
     ) -> Tensor:
-        """Run one row's chain of tokens [1, T]; return their last hidden states [1, T, H].
+        """Run a chain of tokens [1, T] of one sequence. Return their last hidden states [1, T, H].
 
-        token_ids  on the device, as the positions [1, T] int64 are; entries are written there
-        seen       entries that attention runs over, more than any position
+        token_ids  on the device, as are the positions [1, T] int64; KV is written at these
+                   positions
+        seen       cached tokens that attention reads, more than any position
 
-        No shape depends on a position and nothing is read by the host, so that a graph of the pass
-        is right for all positions below `seen`.
+        No shape depends on a position and the host reads nothing, so a graph of the pass is valid
+        for all positions below `seen`.
         """
         placed = cache.placed(positions[0], seen)
         mask = partial(causal_mask, positions, seen)
         return self._run(backend, placed, token_ids, positions, self._masks(mask))
 
     def _send(self, values: Tensor) -> Tensor:
-        """A tensor of the host where the model computes."""
+        """Copy a tensor from the host to where the model computes."""
         return values if self._uploads is None else self._uploads.send(values)
 
     def _run(
         self, backend: ExpertBackend, cache: Cache, token_ids: Tensor, positions: Tensor, masks: Any
     ) -> Tensor:
-        """masks: as the model takes them"""
+        """Run the body of the model. masks: as the model takes them"""
         with self.using(backend):
             output = self._hf_model.model(
                 input_ids=token_ids,
@@ -320,24 +320,24 @@ class MoEModel:
         return output.last_hidden_state
 
     def head_words(self) -> tuple[Tensor, Tensor | None]:
-        """The head's matrix [V, H], perhaps as a view of what is held, and its bias [V] or None."""
+        """Return the head's matrix [V, H], possibly a view, and its bias [V] or None."""
         head = self._hf_model.get_output_embeddings()
         return head.exact.words(), head.bias
 
     @torch.inference_mode()
     def embed(self, token_ids: list[int]) -> Tensor:
-        """What the first layer is given of T tokens: [T, H]."""
+        """Input of the first layer for T tokens: [T, H]."""
         return self._hf_model.get_input_embeddings()(self.tokens(token_ids))
 
     def tokens(self, token_ids: list[int]) -> Tensor:
-        """T tokens where the model computes, [T] int64."""
+        """Copy T tokens to where the model computes: [T] int64."""
         return self._send(torch.tensor(token_ids))
 
     @torch.inference_mode()
     def logits(self, hidden_states: Tensor, backend: ExpertBackend | None = None) -> Tensor:
-        """The head: [..., H] to [..., V].
+        """Apply the head: [..., H] to [..., V].
 
-        bank  of the pass that made the hidden states: drafts may have a head of their own
+        backend  of the pass that made the hidden states: drafts may have a head of their own
         """
         head = self._hf_model.get_output_embeddings()
         if backend is None:
@@ -346,12 +346,12 @@ class MoEModel:
             return self._capped(head(hidden_states))
 
     def _capped(self, logits: Tensor) -> Tensor:
-        """Logits through the softcap that some models have, as their own forward does it."""
+        """Apply the logit softcap that some models have, as their own forward does."""
         cap = logits_cap(self._config)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def score(self, backend: ExpertBackend, batch: Sequence[SequenceTokens]) -> list[Scored]:
-        """Run tokens of some sequences in one pass; logits of all of them, for each sequence."""
+        """Run tokens of a batch in one pass and score all of them, by sequence."""
         hidden = self.forward(backend, batch)[0]
         counts = [len(each.token_ids) for each in batch]
         found = self.logits(hidden, backend), self.features(hidden)
@@ -361,9 +361,9 @@ class MoEModel:
     def prefill(
         self, backend: ExpertBackend, tokens: SequenceTokens, observe: OnHidden | None = None
     ) -> Tensor:
-        """Run a chunk of a prompt and keep its KV; the last hidden state [1, H].
+        """Run a chunk of a prompt and keep its KV. Return the last hidden state [1, H].
 
-        observe  told the tokens, and what drafters go by of them
+        observe  called with the tokens and their features for drafters
         """
         hidden = self.forward(backend, [tokens], prefill=True)[0]
         tokens.cache.advance(len(tokens.token_ids))
@@ -377,19 +377,19 @@ class MoEModel:
         return Scored(self.logits(last), last)
 
     def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:
-        """mask: what tokens see of the entries, given how far they look back."""
+        """Build the masks that the model takes from a function from window to mask."""
         masks = {kind: mask(window) for kind, window in self._windows.items()}
         return masks if self._family.typed_masks else masks[ANY_KIND]
 
 
 def logits_cap(config: Any) -> float | None:
-    """Between which number and its negative logits are squeezed; None: they are not."""
+    """Softcap: bound on the magnitude of logits; None: there is none."""
     cap: float | None = getattr(config, "final_logit_softcapping", None)
     return cap
 
 
 def windows_of(family: Family, config: Any) -> dict[str, int | None]:
-    """How far each kind of layer looks back, its own token included; None: all the way."""
+    """Attention window of each kind of layer, its own token included; None: no limit."""
     window = getattr(config, "sliding_window", None) or None  # some store 0 for none
     if not family.typed_masks:
         return {ANY_KIND: window if family.window else None}
@@ -398,7 +398,7 @@ def windows_of(family: Family, config: Any) -> dict[str, int | None]:
 
 
 def host_rope(family: Family, body: Any) -> str | None:
-    """The type of rotary embeddings that look at all positions of a pass; None for others."""
+    """Type of rotary embeddings that depend on all positions of a pass; None for others."""
     given = getattr(getattr(body, family.rotary), "rope_type", None)
     for kind in sorted(map(str, given.values() if isinstance(given, dict) else [given])):
         if kind == "longrope" or "dynamic" in kind:
@@ -407,9 +407,9 @@ def host_rope(family: Family, body: Any) -> str | None:
 
 
 @contextmanager
-def rotated_by_sequence(family: Family, body: Any, spans: Sequence[BatchSpan]) -> Iterator[None]:
-    """Within the block positions turn the rows of each text as those of that text alone do, where
-    turns depend on all positions of a pass.
+def rotary_by_sequence(family: Family, body: Any, spans: Sequence[BatchSpan]) -> Iterator[None]:
+    """Compute rotary embeddings by sequence inside the block, if they depend on all positions of a
+    pass.
     """
     if host_rope(family, body) is None:
         yield
@@ -430,7 +430,7 @@ def rotated_by_sequence(family: Family, body: Any, spans: Sequence[BatchSpan]) -
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the report that all expert tensors were left unread, and without progress bars."""
+    """Silence the report of unread expert tensors and the progress bars inside the block."""
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.CRITICAL)
     hf_logging.disable_progress_bar()
@@ -451,12 +451,12 @@ def load(
     progress: Progress = no_progress,
     part: LayerRange | None = None,
 ) -> MoEModel:
-    """Load all of a model but its experts, or of a part of it.
+    """Load a model, or a part of it, without its experts.
 
-    records   makes records of its matrices, one after another; None: they stay words
-    progress  told (what, done, total)
+    records   packs its matrices; None: they stay plain weights
+    progress  called with (what, done, total)
 
-    Raises SpeqError where the checkpoint lacks a tensor or has one of another shape.
+    Raises SpeqError if the checkpoint lacks a tensor or has one of another shape.
     """
     count = checkpoint.model_config.get("num_hidden_layers")
 
@@ -464,8 +464,8 @@ def load(
         return family.holds(name, count) and (part is None or part.holds(name))
 
     try:
-        with quiet_transformers(), built(family, part):
-            model, info = from_checkpoint(
+        with quiet_transformers(), build_part(family, part):
+            model, info = load_dequantized(
                 checkpoint,
                 is_held,
                 dtype=dtype,
@@ -489,14 +489,14 @@ def load(
     missing = sorted(info["missing_keys"])
     if missing:
         raise SpeqError(
-            f"{checkpoint.path} lacks {len(missing)} tensors that config.json asks for, "
+            f"{checkpoint.path} lacks {len(missing)} tensors that config.json requires, "
             f"{missing[0]} among them; download it again, or choose another checkpoint"
         )
     unexpected = [name for name in info["unexpected_keys"] if ".experts." not in name]
     unexpected = [name for name in unexpected if is_held(name)]
     if unexpected:
         logging.getLogger("speq").warning(
-            "%s holds %d tensors the model has no use for, %s among them",
+            "%s holds %d tensors the model has no use for, such as %s",
             checkpoint.path,
             len(unexpected),
             checkpoint.on_disk(sorted(unexpected)[0]),

@@ -1,21 +1,21 @@
-"""The layer of a family's checkpoints that predicts tokens ahead (MTP), as data.
+"""The MTP layer (multi-token prediction) of a family's checkpoints, as data.
 
-Entry i of such a layer takes the exact model's last hidden state of token i, and the embedding of
-token i + 1. All families norm both and put the embedding in front. They differ in names, in a
-text's first entry, and in what takes the place of the next hidden state.
+Position i of such a layer takes the exact model's last hidden state of token i and the embedding of
+token i + 1. All families norm both and put the embedding first. They differ in names, in the first
+position of a sequence, and in what replaces the next hidden state in a chain of drafts.
 """
 
 from typing import NamedTuple
 
 
 class PartNames(NamedTuple):
-    """What the parts are called on disk, but for what the parts call their own tensors. `{last}`
-    stands for the number behind that of the model's last layer.
+    """Names of the parts on disk, without the names of their tensors. `{last}` stands for the
+    number after that of the model's last layer.
 
-    decoder    a decoder layer of the family; the last word is its number
-    enorm, hnorm, eh_proj  norms of embeddings and of hidden states, and what both go into
-    last_norm  behind the decoder layer; it may be the model's
-    embedding, head  of its own, where it may have these; empty: the model's serve
+    decoder    a decoder layer of the family; the last component is its number
+    enorm, hnorm, eh_proj  norms of embeddings and of hidden states, and the projection of both
+    last_norm  norm after the decoder layer; it may be the model's
+    embedding, head  its own, where it may have these; empty: the model's
     """
 
     decoder: str
@@ -26,31 +26,31 @@ class PartNames(NamedTuple):
     embedding: str = ""
     head: str = ""
 
-    def behind(self, num_layers: int) -> "PartNames":
-        """Those in a checkpoint of so many layers."""
+    def for_layers(self, num_layers: int) -> "PartNames":
+        """Names in a checkpoint of `num_layers` layers."""
         return PartNames(*(name.format(last=num_layers) for name in self))
 
     def tensor(self, name: str) -> str:
-        """A tensor on disk by its name below these parts: `enorm.weight`."""
+        """Name on disk of a tensor of these parts, such as `enorm.weight`."""
         part, _, rest = name.partition(".")
         return f"{getattr(self, part)}.{rest}"
 
     @property
     def place(self) -> tuple[str, int]:
-        """What `layers` lies below on disk, and the decoder layer's number there."""
+        """Prefix of `layers` on disk, and the decoder layer's number there."""
         parent, _, number = self.decoder.rpartition(".layers.")
         return parent, int(number)
 
 
-class Predictor(NamedTuple):
-    """Of one family. transformers has no class for the whole.
+class MtpLayerKind(NamedTuple):
+    """The MTP layer of one family. transformers has no class for the whole.
 
-    layer, norm, rotary  classes of the family's module for the decoder layer, the norms, and what
-                    turns positions
-    names           on disk
-    kinds           what the decoder layer is in lists of the config that have a kind for each layer
-    zeroes_first    whether the embedding of a text's first entry is 0
-    passes_normed   whether what takes the place of the next hidden state went through the last norm
+    layer, norm, rotary  classes of the family's module for the decoder layer, the norms and the
+                         rotary embedding
+    names           names on disk
+    kinds           kind of the decoder layer in the config's lists of kinds by layer
+    zeroes_first    whether the embedding at a sequence's first position is 0
+    passes_normed   whether the next hidden state is replaced by the output of the last norm
     """
 
     layer: str
@@ -62,17 +62,17 @@ class Predictor(NamedTuple):
     passes_normed: bool = False
 
 
-# What names of such layers' tensors begin with, where they do not lie among the model's own layers.
+# Prefixes of MTP tensors that are not among the model's own layers.
 APART = ("mtp.", "model.mtp_")
 
 
-def behind_the_last(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> Predictor:
-    """As DeepSeek-V3 has it, computed as vLLM does (deepseek_mtp.py).
+def deepseek_layer(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> MtpLayerKind:
+    """DeepSeek-V3's kind, computed as vLLM does (deepseek_mtp.py).
 
-    classes  what names of the family's classes begin with
+    classes  prefix of the family's class names
     """
     at = "model.layers.{last}"
-    return Predictor(
+    return MtpLayerKind(
         f"{classes}DecoderLayer",
         f"{classes}RMSNorm",
         f"{classes}RotaryEmbedding",
@@ -90,9 +90,9 @@ def behind_the_last(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> Pr
     )
 
 
-def apart(classes: str, rotary: str) -> Predictor:
-    """As Qwen3-Next has it, whose layer has attention, computed as in vLLM (qwen3_next_mtp.py)."""
-    return Predictor(
+def qwen3_next_layer(classes: str, rotary: str) -> MtpLayerKind:
+    """Qwen3-Next's kind, a layer with attention, computed as in vLLM (qwen3_next_mtp.py)."""
+    return MtpLayerKind(
         f"{classes}DecoderLayer",
         f"{classes}RMSNorm",
         rotary,
@@ -108,9 +108,9 @@ def apart(classes: str, rotary: str) -> Predictor:
     )
 
 
-# As its authors' FastDeploy computes it (ernie4_5_mtp.py): the layer is dense, and its output goes
-# through the model's own last norm. vLLM has no norm there, and zeroes the first embedding.
-ERNIE = Predictor(
+# Computed as its authors' FastDeploy does (ernie4_5_mtp.py): the layer is dense, and its output
+# goes through the model's last norm. vLLM has no norm there and zeroes the first embedding.
+ERNIE = MtpLayerKind(
     "Ernie4_5_MoeDecoderLayer",
     "Ernie4_5_MoeRMSNorm",
     "Ernie4_5_MoeRotaryEmbedding",

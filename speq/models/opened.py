@@ -1,4 +1,4 @@
-"""A model on disk, checked and measured, before any of it is loaded."""
+"""A model on disk: checked, with its sizes, before any weights are loaded."""
 
 from dataclasses import dataclass
 from math import prod
@@ -21,10 +21,10 @@ from speq.models.shape import ModelShape, hf_config, shape_of
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint whose files were checked, its family and its sizes.
+    """A checked checkpoint, its family and its sizes.
 
-    dense  records of matrices outside the experts; None where no pack holds them
-    part   the layers that are to be held; None: all
+    dense  packed dense matrices; None if no pack has them
+    part   the layers to hold; None: all
     """
 
     checkpoint: Checkpoint
@@ -36,7 +36,7 @@ class Opened:
 
     def converted_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the tensors outside the experts that are stored in another dtype. Codes are
-        words of bfloat16 before they are anything else.
+        dequantized to bfloat16 first.
         """
         family, count = self.family, self.checkpoint.model_config.get("num_hidden_layers")
         tensors = self.checkpoint.tensors.items()
@@ -49,8 +49,8 @@ class Opened:
         return sum(kind.itemsize * prod(shape) for kind, shape in kinds if kind != dtype)
 
     def packed_dense(self, dtype: torch.dtype) -> tuple[int | None, ...]:
-        """Bytes of each matrix of `shape.dense` that a run in `dtype` finds in the pack as it holds
-        it, None for others; empty where the pack holds none.
+        """Bytes of each matrix of `shape.dense` that the pack has in the form for `dtype`; None for
+        others. Empty if the pack has none.
         """
         if self.dense is None:
             return ()
@@ -70,10 +70,10 @@ class Opened:
 def open_model(
     model: str | Path, verify_reads: bool = False, part: LayerRange | None = None
 ) -> Opened:
-    """Check a model folder and read its sizes, without loading weights.
+    """Check a model folder and read its sizes without loading weights.
 
     verify_reads  compare a pack's experts with their checksums whenever they are read
-    part          the layers that are to be held; None: all
+    part   the layers to hold; None: all
     """
     path = locate(model)
     config = read_json(path / "config.json")
@@ -83,14 +83,14 @@ def open_model(
     sizes = family, hf_config(checkpoint), path / "config.json"
     shape, whole = shape_of(*sizes, part), None
     if part is not None and (path / EXPERTS_MANIFEST).exists():
-        whole = shape_of(*sizes).experts  # whose records a pack has
+        whole = shape_of(*sizes).experts  # a pack has all layers
     check_transformers(family, sizes[1])
     store = open_experts(checkpoint, shape.experts, verify_reads, whole)
     return Opened(checkpoint, family, shape, store, open_dense(checkpoint, store), part)
 
 
 def open_dense(checkpoint: Checkpoint, store: ExpertStore) -> PackedDense | None:
-    """The records of matrices outside the experts in a pack; None in one of an earlier version."""
+    """Open the packed dense matrices of a pack; None for an earlier version of packs."""
     if not isinstance(store, PackedExpertStore) or not store.manifest.dense:
         return None
     return PackedDense(checkpoint, store.manifest.dense)

@@ -1,7 +1,7 @@
-"""A pass over several texts: their rows lie side by side, and each sees its own text alone.
+"""A packed batch: rows of several sequences in one pass, each of which sees only its own sequence.
 
-Rows are packed, not padded: each computation of a row that is none of attention's depends on that
-row alone, so a pass needs no row that stands for nothing, and no expert is asked for in its name.
+Rows are packed, not padded: outside attention each row is computed independently. So a pass has no
+padding rows, and no expert is loaded for one.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from speq.models.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class SequenceTokens:
-    """Tokens of one text in a pass.
+    """Tokens of one sequence in a pass.
 
-    cache  the text's; entries are written behind its length, which stays as it is
-    tree   whose last nodes they are, with entries of the others kept; None: they are a chain
+    cache  the sequence's cache; KV is written after its length, which does not change
+    tree   the tokens are its last nodes, and the KV of the others is cached; None: a chain
     """
 
     cache: KVCache
@@ -32,16 +32,16 @@ class SequenceTokens:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token follows the one before it, and the first one the KV of the cache."""
+        """True if each token follows the one before it, and the first one the cached tokens."""
         return self.tree is None or self.tree.is_chain
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpan:
-    """Rows of one text among those of a pass.
+    """Rows of one sequence among those of a pass.
 
-    first, last  the first of them, and the one behind them
-    tree         of a `SequenceTokens`, where that branches
+    first, last  the first row and the row after the last
+    tree         tree of the `SequenceTokens`, if it branches
     """
 
     cache: KVCache
@@ -55,29 +55,29 @@ class BatchSpan:
 
 
 def spans_of(sequences: Sequence[SequenceTokens]) -> list[BatchSpan]:
-    """The rows of each text, one behind another."""
+    """Assign rows to each sequence, one after another."""
     spans, first = [], 0
     for sequence in sequences:
         last = first + len(sequence.token_ids)
         check_rows(sequence.tree, last - first)
-        spans.append(BatchSpan(sequence.cache, first, last, branching(sequence.tree)))
+        spans.append(BatchSpan(sequence.cache, first, last, branching_tree(sequence.tree)))
         first = last
     return spans
 
 
 def check_rows(tree: Tree | None, count: int) -> None:
-    """Raise Broken where a pass of so many tokens is of other nodes of a tree."""
+    """Raise Broken if a pass has another number of tokens than the tree has nodes to run."""
     if tree is not None and tree.rows != count:
         raise Broken(f"{count} tokens are run as {tree.rows} nodes of a tree")
 
 
-def branching(tree: Tree | None) -> Tree | None:
-    """The tree, unless it is a chain, of which nothing needs to be said."""
+def branching_tree(tree: Tree | None) -> Tree | None:
+    """Return the tree; None for a chain."""
     return None if tree is None or tree.is_chain else tree
 
 
 class BatchKVLayer(CacheLayerMixin):
-    """One layer of several texts."""
+    """KV of one layer of several sequences."""
 
     is_sliding = False
 
@@ -92,7 +92,9 @@ class BatchKVLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Write [1, heads, T, width] behind each text; return all entries, text behind text."""
+        """Write [1, heads, T, width] after each sequence's length. Return all KV, sequence after
+        sequence.
+        """
         pieces = zip(
             self._layers,
             key_states.split(self._counts, dim=2),
@@ -116,7 +118,7 @@ class BatchKVLayer(CacheLayerMixin):
 
 
 def cache_of(spans: Sequence[BatchSpan]) -> Cache:
-    """The entries of several texts as if they were one's, whose tokens do not see one another."""
+    """View the caches of several sequences as one cache."""
     counts = [span.last - span.first for span in spans]
     layers = zip(*(span.cache.layers for span in spans), strict=True)
 
@@ -128,5 +130,5 @@ def cache_of(spans: Sequence[BatchSpan]) -> Cache:
 
 
 def mask_of(masks: Sequence[Tensor]) -> Tensor:
-    """Masks of texts [1, 1, T, end] as one over all their rows and entries."""
+    """Combine the masks of sequences [1, 1, T, end] into one over all their rows and KV."""
     return torch.block_diag(*(mask[0, 0] for mask in masks))[None, None].bool()

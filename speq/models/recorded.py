@@ -1,9 +1,9 @@
-"""Passes recorded as graphs of the device, which launches them as a whole.
+"""Passes recorded as device graphs, each launched as a whole.
 
 Launching a pass takes the host longer than the pass takes a GPU: a thousand kernels and more. A
-graph runs with the shapes and addresses that it was recorded with. So a recorded pass reads its
-tokens and positions from the device, and its attention runs over a fixed number of entries, the
-same for all positions of a bucket.
+graph runs with the shapes and addresses of its recording. So a recorded pass reads its tokens and
+positions from the device, and its attention reads a fixed number of cached tokens, the same for all
+positions of a bucket.
 """
 
 import logging
@@ -20,21 +20,25 @@ from speq.models.moe_model import MoEModel
 
 logger = logging.getLogger("speq")
 
-# Contexts that one graph serves. Attention of a pass runs over up to so many entries in vain, and a
-# text that grows by so many tokens costs another recording, of about three passes.
+# Context lengths that one graph serves. Attention reads up to so many cached tokens in vain, and a
+# sequence that grows by so many tokens costs another recording, as long as about three passes.
 BUCKET = 256
-# Graphs kept of each kind of pass: those used last. All use one piece of memory, that of the
-# widest, so that recording again and again takes no more.
+# Most graphs of each kind of pass; the least recently used ones are dropped. All share the memory
+# of the widest, so recording again takes no more.
 MAX_GRAPHS = 8
 
-# Token ids and positions [1, T], entries that attention runs over, where the host has its part: the
-# results of a pass.
+# Computes a pass from token ids and positions [1, T], the cached tokens that attention reads, and
+# the cut where the host has its part.
 Compute = Callable[[Tensor, Tensor, int, Cut], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """inputs: [2, T] int64, tokens and positions; results: in the graph's memory."""
+class PassGraph:
+    """A recorded pass.
+
+    inputs   [2, T] int64, tokens and positions
+    results  in the graph's memory
+    """
 
     graph: Graph
     inputs: Tensor
@@ -42,30 +46,30 @@ class Recorded:
 
 
 class RecordedPasses:
-    """One kind of pass over one row of a cache: a graph for each number of tokens and each bucket,
-    recorded when it is first wanted. Their memory is given back with this object, which `compute`
-    therefore does not refer to.
+    """Graphs of one kind of pass over one KV cache: one for each number of tokens and each bucket,
+    recorded at first use. Their memory is freed with this object, so `compute` must not refer to
+    it.
 
-    Where a graph cannot be recorded there are none from then on, and a warning says why.
+    If a recording fails, a warning says why, and no more are made.
     """
 
     def __init__(self, kind: str, device: Accelerator, cache: KVCache, compute: Compute) -> None:
         self._kind, self._cache, self._compute = kind, cache, compute
         self._device: Accelerator | None = device
         self._uploads = Uploads(device)
-        self._passes: dict[tuple[int, int], Recorded] = {}
+        self._passes: dict[tuple[int, int], PassGraph] = {}
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(tokens, entries seen) of the graphs kept, the one used last behind the others."""
+        """(tokens, cached tokens read) of the graphs kept, most recently used last."""
         return list(self._passes)
 
     @torch.inference_mode()
     def run(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
-        """A chain of tokens behind the cache's length, which stays as it is.
+        """Run a chain of tokens after the cache's length, which does not change.
 
-        Returns the results, which the next run of any of these passes may overwrite; None where the
-        pass is not recorded and has to be launched.
+        Returns the results, which the next run of any of these passes may overwrite. None: the pass
+        is not recorded and must be launched kernel by kernel.
         """
         start, count = self._cache.length, len(token_ids)
         seen = min(-(-(start + count) // BUCKET) * BUCKET, self._cache.capacity)
@@ -78,14 +82,14 @@ class RecordedPasses:
         made.graph.replay()
         return made.results
 
-    def _record(self, count: int, seen: int) -> Recorded | None:
+    def _record(self, count: int, seen: int) -> PassGraph | None:
         if self._device is None:
             return None
         while len(self._passes) >= MAX_GRAPHS:
             del self._passes[next(iter(self._passes))]
         beside = next((made.graph for made in self._passes.values()), None)
         inputs = torch.zeros(2, count, dtype=torch.int64, device=self._device.torch)
-        # Where the next tokens go, and nothing of worth lies yet.
+        # Positions of the next tokens, where no KV is cached yet.
         inputs[1] = torch.arange(count, device=self._device.torch) + self._cache.length
         results: tuple[Tensor, ...] = ()
 
@@ -94,10 +98,10 @@ class RecordedPasses:
             results = self._compute(inputs[:1], inputs[1:], seen, cut)
 
         try:
-            return Recorded(self._device.capture(run, beside), inputs, results)
-        except RuntimeError as error:  # torch's for all that CUDA refuses
+            return PassGraph(self._device.capture(run, beside), inputs, results)
+        except RuntimeError as error:  # torch raises it for every CUDA error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            logger.warning("%s run without graphs, one of which failed: %s", self._kind, reason)
+            logger.warning("%s run without graphs: recording one failed: %s", self._kind, reason)
             self._device = None
             self._passes.clear()
             return None
@@ -106,9 +110,9 @@ class RecordedPasses:
 def recording_device(
     graphs: str, device: Processor | Accelerator, model: MoEModel
 ) -> Accelerator | None:
-    """The device whose graphs a model's passes run as, if any; a log line says why none do.
+    """Device that records a model's passes; None if they are not recorded, and a log line says why.
 
-    graphs  the option
+    graphs  the option's value
     """
     if graphs == "none" or isinstance(device, Processor):
         return None

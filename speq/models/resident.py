@@ -1,8 +1,8 @@
-"""Weights in memory of their own.
+"""Weights in allocated memory.
 
-The loader leaves weights of the checkpoint's dtype where safetensors mapped their files. There the
-system fetches them at the first pass, a page at a time, and drops them when it likes: a budget that
-says they are in memory would be wrong, and so would every measurement.
+The loader leaves weights of the checkpoint's dtype in mapped files. There the system reads them in
+the first pass, page by page, and may drop them at any time. A budget that counts them as resident
+would be wrong, and so would every measurement.
 """
 
 import bisect
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.errors import Broken
-from speq.files.alignment import aligned_bytes, prefer_huge_pages
+from speq.files.alignment import allocate_aligned, prefer_huge_pages
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
 from speq.files.range_file import ENDS_BYTES, bytes_of
@@ -27,7 +27,7 @@ MAPS = Path("/proc/self/maps")
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Addresses at which a file is mapped, from `offset` on."""
+    """Addresses where a file is mapped, from `offset` on."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ class Region:
 
 
 def mapped_regions() -> list[Region]:
-    """Files mapped into this process, by address; none where the system does not tell."""
+    """Files mapped into this process, by address; empty if the system does not tell."""
     regions = []
     try:
         lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -51,9 +51,9 @@ def mapped_regions() -> list[Region]:
 
 
 class MappedWeights:
-    """Reads what safetensors mapped of a checkpoint's files into memory of its own.
+    """Reader of a checkpoint's mapped weights into allocated memory.
 
-    What is read is compared by `check`, which raises SpeqError. Several threads may read at a time.
+    `check` compares what is read, and raises SpeqError. Several threads may read at a time.
     """
 
     def __init__(self, checkpoint: Checkpoint, check: TensorCheck) -> None:
@@ -68,19 +68,19 @@ class MappedWeights:
         }
 
     def _place(self, tensor: Tensor) -> tuple[SafetensorsFile, int] | None:
-        """The file that is mapped for a tensor, and where it lies there; None: none is."""
+        """Find the file that is mapped for a tensor, and its offset there; None: there is none."""
         address = tensor.data_ptr()
         at = bisect.bisect_right(self._starts, address) - 1
         if at < 0 or address + tensor.nbytes > self._regions[at].end:
             return None
         if not tensor.is_contiguous():
-            raise Broken(f"a tensor of shape {list(tensor.shape)} lies scattered in its file")
+            raise Broken(f"a tensor of shape {list(tensor.shape)} is not contiguous in its file")
         region = self._regions[at]
         return self._files[region.path], region.offset + address - region.start
 
     def name(self, tensor: Tensor) -> str | None:
-        """The tensor of the checkpoint whose words, all of them and as they are stored, a tensor
-        is; None where it is not mapped, or something else.
+        """Name of the checkpoint's tensor that `tensor` maps whole and unchanged; None: there is
+        none.
         """
         file, offset = self._place(tensor) or (None, 0)
         if file is None:
@@ -93,20 +93,20 @@ class MappedWeights:
         return name if same else None
 
     def leave(self, tensor: Tensor) -> None:
-        """Do not read, and do not compare, what is mapped for a tensor: something stands for it."""
+        """Exclude a tensor from reading and comparing, since something replaces it."""
         file, offset = self._place(tensor) or (None, 0)
         if file is not None:
             self._check.leave(file, offset)
 
     def words(self, tensor: Tensor) -> Tensor:
-        """A tensor in memory of its own: itself where no file is mapped for it."""
+        """Copy a tensor to allocated memory; return it as it is if no file is mapped for it."""
         file, offset = self._place(tensor) or (None, 0)
         if file is None:
             return tensor
         made = torch.empty_like(tensor)
         prefer_huge_pages(made)
         words = made.view(-1).view(torch.uint8)
-        file.read_scattered(offset, words, aligned_bytes(1, ENDS_BYTES)[0])
+        file.read_scattered(offset, words, allocate_aligned(1, ENDS_BYTES)[0])
         self._check.compare(file, offset, bytes_of(words))
         return made
 
@@ -114,7 +114,7 @@ class MappedWeights:
 def make_resident(
     model: nn.Module, mapped: MappedWeights, progress: Progress = no_progress
 ) -> None:
-    """Read the parameters and buffers of a model that files are mapped for into memory."""
+    """Read a model's mapped parameters and buffers into allocated memory."""
     tensors = [*chain(model.parameters(), model.buffers())]
     for tensor in tracked("loading weights", tensors, len(tensors), progress):
         tensor.data = mapped.words(tensor.data)

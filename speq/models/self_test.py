@@ -1,8 +1,8 @@
-"""Whether layers of ours compute what those of the installed transformers do.
+"""Self-test: our layers compare with those of the installed transformers.
 
-transformers may change under us: what it gives to a layer, and by which name. So before a model is
-loaded, a tiny one of the same configuration with random weights runs a prompt and some steps behind
-it, and is compared with transformers' own pass over the whole text.
+transformers may change a layer's arguments and their names. So before a model is loaded, a tiny one
+of the same configuration with random weights runs a prompt and some steps. Its hidden states are
+compared with those of transformers' own pass over the whole sequence.
 """
 
 import logging
@@ -26,8 +26,8 @@ from speq.version import TESTED, is_tested, transformers_version
 
 logger = logging.getLogger("speq")
 
-# Sizes of the tiny model, of those that its configuration has. Heads keep their widths: positions
-# turn by them.
+# Sizes of the tiny model, for the fields that its configuration has. Heads keep their widths, which
+# rotary embeddings depend on.
 SIZES = {
     "vocab_size": 64,
     "intermediate_size": 32,
@@ -46,23 +46,23 @@ SIZES = {
     "topk_group": 1,
 }
 HIDDEN_SIZE, EXPERTS, TOP_K = 64, 8, 2
-# A prompt longer than what the walk takes, a few tokens behind it, and two steps.
+# A prompt longer than the fused decoder takes, then a few tokens, and two steps.
 PASSES = (MAX_LINEAR_ROWS + 1, 5, 1, 1)
-# That every kernel of experts takes at a time.
+# Rows that every kernel of experts takes at a time.
 ROWS = 16
-# Of the largest hidden state. Rounding of other orders of sums is some hundred times smaller, and a
-# state that is lost changes some hundred times more.
+# Relative to the largest hidden state. Other orders of sums differ some hundred times less, and a
+# lost state some hundred times more.
 TOLERANCE = 1e-3
-# Rounding may choose another expert, but not with all of these weights.
+# Rounding may choose another expert, but not with all of these seeds.
 SEEDS = (1, 2, 3)
 
 _passed: set[tuple[str, tuple[str, ...]]] = set()
 
 
 class PlainBackend:
-    """Runs experts out of the words that transformers' own experts have.
+    """Backend that runs the weights of transformers' own experts.
 
-    words  of each MoE layer: [E, 2F, H] and [E, H, F]
+    words  weights of each MoE layer: [E, 2F, H] and [E, H, F]
     """
 
     drafts: ClassVar[bool] = False
@@ -83,12 +83,12 @@ class PlainBackend:
 
 
 def check_transformers(family: Family, config: Any) -> None:
-    """Compare, once a process for each family and its kinds of layers. Warns of a transformers
-    that was not tested.
+    """Compare once per process for each family and its kinds of layers. Warn of an untested version
+    of transformers.
 
-    config  of a checkpoint, as transformers reads it
+    config  a checkpoint's configuration as transformers reads it
 
-    Raises SpeqError where layers differ.
+    Raises SpeqError if layers differ.
     """
     types: list[str] = list(getattr(config, "layer_types", None) or [])
     key = family.model_type, tuple(sorted({*types}))
@@ -99,10 +99,10 @@ def check_transformers(family: Family, config: Any) -> None:
         logger.warning("transformers %s was not tested with speq; %s were", version, TESTED)
     layers = 1 + max((types.index(kind) for kind in {*types}), default=0)
     with quiet_transformers(), torch.inference_mode():
-        found = differing(family, config, layers)
-        # The first layers of all, as long as these are enough to differ.
+        found = compare_models(family, config, layers)
+        # Find the fewest first layers that differ.
         for fewer in range(1, layers if found else 1):
-            less = differing(family, config, fewer)
+            less = compare_models(family, config, fewer)
             if less is not None:
                 found, layers = less, fewer
                 break
@@ -115,15 +115,15 @@ def check_transformers(family: Family, config: Any) -> None:
     _passed.add(key)
 
 
-def differing(family: Family, config: Any, layers: int) -> str | None:
-    """How tiny models of so many layers, or as many more as it takes for experts, differ from
-    transformers' own with each of some weights; None: one of them does not.
+def compare_models(family: Family, config: Any, layers: int) -> str | None:
+    """Describe how tiny models differ from transformers' own with every seed; None if they agree
+    with one. They have `layers` layers, or as many more as it takes to have experts.
     """
     found = None
     for seed in SEEDS:
         try:
-            model, words, theirs = own_pass(family, config, layers, seed)
-        except Exception as error:  # an unusual configuration, of which nothing is known then
+            model, words, theirs = run_own_pass(family, config, layers, seed)
+        except Exception as error:  # an unusual configuration, which cannot be tested
             logger.warning(
                 "speq cannot compare its layers with those of transformers %s: %s: %s",
                 transformers_version(),
@@ -133,18 +133,18 @@ def differing(family: Family, config: Any, layers: int) -> str | None:
             return None
         try:
             found = difference(family, model, words, theirs)
-        except Exception as error:  # whatever transformers calls them with
+        except Exception as error:  # transformers may call them with anything
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if found is None:
             return None
     return found
 
 
-def own_pass(
+def run_own_pass(
     family: Family, config: Any, layers: int, seed: int
 ) -> tuple[Any, list[tuple[Tensor, Tensor]], Tensor]:
-    """A tiny model of transformers, with ours in place of its experts; their words, and the hidden
-    states [T, H] that its own pass made of a text.
+    """Build a tiny transformers model and run its own pass. Return it with our experts in place of
+    its own, their weights, and the hidden states [T, H] of the pass.
     """
     tiny = tiny_config(family, config, layers)
     with family.with_experts(), torch.device("meta"):
@@ -154,32 +154,32 @@ def own_pass(
     model = model.to_empty(device="cpu").eval()
     blocks = [block for layer in model.model.layers if (block := block_of(family, layer))]
     if not blocks and layers < config.num_hidden_layers:
-        return own_pass(family, config, min(2 * layers, config.num_hidden_layers), seed)
+        return run_own_pass(family, config, min(2 * layers, config.num_hidden_layers), seed)
     fill(model, seed)
     model.config._experts_implementation = "eager"
-    theirs = model.model(input_ids=text()[None], use_cache=False).last_hidden_state[0]
+    theirs = model.model(input_ids=token_ids()[None], use_cache=False).last_hidden_state[0]
     model.set_attn_implementation(family.attention_by)
-    words = [with_ours(family, block, model.config) for block in blocks]
+    words = [replace_experts(family, block, model.config) for block in blocks]
     return model, words, theirs
 
 
 def block_of(family: Family, layer: nn.Module) -> nn.Module | None:
-    """The block of a layer that has experts of transformers' own."""
+    """The block of a layer with transformers' own experts; None if it has none."""
     name = family.names.blocks[0]
     block = getattr(layer, name, None) if name else layer
     experts = getattr(block, family.names.experts, None)
     return block if type(experts).__name__ == family.experts_class else None
 
 
-def with_ours(family: Family, block: Any, config: Any) -> tuple[Tensor, Tensor]:
-    """Put ours in the place of a block's experts; the words of these, [E, 2F, H] and [E, H, F]."""
+def replace_experts(family: Family, block: Any, config: Any) -> tuple[Tensor, Tensor]:
+    """Replace a block's experts by ours. Return their weights, [E, 2F, H] and [E, H, F]."""
     experts = getattr(block, family.names.experts)
     ours = (BiasedExperts if family.biased else OffloadedExperts)(config)
     for name, _ in [*ours.named_parameters()]:
         setattr(ours, name, getattr(experts, name))
     setattr(block, family.names.experts, ours)
     gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
-    if family.transposed:  # gate and up in turns
+    if family.transposed:  # gate and up interleaved
         in_turns = gate_up.mT
         gate_up = torch.cat([in_turns[:, 0::2], in_turns[:, 1::2]], dim=1)
         down = down.mT
@@ -189,8 +189,8 @@ def with_ours(family: Family, block: Any, config: Any) -> tuple[Tensor, Tensor]:
 def difference(
     family: Family, model: Any, words: list[tuple[Tensor, Tensor]], theirs: Tensor
 ) -> str | None:
-    """How passes of ours over a text, one behind another, differ from transformers' one; None: they
-    do not.
+    """Describe how our passes over a sequence differ from transformers' single pass; None: they do
+    not.
     """
     config = model.config
     act = "silu" if family.hidden_act is None else getattr(config, family.hidden_act)
@@ -213,24 +213,24 @@ def difference(
     for count in PASSES:
         first = cache.length
         rows = slice(first, first + count)
-        tokens = SequenceTokens(cache, text()[rows].tolist())
+        tokens = SequenceTokens(cache, token_ids()[rows].tolist())
         made = ours.forward(backend, [tokens])[0]
         largest = float((made - theirs[rows]).abs().max())
-        if not largest <= allowed:  # also where it is no number
-            what = "a prompt" if not first else f"{count} tokens behind {first}"
-            return f"{what}: by {largest:.2g}, of numbers up to {allowed / TOLERANCE:.2g}"
+        if not largest <= allowed:  # also if it is NaN
+            what = "a prompt" if not first else f"{count} tokens after {first}"
+            return f"{what}: by {largest:.2g}, where values reach {allowed / TOLERANCE:.2g}"
         cache.advance(count)
         cache.settle()
     return None
 
 
-def text() -> Tensor:
+def token_ids() -> Tensor:
     """Token ids [T] of all passes."""
     return (torch.arange(sum(PASSES)) * 29 + 7) % SIZES["vocab_size"]
 
 
 def tiny_config(family: Family, config: Any, layers: int) -> Any:
-    """A configuration of the same class and kinds of layers: its first ones, and small sizes."""
+    """Shrink a configuration: the same class, its first layers, and small sizes."""
     given: dict[str, Any] = config.to_dict()
     heads, count = given["num_attention_heads"], given["num_hidden_layers"]
     shared = (given.get("num_key_value_heads") or heads) < heads
@@ -248,7 +248,7 @@ def tiny_config(family: Family, config: Any, layers: int) -> Any:
         if isinstance(value, list) and len(value) == count:
             given[name] = value[:layers]
     given["pad_token_id"] = None
-    # Of heterogeneous layers, which are made of the rest.
+    # Derived from the rest for heterogeneous layers.
     given.pop("per_layer_config", None)
     tiny = type(config).from_dict(given)
     for name, size in ((family.num_experts, EXPERTS), (family.top_k, TOP_K)):
@@ -257,7 +257,9 @@ def tiny_config(family: Family, config: Any, layers: int) -> Any:
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Random weights, and numbers in (0, 1) in buffers, which no generator of others makes."""
+    """Fill a model with random weights, and its buffers with values in (0, 1), from a generator of
+    its own.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 or "norm" not in name:

@@ -1,4 +1,4 @@
-"""The numbers of a model that its memory depends on, from config.json alone."""
+"""The sizes of a model that its memory depends on, from config.json alone."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from speq.models.dense import plain_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
-from speq.models.layer_range import LayerRange, built
+from speq.models.layer_range import LayerRange, build_part
 from speq.models.states import NO_STATES, StateShape
 
 DTYPES = {
@@ -34,33 +34,33 @@ DTYPES = {
 
 
 CONFIG_AGAIN = "download config.json again, or correct that value"
-# What one logit takes on its way to a probability: float32 copies, and a sort for top-p.
+# Bytes of one logit on its way to a probability: float32 copies, and a sort for top-p.
 LOGIT_TRANSIENT_BYTES = 36
-# What a position of a route takes in the fused kernels beside its values: where its expert's rows
-# begin, and what alignment adds.
+# Bytes of one position of a route in the fused kernels, besides its values: where its expert's rows
+# begin, and alignment.
 POSITION_BYTES = 128
-# Tensors that are made in another dtype stay in it, whatever is computed in.
+# Tensors that are created in another dtype keep it, whatever the compute dtype.
 SKELETON_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of everything but the experts' words.
+    """Sizes of everything but the experts' weights.
 
-    attention         of the layers; one layer's scores exist at a time
-    dense             rows and columns of the matrices of the embedding, which is the first, and of
-                      dense layers; one that two share comes once
-    dense_names       of the tensors of these on disk
-    other_sizes       elements of each other parameter and buffer outside the experts that is held
-                      in the compute dtype
-    tied              whether the head shares the embedding, of which else a token reads a row
-    wide_sizes        elements of each that is held in float32 where 16 bits are computed in
-    own_bytes         what is held beside all these in a dtype of its own
+    attention         sizes of attention; one layer's scores exist at a time
+    dense             rows and columns of the distinct matrices of the embedding, which is the
+                      first, and of dense layers
+    dense_names       names of their tensors on disk
+    other_sizes       elements of each other parameter and buffer in the compute dtype, outside the
+                      experts
+    tied              whether the head shares the embedding; otherwise a token reads one row of it
+    wide_sizes        elements of each tensor held in float32 under a 16-bit compute dtype
+    own_bytes         bytes of tensors with a dtype of their own
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
-    states            layers that keep states in place of entries
-    part              the layers that these are sizes of; None: all. Without its ends a model has no
-                      vocabulary: nothing is looked up in one or scored
+    states            layers that keep states in place of KV
+    part              the layers that these are sizes of; None: all. A part without ends has no
+                      vocabulary: it neither embeds nor scores tokens
     """
 
     experts: ExpertLayout
@@ -84,7 +84,7 @@ class ModelShape:
 
     @property
     def embedding(self) -> tuple[int, int]:
-        """Rows and columns of the embedding; none of a part without ends."""
+        """Rows and columns of the embedding; (0, 0) for a part without ends."""
         return self.dense[0] if self.part is None or self.part.has_ends else (0, 0)
 
     @property
@@ -99,7 +99,7 @@ class ModelShape:
 
     @property
     def kv_layers(self) -> list[KVShapes]:
-        """(heads, width) of keys and of values in each layer that keeps entries."""
+        """(heads, width) of keys and of values in each layer with KV."""
         layers = range(self.num_layers) if self.part is None else self.part.layers
         by_layer = self.attention.by_layer or (self.attention.kv_shapes,) * layers.stop
         return [by_layer[layer] for layer in layers if layer not in self.states.layers]
@@ -107,7 +107,10 @@ class ModelShape:
     def cache(
         self, capacity: int, dtype: torch.dtype, device: torch.device, number: int = 0
     ) -> KVCache:
-        """Room for a text of so many tokens; number: among those that run side by side."""
+        """Allocate the cache of one sequence of up to `capacity` tokens.
+
+        number  KV slot
+        """
         kv_shapes, by_layer = self.attention.kv_shapes, self.attention.by_layer
         own = None if self.part is None else self.part.layers
         layers = self.num_layers if own is None else own.stop
@@ -116,7 +119,7 @@ class ModelShape:
         )
 
     def resident_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of everything but experts as words, computing in `dtype`."""
+        """Bytes of everything but experts as plain weights, computing in `dtype`."""
         dense = sum(rows * columns for rows, columns in self.dense)
         return dense * dtype.itemsize + sum(self.other_bytes(dtype)) + self.own_bytes
 
@@ -127,12 +130,12 @@ class ModelShape:
         return (*others, *(elements * wide for elements in self.wide_sizes))
 
     def workspace_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
-        """An upper estimate of what one pass on the CPU takes: activations and kernels."""
+        """Upper estimate of one pass's memory on the CPU: activations and kernels."""
         activations = self.activation_bytes(rows, scored, context, dtype)
         return activations + self.cpu_kernel_bytes(rows, dtype)
 
     def cpu_kernel_bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """What the CPU's kernels of exact experts hold while they run so many rows.
+        """Bytes that the CPU's kernels of exact experts hold while they run `rows` rows.
 
         Native ones hold rows in float32, the reference an expert converted to the compute dtype.
         """
@@ -147,16 +150,16 @@ class ModelShape:
     def gpu_kernel_bytes(
         self, rows: int, dtype: torch.dtype, words: torch.dtype, plain_bytes: int
     ) -> int:
-        """What a GPU's kernels of experts hold while they run so many rows.
+        """Bytes that a GPU's kernels of experts hold while they run `rows` rows.
 
-        words        the dtype of the experts as published
-        plain_bytes  of one expert decoded out of its slot; 0 where words lie in the slot itself
+        words        dtype of the experts as published
+        plain_bytes  bytes of one expert decoded out of its slot; 0 if the slot holds plain weights
 
-        A fused kernel holds the positions of a block: rows and what is between projections in
-        float32 and, for INT4, who shares an expert. Experts one at a time take an expert decoded,
-        an expert converted to the compute dtype, the places of the routes, and an expert's rows:
-        gathered, and then in the order of its codes or its results. What is between projections is
-        in `activation_bytes`.
+        A fused kernel holds the positions of a block: rows and intermediates in float32 and, for
+        INT4, the grouping by expert. Experts run one at a time take one decoded expert, one
+        converted to the compute dtype, the places of the routes, and an expert's rows: gathered,
+        and then in the order of its codes or its results. Intermediates between projections are
+        counted in `activation_bytes`.
         """
         experts, kernels = self.experts, library.KERNELS["cuda"]
         hidden, width = experts.hidden_size, experts.expert_width
@@ -175,14 +178,14 @@ class ModelShape:
         return 3 * self.experts.hidden_size * self.experts.expert_width
 
     def activation_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
-        """An upper estimate of the activations of one pass.
+        """Upper estimate of the activations of one pass.
 
-        rows     tokens in the pass; scored: tokens whose logits are wanted
+        rows     tokens in the pass; scored: tokens whose logits are computed
         context  tokens attended over
 
-        The widest moments, added up although they do not coincide: attention with its mask and
-        expanded keys and values, the dense or shared feed-forward, the routed experts' outputs, and
-        logits turned into distributions.
+        Sum of the peaks, although they do not coincide: attention with its mask and expanded keys
+        and values, the dense or shared feed-forward, the routed experts' outputs, and logits turned
+        into distributions.
         """
         size = dtype.itemsize
         experts, attention = self.experts, self.attention
@@ -191,7 +194,7 @@ class ModelShape:
         expanded = attention.expanded_width * context + rows * context
         scores = 2 * attention.score_heads * rows * context * max(size, 4)
         if attention.score_heads and size < 4:
-            scores += attention.expanded_width // 2 * context * 4  # keys and values, widened
+            scores += attention.expanded_width // 2 * context * 4  # keys and values, expanded
         routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
         activations = (rows * per_row + expanded) * size
         widened = rows * self.top_k * self.hidden_size * max(size, 4)
@@ -201,13 +204,13 @@ class ModelShape:
 
 
 def hf_config(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's configuration as transformers reads it."""
+    """Read the checkpoint's configuration with transformers."""
     return config_in(checkpoint.path)
 
 
 def config_in(path: Path) -> Any:
-    """The model's configuration in a folder, which need hold nothing else, as transformers reads
-    it; that of text, where it is a part of others.
+    """Read the configuration in a folder with transformers; that of the text model, if there are
+    others. The folder need not have weights.
     """
     content = read_json(path / "config.json")
     check_sizes(family_of(content, path).config(content, path), path / "config.json")
@@ -219,21 +222,21 @@ def config_in(path: Path) -> Any:
             f"{path / 'config.json'} is refused by transformers: {reason[:300]}; {CONFIG_AGAIN}"
         ) from error
     config = whole.get_text_config()
-    config.tie_word_embeddings = whole.tie_word_embeddings  # that of the whole is what counts
+    config.tie_word_embeddings = whole.tie_word_embeddings  # the outer configuration counts
     if config.dtype is None:
         config.dtype = whole.dtype
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # models are made of words, whatever those are published as
+        del config.quantization_config  # models are built for plain weights
     return config
 
 
 def skeleton(
     family: Family, config: Any, where: object, part: LayerRange | None = None
 ) -> nn.Module:
-    """The model, or a part of it, without experts and without storage, in bfloat16."""
+    """Build the model, or a part of it, on the meta device, without experts, in bfloat16."""
     try:
-        with built(family, part), torch.device("meta"):
-            # Of a copy, in which it notes the dtype.
+        with build_part(family, part), torch.device("meta"):
+            # From a copy, because it writes the dtype into it.
             return AutoModelForCausalLM.from_config(
                 deepcopy(config), dtype=SKELETON_DTYPE, attn_implementation=family.attention_by
             )
@@ -246,7 +249,7 @@ def skeleton(
 
 
 def _nulls(config: Any, error: Exception) -> str:
-    """Fields that are null where the model's code stumbled over one and does not say which."""
+    """Name the null fields after an error of the model's code that may be due to one."""
     if "NoneType" not in str(error):
         return ""
     usual = type(config)()
@@ -261,8 +264,8 @@ def _nulls(config: Any, error: Exception) -> str:
 def shape_of(
     family: Family, config: Any, where: object, part: LayerRange | None = None
 ) -> ModelShape:
-    """Read the sizes of a model, or of a part of it, off its configuration. Raises SpeqError for
-    what is not supported.
+    """Compute the sizes of a model, or of a part of it, from its configuration. Raises SpeqError
+    for what is not supported.
     """
     num_experts, expert_width = (
         getattr(config, family.num_experts),
@@ -275,19 +278,18 @@ def shape_of(
     layers = tuple(family.moe_blocks(model))
     if not layers and part is not None:
         raise SpeqError(
-            f"layers {part.first} to {part.last - 1} of {where} have no routed experts; give that "
+            f"layers {part.first} to {part.last - 1} of {where} have no routed experts: give that "
             "stage more layers"
         )
     if not layers:
         raise SpeqError(
-            f"{where} describes a model without routed experts, and there is nothing to offload; "
+            f"{where} describes a model without routed experts, so there is nothing to offload; "
             "give a Mixture-of-Experts model"
         )
     hidden_act = "silu" if family.hidden_act is None else getattr(config, family.hidden_act)
     if hidden_act not in HIDDEN_ACTS:
         raise SpeqError(
-            f"{where} asks for the activation {hidden_act!r}; supported are "
-            f"{', '.join(HIDDEN_ACTS)}"
+            f"{where} has the activation {hidden_act!r}; supported are {', '.join(HIDDEN_ACTS)}"
         )
     dense: dict[int, tuple[int, int]] = {}
     dense_names: dict[int, str] = {}
@@ -333,21 +335,21 @@ def shape_of(
 
 
 def states_of(family: Family, config: Any, part: LayerRange | None) -> StateShape:
-    """Which layers of a model, or of a part of it, keep states."""
+    """States of the layers of a model, or of a part of it."""
     states = family.states(config)
     return states if part is None else states.among(part.layers)
 
 
 def is_widened(model: Any, name: str) -> bool:
-    """Whether transformers loads a tensor in float32 where 16 bits are computed in."""
+    """True if transformers loads a tensor in float32 under a 16-bit compute dtype."""
     return any(part in name for part in model._keep_in_fp32_modules_strict or ())
 
 
 def one_top_k(config: Any, name: str, where: object) -> Any:
-    """Experts of a token, which some configs give layer by layer. Raises SpeqError where they
-    differ, or are no number.
+    """Number of experts of a token, which some configs give layer by layer. Raises SpeqError if
+    layers differ or it is not a number.
 
-    name  of the config's attribute
+    name  the config's attribute
     """
     given = getattr(config, name)
     layers = set(given[: config.num_hidden_layers]) if isinstance(given, list) else {given}
@@ -360,12 +362,12 @@ def one_top_k(config: Any, name: str, where: object) -> Any:
 
 
 def check_config(config: Any, num_experts: Any, top_k: Any, name: str, where: object) -> None:
-    """Refuse what transformers would only stumble over in the middle of a pass.
+    """Raise SpeqError for values with which transformers would fail in a pass.
 
-    name  of top_k in the config
+    name  name of top_k in the config
     """
     if not isinstance(num_experts, int) or num_experts < 1:
-        raise SpeqError(f"{where} promises {num_experts} experts a layer; it must be at least 1")
+        raise SpeqError(f"{where} has {num_experts} experts a layer; it must be at least 1")
     if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise SpeqError(
             f"{where} has {name} {top_k!r}; it must be from 1 to the {num_experts} "
@@ -379,11 +381,11 @@ def check_config(config: Any, num_experts: Any, top_k: Any, name: str, where: ob
 
 
 def max_context(config: Any, where: object) -> int:
-    """Tokens a model can attend over here.
+    """Longest context of a model in this implementation.
 
-    Rotary embeddings of type longrope switch factors for a whole pass once it reaches past the
-    original context, so beyond it the pass's shape would change the output: it ends there. YaRN
-    says itself how far it reaches: its publishers have users add it and leave the rest as it is.
+    Rotary embeddings of type longrope change factors for a whole pass that exceeds the original
+    context. Beyond it the output would depend on the shape of the pass, so the context ends there.
+    YaRN states its own limit: publishers tell users to add it and to change nothing else.
     """
     limit = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,7 +1,7 @@
-"""The gated short convolution of lfm2_moe over a cache that goes back.
+"""The gated short convolution of lfm2_moe over a cache with rollback.
 
-What it keeps of a text are the last inputs of its convolution and no state beside, so that a token
-is run as it would be alone wherever it stands: in a chain, in a tree, in a prompt of any length.
+Its cache has only the last inputs of its convolution. So a token's result is the same in a chain,
+in a tree and in a prompt of any length.
 """
 
 import weakref
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from speq.errors import SpeqError
-from speq.kernels.convolution import convolved
+from speq.kernels.convolution import convolve
 from speq.kernels.ops import MAX_LINEAR_ROWS
-from speq.layers.arguments import given_cache
+from speq.layers.arguments import find_cache
 from speq.models.conv_inputs import ConvInputs, windows_in
 from speq.models.length import Length
 from speq.models.states import StateShape, layers_of_kind
 
-# What a config calls layers of either kind.
+# Values of layer_types.
 CONV, ATTENTION = "conv", "full_attention"
 
 
 class ConvParts(Protocol):
-    """What a layer convolves with: weight [channels, taps], bias [channels] or None."""
+    """Weights of a layer's convolution: weight [channels, taps], bias [channels] or None."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -33,7 +33,7 @@ class ConvParts(Protocol):
 
 
 class ConvLayer:
-    """One layer of one text."""
+    """Cache of one layer for one sequence."""
 
     def __init__(
         self, taps: int, channels: int, dtype: torch.dtype, device: torch.device, length: Length
@@ -46,31 +46,31 @@ class ConvLayer:
         return [self._inputs.tensor]
 
     def run(self, rows: Tensor, parts: ConvParts) -> Tensor:
-        """Inputs of tokens of a pass behind the text's length [T, channels], as nodes of
-        `Length.tree` where that is one: [T, channels] of the same dtype.
+        """Convolve the inputs [T, channels] of tokens after the sequence's length; they are nodes
+        of `Length.tree` if there is one. Return [T, channels] of the same dtype.
         """
         inputs, tree = self._inputs, self._length.tree
-        inputs.forget_other_text()
+        inputs.reset_if_new_sequence()
         inputs.settle()
         if self._length.reading and len(rows) > MAX_LINEAR_ROWS:
-            return convolved(inputs.read(rows), parts.weight, parts.bias)
+            return convolve(inputs.read(rows), parts.weight, parts.bias)
         places = inputs.write(rows)
         if tree is None:
             windows = inputs.windows(places)
         else:
             nodes = list(range(tree.first, tree.first + len(rows)))
             windows = inputs.node_windows(tree.parents, nodes, places.start - tree.first)
-        return convolved(windows, parts.weight, parts.bias)
+        return convolve(windows, parts.weight, parts.bias)
 
     def keep(self, start: int, nodes: Tensor) -> None:
-        """Of tokens from `start` on keep those at `nodes`, which are places in the text."""
+        """Keep, of the tokens from `start` on, those at positions `nodes`."""
         self._inputs.keep(start, nodes)
 
 
 class ShortConv:
-    """Stands in for the forward of a layer's module, whose parameters it uses.
+    """Replacement of a module's forward that uses the module's parameters.
 
-    It does not keep the module alive, which holds it: memory would be given back late.
+    It holds the module weakly: a reference cycle would free memory late.
     """
 
     def __init__(self, module: Any) -> None:
@@ -87,23 +87,26 @@ class ShortConv:
         return bias
 
     def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
-        """hidden_states [1, T, H] to [1, T, H]. given: as `given_cache` has it."""
+        """Map hidden_states [1, T, H] to [1, T, H].
+
+        given  arguments that `find_cache` reads
+        """
         module = self._module
-        cache = given_cache(self, given)
-        before, behind, given = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
-        inputs = before * given
+        cache = find_cache(self, given)
+        input_gate, output_gate, given = module.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        inputs = input_gate * given
         if cache is None:
             taps = module.conv_kernel_size
-            text = torch.cat([inputs.new_zeros(taps - 1, inputs.shape[1]), inputs])
-            mixed = convolved(windows_in(text, taps), self.weight, self.bias)
+            padded = torch.cat([inputs.new_zeros(taps - 1, inputs.shape[1]), inputs])
+            mixed = convolve(windows_in(padded, taps), self.weight, self.bias)
         else:
             mixed = cache.layers[module.layer_idx].run(inputs, self)
-        out: Tensor = module.out_proj((behind * mixed)[None])
+        out: Tensor = module.out_proj((output_gate * mixed)[None])
         return out
 
 
 class ConvState(NamedTuple):
-    """What a layer of a short convolution keeps of a text."""
+    """Sizes of a short convolution's cache."""
 
     taps: int
     channels: int
@@ -120,7 +123,7 @@ class ConvState(NamedTuple):
 
 
 def conv_states(config: Any) -> StateShape:
-    """Of the layers that a config calls convolutions."""
+    """States of the layers that a config calls convolutions."""
     return StateShape(
         layers_of_kind(config, CONV), ConvState(config.conv_L_cache, config.hidden_size)
     )

@@ -1,4 +1,4 @@
-"""Layers that keep a state of a text in place of entries for each of its tokens."""
+"""Layers that keep a state of a sequence in place of KV for each token."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ from speq.models.length import Length
 
 
 class StateLayer(Protocol):
-    """One layer of one text, which goes back to any token behind those that are settled."""
+    """Cache of one layer for one sequence, with rollback to any token after the settled ones."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
+        """All tensors of the cache."""
 
     def keep(self, start: int, nodes: Tensor) -> None:
-        """Of tokens from `start` on keep those at `nodes`, which are places in the text."""
+        """Keep, of the tokens from `start` on, those at positions `nodes`."""
 
     def run(self, rows: Any, parts: Any) -> Tensor:
-        """What the layer's rule makes of tokens of a pass behind the text's length, [T, ...], as
-        nodes of `Length.tree` where that is one.
+        """Run the layer's rule over tokens after the sequence's length; they are nodes of
+        `Length.tree` if there is one. Return [T, ...].
 
-        rows   of these tokens, as the layer's projections have them; `rows.split` takes counts
-        parts  what the layer computes them with
+        rows   outputs of the layer's projections for these tokens; `rows.split` takes counts
+        parts  weights and functions of the layer
         """
 
 
 class StateKind(Protocol):
-    """What one layer keeps of one text.
+    """Kind and sizes of one layer's state.
 
-    mixer  what a decoder layer calls the module that has a state in place of attention
+    mixer  a decoder layer's name for the module that has a state in place of attention
     """
 
     @property
@@ -44,34 +44,34 @@ class StateKind(Protocol):
     def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> StateLayer: ...
 
     def stand_in(self, module: nn.Module) -> Callable[..., Tensor]:
-        """What stands in for the forward of a mixer, over caches that go back."""
+        """Build a replacement of a mixer's forward over caches with rollback."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Layers of a model that keep states: their numbers, and what each keeps."""
+    """The layers of a model that keep states, by number, and the state's kind."""
 
     layers: frozenset[int] = frozenset()
     kind: StateKind | None = None
 
     def sizes_of(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each tensor of one text, in all of them."""
+        """Bytes of each tensor of one sequence, in all of them."""
         return [] if self.kind is None else self.kind.sizes_of(dtype) * len(self.layers)
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Of one text, in all of them."""
+        """Bytes of one sequence, in all of them."""
         return sum(self.sizes_of(dtype))
 
     def among(self, layers: range) -> "StateShape":
-        """Of those layers alone."""
+        """The states of some layers only."""
         return StateShape(self.layers.intersection(layers), self.kind)
 
     def mixer(self, layer: nn.Module) -> nn.Module | None:
-        """The module of a decoder layer that has a state; None: it has none."""
+        """The module of a decoder layer that has a state; None: there is none."""
         return None if self.kind is None else getattr(layer, self.kind.mixer, None)
 
     def hold(self, layers: Iterable[nn.Module]) -> None:
-        """Have those of a model's layers that keep states run over caches that go back."""
+        """Make layers that keep states run over caches with rollback."""
         for layer in layers:
             module = self.mixer(layer)
             if self.kind is not None and module is not None:
@@ -82,18 +82,18 @@ NO_STATES = StateShape()
 
 
 def layers_of_kind(config: Any, kind: str) -> frozenset[int]:
-    """Those that `layer_types` of a config calls so."""
+    """Numbers of the layers that a config's `layer_types` gives this kind."""
     kinds = config.layer_types[: config.num_hidden_layers]
     return frozenset(at for at, each in enumerate(kinds) if each == kind)
 
 
 class BatchStateLayer:
-    """One layer of several texts, whose tokens lie side by side."""
+    """Caches of one layer for several sequences of a packed batch."""
 
     def __init__(self, layers: list[StateLayer], counts: list[int]) -> None:
         self._layers, self._counts = layers, counts
 
     def run(self, rows: Any, parts: Any) -> Tensor:
-        """As `StateLayer.run`, text by text."""
+        """Run `StateLayer.run` sequence by sequence."""
         pieces = zip(self._layers, rows.split(self._counts), strict=True)
         return torch.cat([layer.run(each, parts) for layer, each in pieces])

@@ -1,4 +1,4 @@
-"""Tokens of a pass that branch: which of them each of them sees."""
+"""A tree of tokens in a pass, and what each of them sees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Nodes behind a text. Node 0 is the root, and follows the text; each other node lies behind
-    its parent. Entries of nodes lie together in the KV cache, in their order.
+    """Nodes after a sequence. Node 0 is the root and follows the sequence; each other node follows
+    its parent. The KV of nodes is contiguous in the KV cache, in node order.
 
-    parents  of all nodes, each before its children; the root's is -1
-    rows     nodes that a pass runs, the last ones; entries of the others are there already
+    parents  parent of each node, parents first; the root's is -1
+    rows     number of nodes that a pass runs, the last ones; the KV of the others is cached
     """
 
     parents: tuple[int, ...]
@@ -21,7 +21,7 @@ class Tree:
 
     @classmethod
     def of(cls, parents: Sequence[int], rows: int | None = None) -> "Tree":
-        """parents  of the nodes behind the root; rows None: all nodes are run"""
+        """Build a tree from the parents of nodes after the root. rows None: all nodes are run."""
         nodes = len(parents) + 1
         return cls((-1, *parents), nodes if rows is None else rows)
 
@@ -36,7 +36,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node follows the one before it, which then needs no more to be said."""
+        """True if each node follows the one before it."""
         return self.parents == tuple(range(-1, self.nodes - 1))
 
     def depths(self) -> list[int]:

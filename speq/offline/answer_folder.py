@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.files.alone import alone_in
+from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, replacing, writing
 from speq.files.journal import Journal
 from speq.files.json_file import parse_json
@@ -167,7 +167,7 @@ def open_answers(path: Path, header: dict[str, Any]) -> Iterator[AnswerFolder]:
         f"another process writes answers to {path}; wait for its end, or give another file for "
         "the answers"
     )
-    with alone_in(path, sentence):
+    with lock_folder(path, sentence):
         yield AnswerFolder.of(path, header)
 
 

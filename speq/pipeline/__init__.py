@@ -1,1 +1,4 @@
-"""Layers of one model on several machines: how stages meet, and what they say to each other."""
+"""Pipeline parallelism: one model's layers in stages on several machines.
+
+Stage N has rank N - 1. Rank 0 is the first stage, which samples tokens.
+"""

@@ -1,4 +1,4 @@
-"""What stages have to agree on before any of them loads a weight."""
+"""Checks that all pipeline stages have the same model and versions before they load weights."""
 
 import hashlib
 import json
@@ -19,16 +19,16 @@ from speq.pipeline.settings import DRAFTERS_WITHOUT_PASSES, counts_of
 from speq.units import Progress
 from speq.version import __version__
 
-# Of messages; rises when they change.
+# Version of the messages.
 PROTOCOL = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """What is the same on all machines.
+    """Values that must be the same on all pipeline stages.
 
-    model     digest of config.json, and of all that the shards hold
-    versions  of what computes
+    model     digest of config.json and of the shards' contents
+    versions  of the software that computes
     counts    layers of each stage
     """
 
@@ -40,15 +40,15 @@ class ModelFingerprint:
     def of(
         cls, opened: Opened, counts: list[int], progress: Progress | None = None
     ) -> "ModelFingerprint":
-        """progress: told while a model is read whose digest is not known"""
-        return cls(digest_of(opened, progress), versions(), counts)
+        """progress: called while a model without a known digest is read"""
+        return cls(model_digest(opened, progress), current_versions(), counts)
 
     def check(self, theirs: "ModelFingerprint", who: str) -> None:
-        """Raise SpeqError, in one sentence, where a stage's differ. who: that stage"""
+        """Raise SpeqError if another stage's fingerprint differs. who: that stage"""
         if self.versions != theirs.versions:
             raise SpeqError(
-                f"{who} runs {spelled(theirs.versions)} and this one {spelled(self.versions)}; "
-                "install the same on all machines"
+                f"{who} runs {format_versions(theirs.versions)} and this one "
+                f"{format_versions(self.versions)}; install the same on all machines"
             )
         if self.model != theirs.model:
             raise SpeqError(
@@ -57,8 +57,8 @@ class ModelFingerprint:
             )
         if self.counts != theirs.counts:
             raise SpeqError(
-                f"{who} divides the layers into {joined(theirs.counts)} and this one into "
-                f"{joined(self.counts)}; give all stages the same --stages"
+                f"{who} divides the layers into {format_counts(theirs.counts)} and this one into "
+                f"{format_counts(self.counts)}; give all stages the same --stages"
             )
 
     def to_json(self) -> str:
@@ -66,26 +66,26 @@ class ModelFingerprint:
 
     @classmethod
     def of_json(cls, text: bytes, who: str) -> "ModelFingerprint":
-        """Raises SpeqError for what another program, or version, has put there."""
+        """Parse another stage's fingerprint. Raises SpeqError for that of another version."""
         try:
-            entries = parse_json(text)
-            model, numbers, counts = (entries[field.name] for field in fields(cls))
+            content = parse_json(text)
+            model, versions, counts = (content[field.name] for field in fields(cls))
             known = (
-                isinstance(model, str) and isinstance(numbers, dict) and isinstance(counts, list)
+                isinstance(model, str) and isinstance(versions, dict) and isinstance(counts, list)
             )
             if not known or not all(type(count) is int for count in counts):
                 raise ValueError("other types")
         except (KeyError, TypeError, ValueError) as error:
             raise SpeqError(
-                f"{who} says nothing that this version understands; run the same version of speq "
-                "on all machines"
+                f"{who} sent a fingerprint that this version does not understand; run the same "
+                "version of speq on all machines"
             ) from error
-        return cls(model, {str(name): str(each) for name, each in numbers.items()}, counts)
+        return cls(model, {str(name): str(each) for name, each in versions.items()}, counts)
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Options that the first stage decides for all."""
+    """Options that rank 0 decides for all pipeline stages."""
 
     dtype: str
     drafter: str
@@ -102,24 +102,24 @@ class RunSettings:
 
     @classmethod
     def of_json(cls, text: bytes) -> "RunSettings":
-        """Raises SpeqError for what another program, or version, has put there."""
+        """Parse the settings of rank 0. Raises SpeqError for those of another version."""
         names = [field.name for field in fields(cls)]
-        taken = {each.name: each for each in declared(RunConfig)}
+        options = {each.name: each for each in declared(RunConfig)}
         try:
-            entries = parse_json(text)
-            if not isinstance(entries, dict) or set(entries) != set(names):
+            content = parse_json(text)
+            if not isinstance(content, dict) or set(content) != set(names):
                 raise ValueError("other options")
-            checked_choice("drafter", entries["drafter"], DRAFTERS_WITHOUT_PASSES)
-            return cls(**{name: taken[name].check(entries[name]) for name in names})
+            checked_choice("drafter", content["drafter"], DRAFTERS_WITHOUT_PASSES)
+            return cls(**{name: options[name].check(content[name]) for name in names})
         except ValueError as error:  # a SpeqError is one
             raise SpeqError(
-                f"the first stage says nothing that this version understands ({error}); run the "
-                "same version of speq on all machines"
+                f"the first stage sent settings that this version does not understand ({error}); "
+                "run the same version of speq on all machines"
             ) from error
 
 
-def versions() -> dict[str, str]:
-    """Of what messages and arithmetic depend on."""
+def current_versions() -> dict[str, str]:
+    """Return the versions that messages and arithmetic depend on."""
     return {
         "speq": __version__,
         "torch": torch.__version__,
@@ -128,28 +128,31 @@ def versions() -> dict[str, str]:
     }
 
 
-def digest_of(opened: Opened, progress: Progress | None = None) -> str:
-    """Of a checkpoint: its config, and the bytes of its shards.
+def model_digest(opened: Opened, progress: Progress | None = None) -> str:
+    """Digest of a checkpoint: its config and the bytes of its shards.
 
-    No stage can tell from its own layers alone that another has those of the same model, and
-    machines have nothing in common but bytes. So each reads the model once, and keeps the digest.
+    A stage's own layers do not tell whether another stage has the same model. So each stage reads
+    the whole model once and keeps the digest.
     """
     config = json.dumps(opened.checkpoint.config, sort_keys=True)
-    told = None if progress is None else partial(progress, "reading the model for its digest")
-    return hashlib.sha256((config + content_digest(opened.checkpoint, told)).encode()).hexdigest()
+    done = None if progress is None else partial(progress, "reading the model for its digest")
+    return hashlib.sha256((config + content_digest(opened.checkpoint, done)).encode()).hexdigest()
 
 
 def part_for(stages: str, layers: int, number: int) -> tuple[list[int], LayerRange]:
-    """Layers of all stages, and the part of one of them. Raises SpeqError for a number too high."""
+    """Return the layers of all stages, and the range of stage `number`.
+
+    Raises SpeqError for a number too high.
+    """
     counts = counts_of(stages, layers)
     if number > len(counts):
         raise SpeqError(f"stage is {number} and there are {len(counts)} stages; give one of them")
     return counts, layer_ranges(counts)[number - 1]
 
 
-def spelled(numbers: dict[str, str]) -> str:
-    return ", ".join(f"{name} {each}" for name, each in numbers.items())
+def format_versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {each}" for name, each in versions.items())
 
 
-def joined(counts: list[int]) -> str:
+def format_counts(counts: list[int]) -> str:
     return ",".join(map(str, counts))

@@ -1,4 +1,4 @@
-"""The other stages, as the first one sees them."""
+"""Pipeline rank 0: opens the first stage, and sends passes through the other stages."""
 
 import logging
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, part_for
 from speq.pipeline.messages import Reservation
 from speq.pipeline.rendezvous import Rendezvous, check_gloo, open_ring
 from speq.pipeline.settings import StagesSettings, with_stages
-from speq.pipeline.wire import OTHER_PROTOCOL, Message, MessageKind, Ring
+from speq.pipeline.wire import OTHER_PROTOCOL, MessageKind, Ring, StageMessage
 from speq.planning.memory import MAX_CHUNK
 from speq.units import Progress
 
 logger = logging.getLogger("speq")
 
-# A stage that has nothing to do hears at once.
+# An idle stage receives at once.
 CLOSING_S = 10.0
 CHECK_S = 60.0
-BROKEN_OFF = "a pass through the stages was broken off; start all of them again"
-OTHER_ANSWER = f"the stages gave the answer to another message; {OTHER_PROTOCOL}"
-OTHER_ROWS = "the stages gave back another number of rows; start all of them again"
+INTERRUPTED = "a pass through the pipeline stages was interrupted; start all of them again"
+OTHER_ANSWER = f"the pipeline stages answered another message; {OTHER_PROTOCOL}"
+OTHER_ROWS = "the pipeline stages returned another number of rows; start all of them again"
 
 
 @dataclass(slots=True)
 class RingStages:
-    """Passes and other messages sent around a ring. `RemoteStages` says what each is for.
+    """The other pipeline stages, reached over a ring. Implements `RemoteStages`.
 
-    wait_s   that an answer may take
-    changes  of the KV caches here, which those of the other stages have yet to follow
+    wait_s   longest wait for an answer
+    changes  of the KV caches here that the other stages' caches have yet to follow
     """
 
     ring: Ring
@@ -52,7 +52,9 @@ class RingStages:
 
     def reserve(self, context: int) -> int:
         self.changes.clear()
-        answer = self._asked(Message(MessageKind.RESERVE, {"context": context, "chunk": MAX_CHUNK}))
+        answer = self._request(
+            StageMessage(MessageKind.RESERVE, {"context": context, "chunk": MAX_CHUNK})
+        )
         try:
             return Reservation.of(answer).chunk
         except SpeqError as error:
@@ -69,22 +71,23 @@ class RingStages:
         changes = [list(change) for change in self.changes]
         self.changes.clear()
         rows = bytes_of(hidden_states)
-        answer = self._asked(Message(MessageKind.PASS, self._pass | {"changes": changes}, rows))
+        content = self._pass | {"changes": changes}
+        answer = self._request(StageMessage(MessageKind.PASS, content, rows))
         if answer.rows.numel() != rows.numel():
             raise self._lose(OTHER_ROWS)
         return answer.rows.view(hidden_states.dtype).view(hidden_states.shape)
 
     def check(self) -> None:
-        self._asked(Message(MessageKind.CHECK), min(self.wait_s, CHECK_S))
+        self._request(StageMessage(MessageKind.CHECK), min(self.wait_s, CHECK_S))
 
     def _lose(self, sentence: str) -> EngineLost:
         self._lost = sentence
         return EngineLost(sentence)
 
-    def _asked(self, message: Message, wait_s: float | None = None) -> Message:
+    def _request(self, message: StageMessage, wait_s: float | None = None) -> StageMessage:
         if self._lost is not None:
             raise EngineLost(self._lost)
-        self._lost = BROKEN_OFF  # unless the answer comes
+        self._lost = INTERRUPTED  # until the answer comes
         try:
             self.ring.send(message, wait_s)
             answer = self.ring.receive(wait_s or self.wait_s)
@@ -106,21 +109,21 @@ class RingStages:
             return
         self._closed = True
         if self._lost is None:
-            # Nobody answers: who has heard it is gone.
-            self._lost = "the stages were closed"
+            # No stage answers this message: each ends on it.
+            self._lost = "the pipeline stages were closed"
             try:
-                self.ring.send(Message(MessageKind.CLOSE), CLOSING_S)
+                self.ring.send(StageMessage(MessageKind.CLOSE), CLOSING_S)
             except SpeqError as error:
                 logger.warning("%s", error)
 
 
 def bytes_of(rows: Tensor) -> Tensor:
-    """Rows as bytes, one behind another."""
+    """View rows as contiguous bytes."""
     return rows.contiguous().view(-1).view(torch.uint8)
 
 
 def most_row_bytes(opened: Opened) -> int:
-    """Of the hidden states of one pass, at most, in any dtype."""
+    """Most bytes of one pass's hidden states, in any dtype."""
     return MAX_CHUNK * opened.shape.hidden_size * torch.float64.itemsize
 
 
@@ -131,10 +134,10 @@ def open_stage(
     verify_reads: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Opened, ModelFingerprint]:
-    """The layers of one stage, opened, and what has to be the same on all.
+    """Open the layers of one pipeline stage, and take the model's fingerprint.
 
-    verify_reads  as of `open_model`. Raises SpeqError for packs that are read over a draft
-    progress      told (what, done, total) while a model is read whose digest is not known
+    verify_reads  see `open_model`. Raises SpeqError for packs that need a draft
+    progress      called with (what, done, total) while a model without a known digest is read
     """
     path = locate(model)
     config = read_json(path / "config.json")
@@ -147,9 +150,9 @@ def open_stage(
     if codec.needs_draft:
         opened.close()
         raise SpeqError(
-            f"{path} is packed with codec {codec.name}, whose records are read over a draft's "
-            "codes, and the model runs in stages, which hold none; give the folder that was "
-            "packed, or pack it with --codec lossless"
+            f"{path} is packed with codec {codec.name}, whose records need a draft's codes, and "
+            "pipeline stages have no draft; give the folder that was packed, or pack it with "
+            "--codec lossless"
         )
     try:
         return opened, ModelFingerprint.of(opened, counts, progress)
@@ -165,19 +168,19 @@ def open_first(
     rendezvous: Rendezvous | None = None,
     progress: Progress | None = None,
 ) -> tuple[Opened, RunConfig, RingStages]:
-    """The first stage's layers, its options, and the stages behind it, which have come.
+    """Open the layers of rank 0 and wait for the other stages; return also the stage's options.
 
-    meeting  where they come to; None: to the rendezvous of the settings
+    rendezvous  to wait at; None: the one of `settings`
     """
     if settings.stages is None or (rendezvous is None and settings.rendezvous is None):
-        raise SpeqError("stages is given and rendezvous is not; stages take both")
+        raise SpeqError("stages is given and rendezvous is not; pipeline parallelism needs both")
     check_gloo()
     config = with_stages(config)
-    opened, agreement = open_stage(model, settings.stages, 1, config.verify_reads, progress)
+    opened, fingerprint = open_stage(model, settings.stages, 1, config.verify_reads, progress)
     try:
         ring = open_ring(
             rendezvous or Rendezvous.at(str(settings.rendezvous)),
-            agreement,
+            fingerprint,
             RunSettings.of(config),
             most_row_bytes(opened),
             settings.stage_wait_s,

@@ -1,7 +1,7 @@
-"""How stages find each other: at an address of the first one, which listens on no other.
+"""Rendezvous of pipeline stages at an address of rank 0, which listens on no other.
 
-Each says what it has before anyone loads a weight. Then gloo connects them, each listening on the
-address by which it reached the first.
+Stages compare fingerprints before they load weights. Then gloo connects them; each listens on the
+address by which it reached rank 0.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ from speq.pipeline.fingerprint import ModelFingerprint, RunSettings
 from speq.pipeline.settings import address_of
 from speq.pipeline.wire import GlooRing
 
-# Between looks whether a stage has come: waiting itself could not be interrupted.
+# Between checks whether a stage has arrived: a wait of the store could not be interrupted.
 LOOK_S = 0.1
-# Said by the first stage.
+# Key that rank 0 sets when all stages have arrived.
 ALL_CAME = "all came"
 
 
 def check_gloo() -> None:
-    """Raise SpeqError where torch was built without what stages talk over."""
+    """Raise SpeqError if torch was built without gloo."""
     if not dist.is_available() or not dist.is_gloo_available():
         raise SpeqError(
-            "this torch has no gloo, over which stages talk; install one of PyTorch's own builds"
+            "this torch has no gloo, which pipeline stages need; install one of PyTorch's builds"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the first stage listens for the others.
+    """The address at which rank 0 waits for the other stages.
 
-    rendezvous  HOST:PORT, as they are told
-    look        called while it waits; raises SpeqError where one of the others will not come
+    rendezvous  HOST:PORT
+    look        called while it waits; raises SpeqError if a stage will not come
     """
 
     rendezvous: str
@@ -49,7 +49,7 @@ class Rendezvous:
 
     @classmethod
     def at(cls, rendezvous: str) -> "Rendezvous":
-        """Raises SpeqError for an address that cannot be listened on."""
+        """Listen at an address. Raises SpeqError if that fails."""
         remedy = "give an address of this machine, and a port that is free"
         what = f"rendezvous {rendezvous}"
         return cls(rendezvous, listening_on(*address_of(rendezvous), what, remedy))
@@ -57,16 +57,16 @@ class Rendezvous:
 
 def open_ring(
     meeting_point: Rendezvous,
-    agreement: ModelFingerprint,
+    fingerprint: ModelFingerprint,
     shared: RunSettings,
     most_row_bytes: int,
     wait_s: float,
 ) -> GlooRing:
-    """Of the first stage: wait for the others. Raises SpeqError where one differs or stays away."""
+    """Wait as rank 0 for the other stages. Raises SpeqError if one differs or does not come."""
     rendezvous, listening = meeting_point.rendezvous, meeting_point.listening
-    count = len(agreement.counts)
+    count = len(fingerprint.counts)
     own, port = listening.getsockname()[:2]
-    with saying_where(rendezvous):
+    with translate_store_errors(rendezvous):
         store: Any = dist.TCPStore(
             own,
             port,
@@ -77,10 +77,10 @@ def open_ring(
             master_listen_fd=listening.detach(),
         )
         store.set("shared", shared.to_json())
-        store.set("first", agreement.to_json())
+        store.set("first", fingerprint.to_json())
     deadline_s = time.monotonic() + wait_s
     for number in range(2, count + 1):
-        while not store.check([came(number)]):
+        while not store.check([arrival_key(number)]):
             meeting_point.look()
             if time.monotonic() > deadline_s:
                 raise SpeqError(
@@ -89,50 +89,51 @@ def open_ring(
                 )
             time.sleep(LOOK_S)
         who = f"stage {number} of {count}"
-        agreement.check(ModelFingerprint.of_json(store.get(came(number)), who), who)
+        fingerprint.check(ModelFingerprint.of_json(store.get(arrival_key(number)), who), who)
     store.set(ALL_CAME, "")
-    return ring_over(store, own, 1, count, most_row_bytes, wait_s, rendezvous)
+    return connect_ring(store, own, 1, count, most_row_bytes, wait_s, rendezvous)
 
 
 def join_ring(
-    rendezvous: str, number: int, agreement: ModelFingerprint, most_row_bytes: int, wait_s: float
+    rendezvous: str, number: int, fingerprint: ModelFingerprint, most_row_bytes: int, wait_s: float
 ) -> tuple[GlooRing, RunSettings]:
-    """Of a stage behind the first: come to it. Raises SpeqError where it differs or is not there,
-    and where another process is that stage already.
+    """Join rank 0 as stage `number`.
+
+    Raises SpeqError if rank 0 differs or is not there, or if another process is that stage.
     """
     check_gloo()
     host, port = address_of(rendezvous)
-    count = len(agreement.counts)
-    own = reached_from(rendezvous, wait_s)
-    with saying_where(rendezvous):
+    count = len(fingerprint.counts)
+    own = local_address(rendezvous, wait_s)
+    with translate_store_errors(rendezvous):
         store: Any = dist.TCPStore(
             host, port, None, timeout=timedelta(seconds=wait_s), wait_for_workers=False
         )
-        # All is read before the first stage hears of this one: it leaves where it refuses that.
+        # Read everything before rank 0 learns of this stage: rank 0 ends if it refuses the stage.
         first, shared = store.get("first"), store.get("shared")
         taken = store.add(f"taken {number}", 1) > 1
         if not taken:
-            store.set(came(number), agreement.to_json())
+            store.set(arrival_key(number), fingerprint.to_json())
     if taken:
         raise SpeqError(
-            f"another process came to {rendezvous} as stage {number} before; give each its own "
+            f"another process joined {rendezvous} as stage {number} before; give each its own "
             "number"
         )
-    agreement.check(ModelFingerprint.of_json(first, "the first stage"), "the first stage")
+    fingerprint.check(ModelFingerprint.of_json(first, "the first stage"), "the first stage")
     deadline_s = time.monotonic() + wait_s
-    with saying_where(rendezvous):
+    with translate_store_errors(rendezvous):
         while not store.check([ALL_CAME]) and time.monotonic() < deadline_s:
             time.sleep(LOOK_S)
-    ring = ring_over(store, own, number, count, most_row_bytes, wait_s, rendezvous)
+    ring = connect_ring(store, own, number, count, most_row_bytes, wait_s, rendezvous)
     return ring, RunSettings.of_json(shared)
 
 
-def came(number: int) -> str:
-    """Where a stage says what it has."""
+def arrival_key(number: int) -> str:
+    """Key of the store under which a stage puts its fingerprint."""
     return f"stage {number}"
 
 
-def ring_over(
+def connect_ring(
     store: Any,
     own: str,
     number: int,
@@ -141,8 +142,8 @@ def ring_over(
     wait_s: float,
     rendezvous: str,
 ) -> GlooRing:
-    """own: the address that this stage listens on for the others"""
-    with saying_where(rendezvous):
+    """Connect the stages with gloo. own: address at which this stage listens"""
+    with translate_store_errors(rendezvous):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
         options._timeout = timedelta(seconds=wait_s)
@@ -150,8 +151,8 @@ def ring_over(
     return GlooRing(group, number, count, most_row_bytes, wait_s)
 
 
-def reached_from(rendezvous: str, wait_s: float) -> str:
-    """The address by which this machine reaches the first one, once that listens."""
+def local_address(rendezvous: str, wait_s: float) -> str:
+    """Return the address from which this machine reaches rank 0, once that listens."""
     host, port = address_of(rendezvous)
     deadline_s = time.monotonic() + wait_s
     while True:
@@ -168,8 +169,8 @@ def reached_from(rendezvous: str, wait_s: float) -> str:
 
 
 @contextmanager
-def saying_where(rendezvous: str) -> Iterator[None]:
-    """Failures of torch's store and of gloo as one sentence."""
+def translate_store_errors(rendezvous: str) -> Iterator[None]:
+    """Raise failures of torch's store and of gloo as a SpeqError."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -179,5 +180,6 @@ def saying_where(rendezvous: str) -> Iterator[None]:
         with contextlib.suppress(IndexError):
             reason = str(error).strip().splitlines()[0][:200]
         raise SpeqError(
-            f"the stages did not meet at {rendezvous}: {reason}; look at the output of the others"
+            f"the pipeline stages did not connect at {rendezvous}: {reason}; look at the output of "
+            "the others"
         ) from error

@@ -1,4 +1,4 @@
-"""Options of runs over several machines, and which other options such runs take."""
+"""Options of pipeline-parallel runs, and the other options that they accept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,24 +11,24 @@ from speq.options.kinds import Number, Text, Whole
 from speq.registries import CODECS
 
 MOST_STAGES = 64
-# Those that make no pass of the model.
+# Drafters that run no pass of the model.
 DRAFTERS_WITHOUT_PASSES = ("none", "ngram", "head")
 
 COUNTS = Option(
-    "Machines that run the model's layers one behind another: how many, or layers of each from "
-    "the first on, such as 10,14. The same on all of them.",
+    "Pipeline parallelism: number of stages (machines that each run a part of the layers), or "
+    "layers of each stage from the first on, such as 10,14. The same on all stages.",
     Text("a number, or numbers of layers with commas between"),
 )
 RENDEZVOUS = Option(
-    "Where stages meet: HOST:PORT, or [HOST]:PORT of IPv6, an address of the first machine, the "
-    "only one it listens on. Whoever reaches it can join: give one of a network that you trust.",
+    "Address at which the first stage waits for the others: HOST:PORT, or [HOST]:PORT for IPv6. It "
+    "listens on no other address. Anyone who reaches it can join: use a network that you trust.",
     Text("HOST:PORT"),
 )
 StageWait = Annotated[
     float,
     Option(
-        "Seconds that stages wait for each other to come, and the first one for a pass of the "
-        "others; a process that ends is noticed at once.",
+        "Seconds that stages wait for each other to join, and that the first one waits for a pass "
+        "of the others; a process that ends is noticed at once.",
         Number(86400.0, minimum=1.0),
     ),
 ]
@@ -36,16 +36,18 @@ StageWait = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class StagesSettings(Options):
-    """Whether a command's model runs on several machines, of which this is the first."""
+    """Pipeline parallelism of a command, which runs rank 0."""
 
     stages: Annotated[str | None, COUNTS] = None
     rendezvous: Annotated[str | None, RENDEZVOUS] = None
     stage_wait_s: StageWait = 600.0
 
     def check_together(self) -> None:
-        """Raise SpeqError for a rendezvous of nobody."""
+        """Raise SpeqError for a rendezvous without stages."""
         if self.stages is None and self.rendezvous is not None:
-            raise SpeqError("rendezvous is given and stages is not; stages take both")
+            raise SpeqError(
+                "rendezvous is given and stages is not; pipeline parallelism needs both"
+            )
         if self.rendezvous is not None:
             address_of(self.rendezvous)
 
@@ -56,7 +58,7 @@ class StagesSettings(Options):
 
 @dataclass(frozen=True, slots=True)
 class StageSettings(Options):
-    """Which stage a machine is to run, behind the first."""
+    """A later pipeline stage that a machine runs."""
 
     stage: Annotated[
         int, Option("This machine's number; the first one, which writes, is 1.", Whole(2))
@@ -66,13 +68,14 @@ class StageSettings(Options):
     stage_wait_s: StageWait = 600.0
 
     def check_together(self) -> None:
-        """Raise SpeqError for a rendezvous that is no address."""
+        """Raise SpeqError for an invalid rendezvous."""
         address_of(self.rendezvous)
 
 
 def address_of(rendezvous: str) -> tuple[str, int]:
-    """The host, without the brackets around one of IPv6, and the port. Raises SpeqError for what is
-    not HOST:PORT or [HOST]:PORT, and for all addresses of a machine at once.
+    """Parse HOST:PORT, or [HOST]:PORT for IPv6, into host and port.
+
+    Raises SpeqError for anything else, and for an address that stands for all of a machine's.
     """
     host, _, port = rendezvous.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -91,7 +94,7 @@ def address_of(rendezvous: str) -> tuple[str, int]:
 
 
 def numbers_of(stages: str) -> list[int]:
-    """What the option says: how many stages, or layers of each. Raises SpeqError for no numbers."""
+    """Parse the option: a number of stages, or layers of each. Raises SpeqError otherwise."""
     given = [each.strip() for each in stages.split(",")]
     if not all(each.isdecimal() and len(each) < 6 for each in given):
         raise SpeqError(f"stages is {stages!r:.80}; it must be a number, or numbers of layers")
@@ -99,7 +102,7 @@ def numbers_of(stages: str) -> list[int]:
 
 
 def stage_count(stages: str) -> int:
-    """How many stages the option asks for. Raises SpeqError for more than there may be."""
+    """Return the number of stages. Raises SpeqError outside 2 to MOST_STAGES."""
     numbers = numbers_of(stages)
     count = numbers[0] if len(numbers) == 1 else len(numbers)
     if not 2 <= count <= MOST_STAGES:
@@ -108,7 +111,7 @@ def stage_count(stages: str) -> int:
 
 
 def counts_of(stages: str, layers: int) -> list[int]:
-    """Layers of each stage, of a model of so many. Raises SpeqError for what does not add up."""
+    """Return the layers of each stage. Raises SpeqError unless they add up to the model's."""
     numbers = numbers_of(stages)
     if len(numbers) == 1:
         return even_counts(layers, numbers[0])
@@ -121,7 +124,7 @@ def counts_of(stages: str, layers: int) -> list[int]:
 
 
 def even_counts(layers: int, stages: int) -> list[int]:
-    """As many layers of each stage, the first ones one more where that does not divide."""
+    """Divide layers evenly; the first stages take the remainder."""
     most = min(layers, MOST_STAGES)
     if not 2 <= stages <= most:
         raise SpeqError(
@@ -132,10 +135,12 @@ def even_counts(layers: int, stages: int) -> list[int]:
 
 
 def with_stages(config: RunConfig) -> RunConfig:
-    """The options as every stage has them. Raises SpeqError for those that stages do not take: what
-    drafts by passes of the model, what is for one machine's whole model, and GPUs.
+    """Adapt the options to a pipeline stage.
+
+    Raises SpeqError for options that stages do not accept: drafters that run passes of the model,
+    options for a whole model on one machine, and GPUs.
     """
-    refused: Sequence[tuple[str, Sequence[object]]] = (
+    accepted: Sequence[tuple[str, Sequence[object]]] = (
         ("device", ("auto", "cpu")),
         ("drafter", ("auto", *DRAFTERS_WITHOUT_PASSES)),
         ("draft", ("auto", "none")),
@@ -148,12 +153,14 @@ def with_stages(config: RunConfig) -> RunConfig:
         ("expert_budget", (None,)),
         ("expert_floor", (None,)),
     )
-    for name, taken in refused:
+    for name, choices in accepted:
         given = getattr(config, name)
-        if given not in taken:
-            *others, last = [str(each) for each in taken]
-            choices = f"{', '.join(others)} or {last}" if others else last
-            raise SpeqError(f"{name} is {given} and the model runs in stages, which take {choices}")
+        if given not in choices:
+            *first, last = [str(each) for each in choices]
+            wanted = f"{', '.join(first)} or {last}" if first else last
+            raise SpeqError(
+                f"{name} is {given} and the model runs in pipeline stages, which accept {wanted}"
+            )
     drafter = "none" if config.drafter == "auto" else config.drafter
     return replace(
         config, device="cpu", drafter=drafter, draft="none", profile="none", packed_copy="none"

@@ -1,4 +1,4 @@
-"""Waiting that Ctrl-C may end: gloo's own waits let no signal through until they are over."""
+"""Waits that Ctrl-C can end: gloo's own waits block signals until they are over."""
 
 import contextlib
 import threading
@@ -9,20 +9,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""A signal that comes just before a wait begins does not end it: how long until one looks again."""
+"""Longest delay of a signal that comes just before a wait begins."""
 
 
 class Waiter:
-    """A thread that does what cannot be interrupted. Whoever is interrupted leaves it to that; it
-    ends with the process.
-    """
+    """A daemon thread that runs calls that cannot be interrupted."""
 
     def __init__(self) -> None:
         self._asked: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]] = SimpleQueue()
         threading.Thread(target=self._work, name="stages", daemon=True).start()
 
     def do(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises."""
+        """Run `work` in the thread; return its result or raise its error."""
         answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
         self._asked.put((work, answers))
         while True:
@@ -34,7 +32,7 @@ class Waiter:
         return answer  # type: ignore[return-value]
 
     def rest(self, wait_s: float) -> bool:
-        """Wait until nothing is being done any more; whether that is so in time."""
+        """Wait until the thread is idle; return whether it is so in time."""
         answers: SimpleQueue[Any] = SimpleQueue()
         self._asked.put((lambda: None, answers))
         with contextlib.suppress(Empty):

@@ -1,8 +1,8 @@
-"""What stages say to each other: messages that go around a ring, from each to the one behind it.
+"""Messages between pipeline stages, which go around a ring, from each stage to the next.
 
-A message is four numbers, then JSON and perhaps rows of hidden states as bytes. Nothing is ever
-unpickled. The first stage speaks, each of the others adds to it or passes it on, and what comes
-around is the answer.
+A message is four numbers, then JSON and perhaps hidden states as bytes. Nothing is unpickled.
+Rank 0 sends a message, each later stage changes or forwards it, and the message that returns is the
+answer.
 """
 
 import json
@@ -23,17 +23,15 @@ from speq.pipeline.waiting import Waiter
 
 MAGIC = 0x7370657131  # "speq1"
 MAX_JSON_BYTES = 1 << 20
-# Of messages, and of a wait that is to fail.
-TAG, NOBODY_SENDS = 0, 1
-# Until connections that are closed have been noticed here.
+# Tags of messages, and of a wait that must fail.
+TAG, UNUSED_TAG = 0, 1
+# Longest wait until closed connections are noticed here.
 REST_S = 5.0
 OTHER_PROTOCOL = "run the same version of speq on all machines"
 
 
 class MessageKind(IntEnum):
-    """RESERVE: lay out memory; PASS: run rows; FAILED: a stage could not; CLOSE: the run is over;
-    CHECK: whether all are there.
-    """
+    """RESERVE memory; PASS: run rows; FAILED: an error; CLOSE the run; CHECK that all are there."""
 
     RESERVE = 1
     PASS = 2
@@ -43,45 +41,45 @@ class MessageKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """content: what JSON can say. rows: bytes of hidden states [T * H * itemsize] uint8."""
+class StageMessage:
+    """content: JSON values. rows: hidden states as bytes, [T * H * itemsize] uint8."""
 
     kind: MessageKind
     content: dict[str, Any] = field(default_factory=dict)
     rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def packed(self) -> tuple[Tensor, Tensor]:
-        """The numbers [4] int64, and the bytes behind them."""
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers, [4] int64, and the bytes after them."""
         text = json.dumps(self.content).encode()
         head = torch.tensor([MAGIC, self.kind, len(text), self.rows.numel()])
         return head, torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), self.rows])
 
 
 def sizes_of(head: Tensor, most_row_bytes: int) -> tuple[MessageKind, int, int]:
-    """The kind of a message, and bytes of its JSON and rows. Raises SpeqError for odd numbers."""
+    """Parse the numbers: kind, bytes of JSON, bytes of rows. Raises SpeqError if not valid."""
     magic, kind, text_bytes, row_bytes = head.tolist()
     known = magic == MAGIC and kind in list(MessageKind)
     if not known or not 0 < text_bytes <= MAX_JSON_BYTES or not 0 <= row_bytes <= most_row_bytes:
-        raise SpeqError(f"a stage sent what is no message of this version; {OTHER_PROTOCOL}")
+        raise SpeqError(f"a stage sent a message of another version; {OTHER_PROTOCOL}")
     return MessageKind(kind), text_bytes, row_bytes
 
 
-def unpacked(kind: MessageKind, text_bytes: int, payload: Tensor) -> Message:
-    """Raises SpeqError for what is no JSON object."""
+def unpack(kind: MessageKind, text_bytes: int, payload: Tensor) -> StageMessage:
+    """Parse a message's bytes. Raises SpeqError if they have no JSON object."""
     try:
         content = parse_json(bytes(payload[:text_bytes].numpy()))
     except ValueError as error:
-        raise SpeqError(f"a stage sent what is no JSON ({error}); {OTHER_PROTOCOL}") from error
+        raise SpeqError(f"a stage sent invalid JSON ({error}); {OTHER_PROTOCOL}") from error
     if not isinstance(content, dict):
-        raise SpeqError(f"a stage sent JSON that is no object; {OTHER_PROTOCOL}")
-    # A copy: bytes behind a text are not aligned as words are.
-    return Message(kind, content, payload[text_bytes:].clone())
+        raise SpeqError(f"a stage sent JSON that is not an object; {OTHER_PROTOCOL}")
+    # A copy: bytes after the JSON are not aligned for wider types.
+    return StageMessage(kind, content, payload[text_bytes:].clone())
 
 
 class Ring(Protocol):
-    """The stage before this one, and the one behind it.
+    """Connections to the previous and the next pipeline stage.
 
-    number, count  of this stage, from 1 on, and of all
+    number, count  number of this stage, from 1 on, and of all stages
     """
 
     @property
@@ -90,22 +88,19 @@ class Ring(Protocol):
     @property
     def count(self) -> int: ...
 
-    def send(self, message: Message, wait_s: float | None = None) -> None:
-        """To the stage behind, which receives it within that time, or the usual one. Raises
-        SpeqError where it is gone.
-        """
+    def send(self, message: StageMessage, wait_s: float | None = None) -> None:
+        """Send to the next stage. Raises SpeqError if it is gone or does not receive in time."""
 
-    def receive(self, wait_s: float) -> Message:
-        """From the stage before. Raises SpeqError where it is gone, or silent for so long."""
+    def receive(self, wait_s: float) -> StageMessage:
+        """Receive from the previous stage. Raises SpeqError if it is gone, or silent so long."""
 
 
 class GlooRing:
-    """Over torch.distributed's gloo, tensor by tensor.
+    """A ring over torch.distributed's gloo.
 
-    group           ranks are numbers less one
-    most_row_bytes  of a message
-    wait_s          that sending may take, where nothing else is said: it ends when the stage
-                    behind receives
+    group           its ranks are stage numbers minus 1
+    most_row_bytes  most bytes of a message's rows
+    wait_s          longest send by default; a send ends when the next stage receives
     """
 
     def __init__(
@@ -117,54 +112,56 @@ class GlooRing:
         self._waiter = Waiter()
 
     @property
-    def _behind(self) -> int:
+    def _next_rank(self) -> int:
         return self.number % self.count
 
     @property
-    def _before(self) -> int:
+    def _previous_rank(self) -> int:
         return (self.number - 2) % self.count
 
-    def send(self, message: Message, wait_s: float | None = None) -> None:
-        with self._breaking_off():
+    def send(self, message: StageMessage, wait_s: float | None = None) -> None:
+        with self._close_on_interrupt():
             self._waiter.do(partial(self._send, message, wait_s or self._wait_s))
 
-    def receive(self, wait_s: float) -> Message:
-        with self._breaking_off():
+    def receive(self, wait_s: float) -> StageMessage:
+        with self._close_on_interrupt():
             return self._waiter.do(partial(self._receive, wait_s))
 
     @contextmanager
-    def _breaking_off(self) -> Iterator[None]:
-        """Where the block is interrupted, close all connections: what waits there then fails, and
-        so does whatever the other stages wait for. A wait that lasts would outlive the interpreter.
+    def _close_on_interrupt(self) -> Iterator[None]:
+        """Close all connections if the block is interrupted.
+
+        Waits here and in the other stages then fail; a wait that lasts would outlive the
+        interpreter.
         """
         try:
             yield
         except BaseException as error:
             if not isinstance(error, Exception):
                 with suppress(RuntimeError):
-                    # Nobody sends that. gloo closes connections where a wait takes too long.
-                    nothing = self._group.recv([torch.zeros(1)], self._before, NOBODY_SENDS)
-                    nothing.wait(timedelta(milliseconds=1))
+                    # No stage sends this tag, and gloo closes connections when a wait times out.
+                    never = self._group.recv([torch.zeros(1)], self._previous_rank, UNUSED_TAG)
+                    never.wait(timedelta(milliseconds=1))
                 self._waiter.rest(REST_S)
             raise
 
-    def _send(self, message: Message, wait_s: float) -> None:
-        for part in message.packed():
-            self._wait(self._behind, partial(self._sent, part), wait_s)
+    def _send(self, message: StageMessage, wait_s: float) -> None:
+        for part in message.pack():
+            self._wait(self._next_rank, partial(self._begin_send, part), wait_s)
 
-    def _sent(self, part: Tensor) -> Any:
-        return self._group.send([part], self._behind, TAG)
+    def _begin_send(self, part: Tensor) -> Any:
+        return self._group.send([part], self._next_rank, TAG)
 
-    def _received(self, part: Tensor) -> Any:
-        return self._group.recv([part], self._before, TAG)
+    def _begin_receive(self, part: Tensor) -> Any:
+        return self._group.recv([part], self._previous_rank, TAG)
 
-    def _receive(self, wait_s: float) -> Message:
+    def _receive(self, wait_s: float) -> StageMessage:
         head = torch.zeros(4, dtype=torch.int64)
-        self._wait(self._before, partial(self._received, head), wait_s)
+        self._wait(self._previous_rank, partial(self._begin_receive, head), wait_s)
         kind, text_bytes, row_bytes = sizes_of(head, self._most_row_bytes)
         payload = torch.empty(text_bytes + row_bytes, dtype=torch.uint8)
-        self._wait(self._before, partial(self._received, payload), wait_s)
-        return unpacked(kind, text_bytes, payload)
+        self._wait(self._previous_rank, partial(self._begin_receive, payload), wait_s)
+        return unpack(kind, text_bytes, payload)
 
     def _wait(self, rank: int, begin: Callable[[], Any], wait_s: float) -> None:
         try:

@@ -12,7 +12,7 @@ from speq.experts.codec import codec_of
 from speq.experts.encoding_store import encoding_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
-from speq.governor.draft_length import LONGEST, LONGEST_SIDE
+from speq.governor.draft_length import LONGEST, LONGEST_SECONDARY
 from speq.governor.residency_plan import ResidencyPlan
 from speq.heads.head_context import ROWS as HEAD_ROWS
 from speq.kernels.dense_ops import product_scratch_bytes
@@ -78,7 +78,7 @@ class Budget:
         if context is None:
             context = min(DEFAULT_CONTEXT, limit)
         context = checked_int("context_length", context, 1, limit)
-        return cls(budget_bytes, context, on_cpu, longest_side=LONGEST_SIDE)
+        return cls(budget_bytes, context, on_cpu, longest_side=LONGEST_SECONDARY)
 
 
 def demand_of(model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget) -> Demand:

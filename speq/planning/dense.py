@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.checkpoint import Checkpoint
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.residency_plan import ResidencyPlan
@@ -85,7 +85,7 @@ def some_matrix(checkpoint: Checkpoint, expert: Callable[[str], bool]) -> Tensor
     quick = [entry for entry in held if entry[1].nbytes <= MATRIX_BYTES]
     file, info = max(quick, key=lambda entry: entry[1].nbytes) if quick else held[0]
     words = torch.empty(info.shape, dtype=info.dtype)
-    ends = aligned_bytes(1, ENDS_BYTES)[0]
+    ends = allocate_aligned(1, ENDS_BYTES)[0]
     file.read_scattered(info.offset, words.view(-1).view(torch.uint8), ends)
     return words.bfloat16()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from speq.devices.device import Accelerator
 from speq.experts.codec import ExpertCodec, codec_of
 from speq.experts.expert_store import ExpertStore, expert_slot
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.governor.presets import LAYER_S
 from speq.governor.survey import Survey
 from speq.kernels.grouping import Grouping
@@ -55,7 +55,7 @@ class Use:
         records = some_records(store, codec, count)
         largest = max(map(len, records))
         codec = codec.residency_plan(largest)
-        slots = aligned_bytes(count, codec.slot_bytes, device.torch)
+        slots = allocate_aligned(count, codec.slot_bytes, device.torch)
         copy_s = copied_s(device, slots, records)
         run_s = passes_s(device, codec, slots, model, dtype) / (TIMED_PASSES * model.top_k)
         del slots
@@ -66,7 +66,7 @@ class Use:
 def some_records(store: ExpertStore, codec: ExpertCodec, count: int) -> list[Tensor]:
     """So many published experts, spread over all, as records of a codec: [n] uint8."""
     total = store.num_layers * store.num_experts
-    words, room = expert_slot(store), aligned_bytes(1, codec.slot_bytes)[0]
+    words, room = expert_slot(store), allocate_aligned(1, codec.slot_bytes)[0]
     found = []
     for turn in range(count):
         store.read(*divmod(total * turn // count, store.num_experts), words)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from speq.experts.codec import codec_of
-from speq.files.alignment import aligned
+from speq.files.alignment import align
 from speq.governor.residency_plan import ResidencyPlan
 from speq.planning import memory
 from speq.planning.demand import Budget, demand_of
@@ -49,4 +49,4 @@ def smallest(model_spec: ModelSpec, way: ResidencyPlan) -> ResidencyPlan:
     if not (way.encoded and way.estimated):
         return way
     fewest, _ = codec_of(way.codec, model_spec.codec.shape).record_range
-    return replace(way, slot_bytes=aligned(fewest))
+    return replace(way, slot_bytes=align(fewest))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from speq.experts.host_tier import fewest_records, too_small
+from speq.experts.host_tier import fewest_records, too_small_error
 from speq.governor.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, reading_bytes_of
 from speq.planning.model_spec import ModelSpec
@@ -72,6 +72,6 @@ def host_plan(
     fitting = max(host_bytes - reading, 0) // residency_plan.slot_bytes
     fewest = fewest_records(budget.readers, model_spec.count)
     if fitting < fewest:
-        raise too_small(host_bytes - reading, fewest, residency_plan.slot_bytes)
+        raise too_small_error(host_bytes - reading, fewest, residency_plan.slot_bytes)
     records = min(fitting, model_spec.count)
     return HostPlan(host_bytes, reading, residency_plan.slot_bytes, records, model_spec.count)

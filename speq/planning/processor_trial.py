@@ -13,7 +13,7 @@ from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.random_expert import random_expert
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.governor.presets import LAYER_S, MEMORY_SHARE
 from speq.governor.survey import Survey
 from speq.kernels import ops
@@ -156,7 +156,7 @@ class ExpertTrial:
         """
         codec = codec_of(name, self.shape)
         base = self.base if codec.needs_draft else None
-        room = aligned_bytes(1, codec.slot_bytes)[0]
+        room = allocate_aligned(1, codec.slot_bytes)[0]
         start_s = clock()
         nbytes = codec.encode(self.words, base, room)
         encoded = ENCODING_SHARE * self.shape.nbytes / max(clock() - start_s, 1e-9)
@@ -165,7 +165,7 @@ class ExpertTrial:
     def run_s(self, codec: ExpertCodec, record: torch.Tensor, clock: Clock) -> float:
         """Seconds that one of a token's experts takes out of its slot."""
         count = self.model.top_k
-        slots = aligned_bytes(count, codec.slot_bytes)
+        slots = allocate_aligned(count, codec.slot_bytes)
         for slot in slots:
             slot[: len(record)] = record
         experts = codec.experts(slots, self.arena() if codec.needs_draft else None)

@@ -1,1 +1,1 @@
-"""Makes a GPTQ copy of a model, layer by layer, within a memory budget."""
+"""Quantization of a model by GPTQ, layer by layer, within a memory budget."""

@@ -1,4 +1,4 @@
-"""Rows of activations, one for each token, in memory or in a file."""
+"""Rows of activations, one per token, in memory or in a file."""
 
 import os
 from collections.abc import Iterator
@@ -12,27 +12,27 @@ from speq.errors import SpeqError
 from speq.files.checksums import SummedFile
 from speq.files.range_file import bytes_of
 
-# Rows that are moved between a file and memory at a time.
+# Rows moved between a file and memory at a time.
 BLOCK_ROWS = 1024
 
 
-class Rows(Protocol):
-    """[R, W] of one dtype."""
+class ActivationRows(Protocol):
+    """Rows of activations [R, W] of one dtype."""
 
     def read(self, start: int, count: int) -> Tensor:
-        """Rows from `start` on; a view where they are in memory."""
+        """Read rows from `start` on; a view if they are in memory."""
 
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite rows from `start` on."""
 
     def gather(self, index: Tensor) -> Tensor:
-        """The rows of an ascending index [N] int64."""
+        """Gather the rows of an ascending index [N] int64."""
 
     def add(self, index: Tensor, values: Tensor) -> None:
-        """Add values [N, W] to the rows of an ascending index, which names none twice."""
+        """Add values [N, W] to the rows of an ascending index without duplicates."""
 
     def close(self) -> None:
-        """Give back what holds the rows."""
+        """Free the rows."""
 
 
 class MemoryRows:
@@ -58,7 +58,7 @@ class MemoryRows:
 
 
 class FileRows:
-    """Rows in a file, which takes the place of what was there. Raises OSError."""
+    """Rows in a file, which replaces an existing one. Raises OSError."""
 
     def __init__(self, path: Path, rows: int, width: int, dtype: torch.dtype) -> None:
         self._width, self._dtype = width, dtype
@@ -107,7 +107,7 @@ class FileRows:
 
 
 def runs(index: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(place in the index, row, rows) of each stretch of rows that follow one another."""
+    """Yield (place in the index, first row, rows) of each run of consecutive rows."""
     if not len(index):
         return
     cuts = (torch.where(index.diff() != 1)[0] + 1).tolist()
@@ -115,8 +115,8 @@ def runs(index: Tensor) -> Iterator[tuple[int, int, int]]:
         yield begin, int(index[begin]), end - begin
 
 
-def save(rows: Rows, count: int, path: Path) -> int:
-    """Put `count` float32 rows into a file, on the disk when this returns; their CRC-32.
+def save(rows: ActivationRows, count: int, path: Path) -> int:
+    """Write `count` float32 rows to a file and sync it. Return their CRC-32.
 
     Raises OSError.
     """
@@ -130,8 +130,8 @@ def save(rows: Rows, count: int, path: Path) -> int:
     return summed.crc32
 
 
-def load(rows: Rows, count: int, width: int, path: Path) -> None:
-    """Fill `count` float32 rows from a file. Raises SpeqError where it holds other than them."""
+def load(rows: ActivationRows, count: int, width: int, path: Path) -> None:
+    """Fill `count` float32 rows from a file. Raises SpeqError if it holds anything else."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != count * width * 4:

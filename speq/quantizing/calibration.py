@@ -1,4 +1,4 @@
-"""Text to calibrate on, as windows of tokens of one length; some are held out to judge by."""
+"""Calibration text as windows of tokens of one length; some are held out for evaluation."""
 
 import hashlib
 import logging
@@ -17,7 +17,7 @@ from speq.quantizing.settings import QuantizeSettings
 logger = logging.getLogger("speq")
 
 FIELDS = ("prompt", "text")
-# Windows held out for so many that are calibrated on, and at most.
+# Held-out windows per calibration window, and their maximum.
 HELD_OUT_SHARE = 1 / 8
 MAX_HELD_OUT = 16
 Encode = Callable[[str], list[int]]
@@ -25,13 +25,13 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Windows of one text: calibration [C, M] and held_out [V, M] int64. C or V may be 0."""
+    """Windows of a text: calibration [C, M] and held_out [V, M] int64. C or V may be 0."""
 
     calibration: Tensor
     held_out: Tensor
 
     def digest(self) -> str:
-        """Names the tokens and which of them are held out."""
+        """Digest of the tokens, and of which are held out."""
         sizes = f"{list(self.calibration.shape)}{list(self.held_out.shape)}"
         digest = hashlib.sha256(sizes.encode())
         for windows in (self.calibration, self.held_out):
@@ -40,9 +40,9 @@ class Calibration:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The texts of JSON Lines with a `prompt` or `text` in each row, or of a plain text file.
+    """Read the texts of JSON Lines with a `prompt` or `text` in each row, or of a plain text file.
 
-    Raises SpeqError where the file is absent, is no text or holds none.
+    Raises SpeqError if the file is absent, not text, or empty.
     """
     if not path.is_file():
         raise SpeqError(
@@ -72,8 +72,8 @@ def _text_of(line: str, where: str) -> str:
     return found[0]
 
 
-def tokenised(texts: list[str], encode: Encode, vocab_size: int, end_id: int | None) -> Tensor:
-    """All tokens of some texts [N] int64, an end of text behind each where there is one."""
+def tokenise(texts: list[str], encode: Encode, vocab_size: int, end_id: int | None) -> Tensor:
+    """Tokenise texts into [N] int64, with an end-of-text token after each, if there is one."""
     ids: list[int] = []
     for text in texts:
         ids += encode(text)
@@ -89,9 +89,9 @@ def tokenised(texts: list[str], encode: Encode, vocab_size: int, end_id: int | N
 
 
 def calibration_of(tokens: Tensor, settings: QuantizeSettings) -> Calibration:
-    """Windows of a text's tokens [N], drawn by the seed, in the order of the text.
+    """Choose windows of a text's tokens [N] by the seed, in text order.
 
-    Raises SpeqError where the text is shorter than a window.
+    Raises SpeqError if the text is shorter than a window.
     """
     length = settings.sequence_length
     windows = tokens[: len(tokens) // length * length].view(-1, length)

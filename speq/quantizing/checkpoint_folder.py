@@ -1,7 +1,7 @@
-"""The folder that quantising writes: a GPTQ checkpoint like any other, once it is whole.
+"""The folder that quantising writes: an ordinary GPTQ checkpoint, once it is complete.
 
-A folder becomes a model with its last file, config.json. Until then its journal says which layers
-are done, and beside it lie the activations that enter the next one.
+A folder becomes a model with its last file, config.json. Until then it has a journal of finished
+layers, and the activations that enter the next one.
 """
 
 import json
@@ -22,8 +22,8 @@ from torch import Tensor
 from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertLayout
-from speq.experts.int4 import whole_groups
-from speq.experts.pack import COPY_BYTES, copy_whole, whole
+from speq.experts.int4 import group_columns
+from speq.experts.pack import COPY_BYTES, copy_whole, replace_synced
 from speq.files.atomic_file import remove_abandoned, replacing
 from speq.files.checkpoint import INDEX, QUANTIZE_JOURNAL, Checkpoint
 from speq.files.checksums import Sink, SummedFile, check_crc32
@@ -44,17 +44,17 @@ logger = logging.getLogger("speq")
 FORMAT = "speq-quantize-4"
 REPORT = QUANTIZE_REPORT
 CHECKPOINT_FORMAT = "gptq"
-# Loaders that know of `dynamic` leave every module alone but those inside `experts`.
+# Loaders that support `dynamic` then quantise only modules inside `experts`.
 NOT_EXPERTS = r"-:^(?!.*\.experts(\.|$)).*"
 Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
-    """Names of the folder's files: one for each layer that is quantised, then one for all else.
+class LayerShards:
+    """Names of the folder's files: one per quantised layer, then one for everything else.
 
-    dense    layers beside the experts that are quantised
-    on_disk  what a tensor is called in files, by the model's name for it
+    dense    quantised dense layers
+    on_disk  maps a tensor's name in the model to its name on disk
     """
 
     layout: ExpertLayout
@@ -86,9 +86,7 @@ class Shards:
         return [shape for shape in self.dense if shape.layer == layer]
 
     def entries(self, layer: int) -> Entries:
-        """Tensors of a layer's shard by their names there, in their order: dense layers, then
-        experts.
-        """
+        """Tensors of a layer's shard by their names there, in order: dense layers, then experts."""
         found: Entries = {}
         for shape in self.dense_of(layer):
             found |= self._module(shape.name, shape.columns, shape.outputs)
@@ -110,7 +108,7 @@ class Shards:
         return found
 
     def _module(self, module: str, inputs: int, outputs: int) -> Entries:
-        groups = inputs // whole_groups(self.settings.group_size, inputs)
+        groups = inputs // group_columns(self.settings.group_size, inputs)
         module = self.on_disk(module)
         return {
             f"{module}.qweight": (torch.int32, (inputs // 8, outputs)),
@@ -121,7 +119,7 @@ class Shards:
 
     @property
     def left(self) -> str:
-        """Which modules loaders that know of `dynamic` leave alone: a pattern of their names."""
+        """Pattern of the modules that loaders with `dynamic` do not quantise."""
         if not self.dense:
             return NOT_EXPERTS
         known = "|".join(re.escape(self.on_disk(shape.name)) for shape in self.dense)
@@ -133,15 +131,15 @@ def nbytes_of(entries: Entries) -> int:
 
 
 def tensors_of(expert: QuantisedExpert) -> Iterator[Tensor]:
-    """An expert's tensors, in the order of `Shards.entries`."""
+    """Yield an expert's tensors in the order of `LayerShards.entries`."""
     width = expert.gate_up.codes.shape[1] // 2
     for columns in (slice(0, width), slice(width, None)):
-        yield from packed(expert.gate_up, columns)
-    yield from packed(expert.down, slice(None))
+        yield from pack_matrix(expert.gate_up, columns)
+    yield from pack_matrix(expert.down, slice(None))
 
 
-def packed(matrix: QuantisedMatrix, columns: slice) -> Iterator[Tensor]:
-    """qweight [K / 8, N], qzeros [G, N / 8], scales [G, N] and g_idx [K] of some outputs."""
+def pack_matrix(matrix: QuantisedMatrix, columns: slice) -> Iterator[Tensor]:
+    """Pack some outputs: qweight [K / 8, N], qzeros [G, N / 8], scales [G, N] and g_idx [K]."""
     codes = matrix.codes[:, columns]
     yield pack_codes(codes)
     scales = matrix.scales[:, columns].contiguous()
@@ -152,12 +150,12 @@ def packed(matrix: QuantisedMatrix, columns: slice) -> Iterator[Tensor]:
 
 
 class QuantizeFolder:
-    """A folder in the making. Raises SpeqError where it is taken, or begun with other settings.
+    """A folder being written. Raises SpeqError if it is in use, or was begun with other settings.
 
     calibration  digest of the tokens
-    done         layers that an earlier run finished: their shards, and what leaves the last of
-                 them, are what was written; without that all begins anew
-    text         what the finished draft made of the held-out text; None before that is known
+    done         layers that an earlier run finished, with their shards and the last one's output
+                 verified; otherwise everything begins anew
+    text         evaluation of the finished draft on the held-out text; None until it is done
     """
 
     def __init__(
@@ -165,12 +163,12 @@ class QuantizeFolder:
         out: Path,
         checkpoint: Checkpoint,
         calibration: str,
-        shards: Shards,
+        shards: LayerShards,
         progress: Progress | None = None,
     ) -> None:
         self.out = out
         self.shards = shards
-        self._checkpoint, self._stamp = checkpoint, stamp(checkpoint)  # before all is read
+        self._checkpoint, self._stamp = checkpoint, stamp(checkpoint)  # before anything is read
         self._shard_crc32: int | None = None
         begun = (out / QUANTIZE_JOURNAL).exists()
         if (out / "config.json").exists() and not begun:
@@ -204,7 +202,7 @@ class QuantizeFolder:
             self.done, self.text = [], None
 
     def _is_ours(self, copied: set[str], name: str) -> bool:
-        """Whether quantising writes a file of that name before config.json."""
+        """True if quantising writes a file of that name before config.json."""
         names = {QUANTIZE_JOURNAL, REPORT, INDEX, QUANTIZE_CONFIG, *self.shards.names}
         return name in names or name in copied or name.endswith(".activations")
 
@@ -221,9 +219,9 @@ class QuantizeFolder:
                 )
 
     def _go_on(self) -> None:
-        """Take up what is done, once it was compared with what is on the disk.
+        """Load the finished layers, after comparing them with the files on disk.
 
-        Raises one of several errors for what is not as it was written.
+        Raises one of several errors if anything differs.
         """
         leaving: int | None = None
         for entry in self._journal.entries:
@@ -233,7 +231,7 @@ class QuantizeFolder:
                 return
             report = LayerReport.from_json(entry["layer"])
             if report.layer != len(self.done):
-                raise ValueError(f"layer {report.layer} behind {len(self.done)} others")
+                raise ValueError(f"layer {report.layer} after {len(self.done)} others")
             if report.layer in self.shards.layers:
                 check_crc32(self.out / self.shards.name(report.layer), entry["shard"])
             leaving = entry["leaving"]
@@ -242,16 +240,16 @@ class QuantizeFolder:
             check_crc32(self.activations(len(self.done)), leaving)
 
     def activations(self, layer: int) -> Path:
-        """Where what enters a layer is kept."""
+        """Path of the activations that enter a layer."""
         return self.out / f"entering-{layer:05}.activations"
 
     def work(self, name: str) -> Path:
-        """A file of activations that no later run needs."""
+        """Path of a file of activations that no later run needs."""
         return self.out / f"{name}.activations"
 
     @contextmanager
     def shard(self, layer: int) -> Iterator[Sink]:
-        """A layer's shard, to write its tensors to in the order of `Shards.entries`."""
+        """Open a layer's shard, to write its tensors in the order of `LayerShards.entries`."""
         with replacing(self.out / self.shards.name(layer)) as file:
             summed = SummedFile(file)
             summed.write(header_of(self.shards.entries(layer), {"format": "pt"}))
@@ -259,9 +257,10 @@ class QuantizeFolder:
         self._shard_crc32 = summed.crc32
 
     def finish_layer(self, report: LayerReport, leaving: int) -> None:
-        """Journal a layer whose shard and activations are on the disk; drop what entered it.
+        """Journal a layer whose shard and activations are on disk; remove the activations that
+        entered it.
 
-        leaving  CRC-32 of what leaves it
+        leaving  CRC-32 of its output activations
         """
         check_unchanged(self._checkpoint, self._stamp)
         shard = self._shard_crc32 if report.layer in self.shards.layers else None
@@ -270,12 +269,12 @@ class QuantizeFolder:
         self.activations(report.layer).unlink(missing_ok=True)
 
     def finish_text(self, text: dict[str, TextReport]) -> None:
-        """Journal what was made of the held-out text; no activations are needed any more."""
+        """Journal the evaluation on the held-out text; the activations are no longer needed."""
         self._journal.add({"text": {lane: asdict(figures) for lane, figures in text.items()}})
         self.text = text
 
     def check_room(self, checkpoint: Checkpoint, activation_bytes: int) -> None:
-        """Raise SpeqError unless the disk has room for what is still to be written."""
+        """Raise SpeqError unless the disk has room for the rest of the folder."""
         layers = self.shards.layers
         absent = [at for at in layers if not (self.out / self.shards.name(at)).exists()]
         needed = activation_bytes + sum(nbytes_of(self.shards.entries(at)) for at in absent)
@@ -290,7 +289,7 @@ class QuantizeFolder:
             )
 
     def finish(self, checkpoint: Checkpoint, report: dict[str, Any], version: str) -> None:
-        """Write all else, config.json last; then what was for going on goes."""
+        """Write everything else, config.json last; then remove the journal and other work files."""
         entries = rest_of(checkpoint, self.shards)
         with replacing(self.out / self.shards.rest) as file:
             write_rest(checkpoint, entries, file)
@@ -315,12 +314,12 @@ class QuantizeFolder:
         self._journal.path.unlink(missing_ok=True)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
-        with whole(self.out / name) as file:
+        with replace_synced(self.out / name) as file:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
-def rest_of(checkpoint: Checkpoint, shards: Shards) -> Entries:
-    """Tensors that are not quantised by the model's names, in the order they are read in."""
+def rest_of(checkpoint: Checkpoint, shards: LayerShards) -> Entries:
+    """Unquantised tensors by the model's names, in the order of reading."""
     names, dense = shards.layout.names, {f"{shape.name}.weight" for shape in shards.dense}
     tensors = {
         name: at
@@ -332,7 +331,7 @@ def rest_of(checkpoint: Checkpoint, shards: Shards) -> Entries:
 
 
 def write_rest(checkpoint: Checkpoint, entries: Entries, out: BinaryIO) -> None:
-    """A safetensors file of some of a checkpoint's tensors, word for word."""
+    """Write a safetensors file of some of a checkpoint's tensors, unchanged."""
     stored = {checkpoint.on_disk(name): entry for name, entry in entries.items()}
     out.write(header_of(stored, {"format": "pt"}))
     buffer = torch.empty(COPY_BYTES, dtype=torch.uint8)
@@ -351,9 +350,9 @@ def write_tensor(tensor: Tensor, out: Sink) -> None:
 def quantization_config(
     settings: QuantizeSettings, version: str, left: str = NOT_EXPERTS
 ) -> dict[str, Any]:
-    """As AutoGPTQ's and GPTQModel's checkpoints have it; the names of both.
+    """Build the quantization config of AutoGPTQ and GPTQModel, with the names of both.
 
-    left  which modules are not quantised, as `Shards.left`
+    left  pattern of modules that are not quantised, see `LayerShards.left`
     """
     return {
         "bits": settings.bits,

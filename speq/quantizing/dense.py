@@ -1,6 +1,6 @@
-"""Dense layers of one decoder layer: what their inputs say of them, and their codes by that.
+"""Quantization of a decoder layer's dense layers by the Hessians of their inputs.
 
-Layers that are given the same tensor, as q, k and v are, share one Hessian.
+Layers with the same input tensor, such as q, k and v, share one Hessian.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,13 @@ from speq.layers.dense_linear import DenseLinear
 from speq.layers.dense_matrix import RawMatrix
 from speq.quantizing.expert import quantise_matrix, round_matrix
 from speq.quantizing.gptq import QuantisedMatrix
-from speq.quantizing.lanes import CALIBRATION, DRAFT, ROUNDED, Overhearing
+from speq.quantizing.lanes import CALIBRATION, DRAFT, ROUNDED, RecordingBackend
 from speq.quantizing.settings import QuantizeSettings
 
 
 @dataclass(slots=True)
-class Inputs:
-    """X'X [K, K] float32 of what some layers are given; `tokens` rows."""
+class InputHessian:
+    """Hessian X'X [K, K] float32 of the inputs of some layers; `tokens` rows."""
 
     hessian: Tensor
     tokens: int = 0
@@ -36,17 +36,17 @@ class Inputs:
 
 @dataclass(slots=True)
 class DenseLayers:
-    """Those of one decoder layer that are to be quantised, by the names of their modules."""
+    """Dense layers of one decoder layer to quantise, by module name."""
 
     layers: Mapping[str, DenseLinear]
     settings: QuantizeSettings
-    _inputs: dict[str, Inputs] = field(default_factory=dict)
+    _inputs: dict[str, InputHessian] = field(default_factory=dict)
     _quantised: dict[str, QuantisedMatrix] | None = None
     _running: str = ""
 
     @contextmanager
-    def in_lane(self, lane: str, backend: Overhearing) -> Iterator[None]:
-        """A window of that lane is run: overheard, or on codes, or on what rounding makes."""
+    def in_lane(self, lane: str, backend: RecordingBackend) -> Iterator[None]:
+        """Run a window of a lane inside the block: recorded, on codes, or on rounded codes."""
         if not self.layers or lane not in (CALIBRATION, DRAFT, ROUNDED):
             yield
         elif lane == CALIBRATION:
@@ -62,7 +62,7 @@ class DenseLayers:
 
     @contextmanager
     def _overheard(self) -> Iterator[None]:
-        window: list[tuple[Tensor, Inputs]] = []
+        window: list[tuple[Tensor, InputHessian]] = []
         with ExitStack() as hooks:
             for name, layer in self.layers.items():
                 hook = layer.register_forward_pre_hook(partial(self._hear, name, window))
@@ -70,19 +70,19 @@ class DenseLayers:
             yield
 
     def _hear(
-        self, name: str, window: list[tuple[Tensor, Inputs]], layer: nn.Module, args: Any
+        self, name: str, window: list[tuple[Tensor, InputHessian]], layer: nn.Module, args: Any
     ) -> None:
         given = args[0]
         heard = next((inputs for tensor, inputs in window if tensor is given), None)
         if heard is None:
             size = given.shape[-1]
-            heard = self._inputs.get(name) or Inputs(torch.zeros(size, size))
+            heard = self._inputs.get(name) or InputHessian(torch.zeros(size, size))
             heard.add(given)
             window.append((given, heard))
         self._inputs[name] = heard
 
     def _run_on(self, lane: str) -> None:
-        """Put the lane's matrices where passes that draft find them."""
+        """Install the lane's matrices as the draft's."""
         if lane == self._running:
             return
         for name, matrix in self._matrices(lane).items():
@@ -99,7 +99,7 @@ class DenseLayers:
         }
 
     def quantised(self) -> dict[str, QuantisedMatrix]:
-        """The codes of each. Raises SpeqError where weights or inputs are not finite."""
+        """Quantise each. Raises SpeqError if weights or inputs are not finite."""
         if self._quantised is None:
             self._quantised = {
                 name: self._quantise(name, layer.exact.words().float())
@@ -121,6 +121,6 @@ class DenseLayers:
         return quantise_matrix(matrix, inputs.hessian, inputs.tokens, self.settings)[0]
 
     def leave(self) -> None:
-        """Give back what the layer held beside the model."""
+        """Free the layer's codes and Hessians."""
         for layer in self.layers.values():
             layer.draft = None

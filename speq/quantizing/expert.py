@@ -1,4 +1,4 @@
-"""One expert: what its tokens say of its inputs, and its matrices quantised by it.
+"""Quantization of one expert by the Hessians of its inputs.
 
 Shape letters: H hidden, F expert width, T tokens, N outputs of a matrix, K inputs.
 """
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from speq.errors import SpeqError
-from speq.experts.int4 import whole_groups
+from speq.experts.int4 import group_columns
 from speq.kernels.ops import ACTIVATIONS
-from speq.quantizing.activations import Rows
-from speq.quantizing.gptq import QuantisedMatrix, factored, quantise, rounded
+from speq.quantizing.activations import ActivationRows
+from speq.quantizing.gptq import QuantisedMatrix, factor_inverse, quantise, round_to_nearest
 from speq.quantizing.settings import QuantizeSettings
 
-# Rows run through an expert at a time. It is fixed: results must not depend on a budget.
+# Rows run through an expert at a time. Fixed, because results must not depend on a budget.
 EXPERT_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
-    """What an expert has beside its matrices, which stays as it is when these are quantised.
+class ExpertConstants:
+    """Parts of an expert besides its matrices, which are not quantised.
 
-    gate_up_bias, down_bias  [2F] and [H] float32, or 0.0 where it has none
+    gate_up_bias, down_bias  [2F] and [H] float32, or 0.0 if it has none
     """
 
     activation: str
@@ -33,29 +33,29 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class FloatExpert:
-    """gate_up_proj [2F, H], gate over up, and down_proj [H, F], in float32."""
+    """An expert in float32: gate_up_proj [2F, H], gate over up, and down_proj [H, F]."""
 
     gate_up_proj: Tensor
     down_proj: Tensor
-    between: Between
+    between: ExpertConstants
 
     def inner(self, inputs: Tensor) -> Tensor:
-        """What down_proj is given: [T, H] to [T, F]."""
+        """Compute the input of down_proj: [T, H] to [T, F]."""
         gate_up = inputs @ self.gate_up_proj.t() + self.between.gate_up_bias
         return ACTIVATIONS[self.between.activation](*gate_up.chunk(2, dim=-1))
 
     def outer(self, inner: Tensor) -> Tensor:
-        """What down_proj makes of that: [T, F] to [T, H]."""
+        """Apply down_proj: [T, F] to [T, H]."""
         return inner @ self.down_proj.t() + self.between.down_bias
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """[T, H] to [T, H], without the route's weights."""
+        """Run rows [T, H] to [T, H], without the route's weights."""
         return self.outer(self.inner(inputs))
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedExpert:
-    """Both matrices; gate and up share their inputs, and so the groups of them.
+    """Quantised matrices of an expert; gate and up share their inputs, and so their groups.
 
     method  "gptq" or "rtn"
     damp    the largest share of a Hessian's diagonal that was added to it; 0 for "rtn"
@@ -66,13 +66,14 @@ class QuantisedExpert:
     method: str
     damp: float
 
-    def dequantised(self, between: Between) -> FloatExpert:
+    def dequantised(self, between: ExpertConstants) -> FloatExpert:
         return FloatExpert(self.gate_up.dequantised(), self.down.dequantised(), between)
 
 
 @dataclass(slots=True)
 class Hessians:
-    """X'X of the inputs X of gate and up [H, H] and of down [F, F], in float32; `tokens` rows.
+    """Hessians X'X of the inputs X of gate and up [H, H] and of down [F, F], in float32; `tokens`
+    rows.
 
     GPTQ's H is twice that, which changes nothing.
     """
@@ -94,13 +95,13 @@ class Hessians:
 
 def run(
     expert: FloatExpert,
-    inputs: Rows,
+    inputs: ActivationRows,
     rows: Tensor,
     weights: Tensor,
-    outputs: Rows,
+    outputs: ActivationRows,
     hessians: Hessians | None = None,
 ) -> None:
-    """Add an expert's weighted outputs for some rows to theirs; sum up its Hessians.
+    """Add an expert's weighted outputs to those of its rows, and sum its Hessians.
 
     rows     [T] int64, ascending; weights [T] float32
     """
@@ -115,9 +116,9 @@ def run(
 def quantise_expert(
     expert: FloatExpert, hessians: Hessians, settings: QuantizeSettings, where: str
 ) -> QuantisedExpert:
-    """By GPTQ, or by rounding where that was asked for or tokens are too few.
+    """Quantise an expert by GPTQ, or round it if that is requested or it has too few tokens.
 
-    Raises SpeqError where weights or activations are not finite.
+    Raises SpeqError if weights or activations are not finite.
     """
     for values in (expert.gate_up_proj, expert.down_proj, hessians.gate_up, hessians.down):
         if not bool(torch.isfinite(values).all()):
@@ -137,21 +138,22 @@ def quantise_expert(
 def quantise_matrix(
     matrix: Tensor, hessian: Tensor, tokens: int, settings: QuantizeSettings
 ) -> tuple[QuantisedMatrix, float]:
-    """A matrix [N, K] float32 by GPTQ, and the share of a Hessian's diagonal that was added to it.
+    """Quantise a matrix [N, K] float32 by GPTQ. Return it and the damping, a share of the Hessian's
+    diagonal.
 
     hessian  [K, K] of `tokens` rows
     """
     inputs = matrix.shape[1]
     damp = settings.damp_for(tokens, inputs)
-    factor = factored(hessian, damp, settings.column_order != "given")
-    group_size = whole_groups(settings.group_size, inputs)
+    factor = factor_inverse(hessian, damp, settings.column_order != "given")
+    group_size = group_columns(settings.group_size, inputs)
     static, decodable = settings.column_order == "static", settings.codes == "decodable"
     return quantise(matrix, factor, group_size, static, decodable), factor.damp
 
 
 def round_matrix(matrix: Tensor, settings: QuantizeSettings) -> QuantisedMatrix:
     """Round a matrix [N, K] float32 to nearest."""
-    return rounded(matrix, whole_groups(settings.group_size, matrix.shape[1]))
+    return round_to_nearest(matrix, group_columns(settings.group_size, matrix.shape[1]))
 
 
 def round_expert(expert: FloatExpert, settings: QuantizeSettings) -> QuantisedExpert:

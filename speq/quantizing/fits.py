@@ -1,20 +1,20 @@
-"""Whether the format, and the codes that were asked for, hold a model's experts."""
+"""Checks that the format and the requested codes can hold a model's experts."""
 
 import torch
 
 from speq.errors import SpeqError
-from speq.experts.int4 import whole_groups
+from speq.experts.int4 import group_columns
 from speq.models.dense_parts import DenseShape
 from speq.quantizing.settings import GROUP_SIZES, QuantizeSettings
 
 
 def codes_for(dtype: torch.dtype) -> str:
-    """The codes that auto stands for, for a checkpoint of experts in `dtype`."""
+    """Resolve codes auto for a checkpoint of experts in `dtype`."""
     return "decodable" if dtype == torch.bfloat16 else "free"
 
 
 def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
-    """Raise SpeqError where codes are to tell words that the checkpoint does not hold."""
+    """Raise SpeqError for decodable codes of a checkpoint that is not in bfloat16."""
     if settings.codes == "decodable" and dtype != torch.bfloat16:
         found = str(dtype).removeprefix("torch.")
         raise SpeqError(
@@ -24,13 +24,13 @@ def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
 
 
 def fits(settings: QuantizeSettings, shape: DenseShape) -> bool:
-    """Whether the format can hold a dense layer."""
-    group_size = whole_groups(settings.group_size, shape.columns)
+    """True if the format can hold a dense layer."""
+    group_size = group_columns(settings.group_size, shape.columns)
     return not (shape.columns % 8 or shape.outputs % 8 or shape.columns % group_size)
 
 
 def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int) -> None:
-    """Raise SpeqError where the format cannot hold experts of these dimensions."""
+    """Raise SpeqError if the format cannot hold experts of these dimensions."""
     for name, size in (("hidden size", hidden_size), ("expert width", expert_width)):
         if size % 8:
             raise SpeqError(
@@ -40,7 +40,7 @@ def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int)
     group = settings.group_size
 
     def holds(group: int) -> bool:
-        return not any(size % whole_groups(group, size) for size in (hidden_size, expert_width))
+        return not any(size % group_columns(group, size) for size in (hidden_size, expert_width))
 
     if not holds(group):
         fit = [size for size in GROUP_SIZES if holds(size)]

@@ -1,7 +1,8 @@
-"""GPTQ (Frantar et al., arXiv:2210.17323): a matrix to symmetric INT4, one column after another.
+"""GPTQ (Frantar et al., arXiv:2210.17323): quantization of a matrix to symmetric INT4, column by
+column.
 
-What rounding a column does to the outputs is made good by the columns that are still to come; how
-well one column can stand in for another is what the Hessian of the inputs says.
+The error of rounding a column is compensated by the columns after it. The Hessian of the inputs
+tells how well one column can compensate for another.
 
 Shape letters: N outputs, K inputs, G groups.
 """
@@ -18,21 +19,21 @@ from speq.kernels.windows import SIGN, WINDOW, window_starts, words_of
 
 ZERO_POINT = 8
 MAX_CODE = 7
-# Shares of a group's largest magnitude that are tried for its scale, and the power of an error that
-# is summed to compare them. Of the powers 2 to 3 it matters little which; together they took the
-# outputs' error on held-out text of the bundled model from 0.047 to 0.043.
+# Shares of a group's largest magnitude that are tried for its scale, and the power of errors that
+# are summed to compare them. Powers from 2 to 3 differ little; together they reduced the outputs'
+# error on held-out text of the bundled model from 0.047 to 0.043.
 CLIPPINGS = tuple(1 - 0.04 * step for step in range(9))
 ERROR_POWER = 2.4
-# Columns whose updates reach the rest of the matrix together, in one product.
+# Columns whose updates are applied to the rest of the matrix in one product.
 BLOCK_COLUMNS = 128
-# By how much damping grows where the Hessian has no Cholesky factor in float32.
+# Factor by which damping grows if the Hessian has no Cholesky factor in float32.
 MORE_DAMPING = 10.0
 LEAST_DAMPING = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
-    """A matrix [N, K] as a GPTQ checkpoint holds it, inputs first.
+    """A quantised matrix [N, K] in the layout of a GPTQ checkpoint, inputs first.
 
     codes   [K, N] uint8, from 0 to 15, 8 being zero
     scales  [G, N] float16
@@ -44,14 +45,14 @@ class QuantisedMatrix:
     groups: Tensor
 
     def dequantised(self) -> Tensor:
-        """The matrix [N, K] in float32, as any reader makes it."""
+        """Dequantise the matrix [N, K] to float32, as any reader does."""
         values = self.codes.float() - ZERO_POINT
         return (values * self.scales.float()[self.groups.long()]).t().contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class InverseFactor:
-    """What GPTQ asks of a Hessian [K, K], its inputs in the order they are quantised in.
+    """Factor of a Hessian [K, K] for GPTQ, with inputs in the order of quantization.
 
     upper  [K, K] float32, upper triangular: upper' upper is the inverse of the damped Hessian
     order  [K] int64
@@ -63,14 +64,14 @@ class InverseFactor:
     damp: float
 
 
-def factored(hessian: Tensor, damp: float, by_activation: bool) -> InverseFactor:
+def factor_inverse(hessian: Tensor, damp: float, by_activation: bool) -> InverseFactor:
     """Factor the inverse of a Hessian [K, K] float32, which must be finite.
 
-    damp           share of the mean of the diagonal to add to it; more is taken where that is too
+    damp           share of the mean of the diagonal to add to it; more is used if that is too
                    little for float32
-    by_activation  take the inputs with the largest diagonal first, as they come otherwise
+    by_activation  take the inputs with the largest diagonal first; otherwise in their own order
 
-    An input that was never seen gets the mean: it is rounded, and tells the others nothing.
+    An input that never occurred gets the mean: it is rounded, and does not affect the others.
     """
     size = hessian.shape[0]
     order = torch.arange(size)
@@ -104,17 +105,15 @@ def quantise(
 ) -> QuantisedMatrix:
     """Quantise a matrix [N, K] float32; group_size divides K.
 
-    A scale is rounded to float16 before any code is chosen by it. It is chosen when its group's
-    first column is reached, from weights that make good for the columns before; groups are of
-    columns that follow one another in the factor's order.
+    A scale is rounded to float16 before any code is chosen. It is chosen when its group's first
+    column is reached, from weights that compensate for the columns before; groups are consecutive
+    columns in the factor's order.
 
-    static_groups  choose all scales beforehand; groups are of neighbours in the matrix, whatever
-                   the order
-    decodable      take only codes that `nearest_decodable` leaves a weight; the matrix must hold
-                   BF16 words
+    static_groups  choose all scales first; groups are neighbours in the matrix, whatever the order
+    decodable      use only codes allowed by `nearest_decodable`; the matrix must hold BF16 words
     """
     order = factor.order
-    weights = matrix.t()[order]  # [K, N]: what is one column there is contiguous here
+    weights = matrix.t()[order]  # [K, N], so that a column is contiguous
     inputs, outputs = weights.shape
     groups = (order if static_groups else torch.arange(inputs)) // group_size
     scales = torch.zeros(inputs // group_size, outputs, dtype=torch.float16)
@@ -144,7 +143,7 @@ def quantise(
 
 
 def blocks(inputs: int, group_size: int) -> Iterator[tuple[int, int]]:
-    """Runs of columns such that what a group's scale is chosen from has had every update."""
+    """Split columns into blocks such that a group has all updates before its scale is chosen."""
     step = max(BLOCK_COLUMNS // group_size, 1) * group_size
     for start in range(0, inputs, step):
         stop = min(start + step, inputs)
@@ -153,22 +152,22 @@ def blocks(inputs: int, group_size: int) -> Iterator[tuple[int, int]]:
 
 
 def code_values(weights: Tensor, scale: Tensor) -> Tensor:
-    """The nearest codes, from -8 to 7, as float32; zero where the scale is."""
+    """Nearest codes, from -8 to 7, as float32; zero where the scale is zero."""
     divisor = scale.where(scale > 0, torch.inf)
     return (weights / divisor).round_().clamp_(-ZERO_POINT, MAX_CODE)
 
 
 def nearest_decodable(values: Tensor, exact: Tensor, scales: Tensor) -> Tensor:
-    """The codes nearest to `values` from which the exact weight's word can be told.
+    """Codes nearest to `values` from which the exact weight's word can be decoded.
 
-    values  [N] float32, the nearest of all codes; exact: [N] float32, BF16 words; scales: [N]
-            float16, none below 0
+    values  [N] float32, nearest of all codes; exact: [N] float32, BF16 words; scales: [N] float16,
+            not negative
 
-    Windows of larger codes begin and end later, so those that hold a word are neighbours and to
-    clamp is to choose the nearest. Code 0 is left to a word below all windows, and to one in the
-    window of 1 whose class tells it: an escape buys too little. A word beyond all windows gets the
-    outermost code and is an exception; a scale chosen from exact weights leaves no such word, if
-    float16 can hold it well.
+    Windows of larger codes begin and end later, so those that contain a word are neighbours, and
+    clamping chooses the nearest. Code 0 is used for a word below all windows, and for one in the
+    window of 1 whose class determines it: an escape gains too little. A word beyond all windows
+    gets the outermost code and is an exception; a scale chosen from exact weights leaves no such
+    word, if float16 holds it well.
     """
     words = words_of(exact)
     magnitudes, negative = words & ~SIGN, words >= SIGN
@@ -185,10 +184,10 @@ def nearest_decodable(values: Tensor, exact: Tensor, scales: Tensor) -> Tensor:
 
 
 def scale_of(weights: Tensor) -> Tensor:
-    """Scales [N] float16 of a group's weights [group_size, N].
+    """Choose scales [N] float16 of a group's weights [group_size, N].
 
-    Of CLIPPINGS times the largest magnitude, each output takes what it is rounded best by: the
-    largest magnitudes are few, and what they need is coarse for all others.
+    Each output takes the scale with the least rounding error among CLIPPINGS times its largest
+    magnitude: few magnitudes are that large, and their scale is coarse for all others.
     """
     largest = weights.abs().amax(0) / MAX_CODE
     limit = torch.finfo(torch.float16).max
@@ -206,8 +205,8 @@ def scale_of(weights: Tensor) -> Tensor:
     return present(best, "no scale was tried")
 
 
-def rounded(matrix: Tensor, group_size: int) -> QuantisedMatrix:
-    """Round a matrix [N, K] to nearest, exactly as a draft is that was made without calibration."""
+def round_to_nearest(matrix: Tensor, group_size: int) -> QuantisedMatrix:
+    """Round a matrix [N, K] to nearest, exactly as in a draft made without calibration."""
     packed, scales = quantize_int4(matrix, group_size)
     codes = torch.stack([packed & 0xF, packed >> 4], dim=2).flatten(1).t().contiguous()
     groups = torch.arange(matrix.shape[1], dtype=torch.int32) // group_size

@@ -1,4 +1,4 @@
-"""`pack` and `quantize`: a model written anew, from its name to a folder."""
+"""`pack` and `quantize`: conversion of a model, from its name to a folder."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Unpack
 
-from speq.drafts.draft_source import gptq_beside, open_draft
+from speq.drafts.draft_source import gptq_path, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import codec_of, own_codec
 from speq.experts.expert_store import SafetensorsExpertStore
@@ -19,7 +19,7 @@ from speq.machine import available_bytes
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build, split
 from speq.options.typed import PackOptions, QuantizeOptions
-from speq.quantizing.calibration import calibration_of, read_texts, tokenised
+from speq.quantizing.calibration import calibration_of, read_texts, tokenise
 from speq.quantizing.quantizer import quantize as write_gptq
 from speq.quantizing.report import QuantizeReport
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
@@ -27,13 +27,13 @@ from speq.text.tokenizer import load_tokenizer, tokens_of
 from speq.units import Progress, no_progress
 from speq.version import __version__
 
-# Of the machine's free memory, where no budget is given.
+# Share of the machine's free memory used without a budget.
 DEFAULT_SHARE = 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The folder that was written, and how its experts compare with exact ones."""
+    """The output folder, and the report on its experts."""
 
     folder: Path
     report: QuantizeReport
@@ -46,19 +46,21 @@ def pack(
     progress: Progress = no_progress,
     **options: Unpack[PackOptions],
 ) -> Manifest:
-    """Write a model to the folder `out`, each expert one contiguous record with a checksum.
+    """Pack a model into the folder `out`, each expert contiguous and with a checksum.
 
     options   codec and draft; see docs/options.md
-    progress  told (what, done, total)
+    progress  called with (what, done, total)
 
-    Interrupted, it leaves a folder that no run opens; the same call goes on from there. Raises
-    SpeqError where the model, the draft, the folder or the disk forbids it.
+    If interrupted, it leaves a folder that no run opens, and the same call continues from there.
+    Raises SpeqError if the model, the draft, the folder or the disk does not allow it.
     """
-    return packed(model, build(PackSettings, {"out": out, **options}), progress)
+    return pack_with(model, build(PackSettings, {"out": out, **options}), progress)
 
 
-def packed(model: str | Path, settings: PackSettings, progress: Progress = no_progress) -> Manifest:
-    """As `pack`."""
+def pack_with(
+    model: str | Path, settings: PackSettings, progress: Progress = no_progress
+) -> Manifest:
+    """Pack a model with parsed settings; otherwise as `pack`."""
     with closing(open_model(model)) as opened:
         store = opened.store
         if not isinstance(store, SafetensorsExpertStore):
@@ -76,18 +78,20 @@ def packed(model: str | Path, settings: PackSettings, progress: Progress = no_pr
 
 
 def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
-    """What the options ask for. Raises SpeqError where the model or the draft forbids it."""
+    """Build the packing that the options request. Raises SpeqError if the model or the draft does
+    not allow it.
+    """
     shape = opened.store.codec.shape
     made = own_codec(shape) if codec == "auto" else codec_of(codec, shape)
     if not made.needs_draft:
         if draft != "auto":
             raise SpeqError(f"draft {draft!r} is of no use to codec {codec}; residual takes one")
         model, dense = opened.checkpoint.path, opened.shape.dense_names
-        beside = gptq_beside(model)
+        beside = gptq_path(model)
         return Packing(
             made,
             dense=dense if shape.published == WORDS and made.name != "raw" else (),
-            beside=beside.relative_to(model) if (beside / "config.json").exists() else None,
+            draft_folder=beside.relative_to(model) if (beside / "config.json").exists() else None,
         )
     if draft == "none":
         raise SpeqError(f"codec {codec} codes what a draft does not say; give a draft, or auto")
@@ -101,23 +105,23 @@ def quantize(
     """Quantise a model's experts by GPTQ, calibrated on the tokens routed to each.
 
     options   of QuantizeSettings and ConversionSettings; see docs/options.md
-    progress  told (what, done, total)
+    progress  called with (what, done, total)
 
-    Experts are read one at a time, so the model may be several times the memory. Interrupted, it
-    leaves a folder that no run opens; the same call goes on from there. Raises SpeqError where the
-    model, the text, the budget, the folder or the disk forbids it.
+    Experts are read one at a time, so the model may be several times the memory. If interrupted, it
+    leaves a folder that no run opens, and the same call continues from there. Raises SpeqError if
+    the model, the text, the budget, the folder or the disk does not allow it.
     """
     settings, conversion = split(options, QuantizeSettings, ConversionSettings)
-    return quantized(model, settings, conversion, progress)
+    return quantize_with(model, settings, conversion, progress)
 
 
-def quantized(
+def quantize_with(
     model: str | Path,
     settings: QuantizeSettings,
     conversion: ConversionSettings,
     progress: Progress = no_progress,
 ) -> Quantized:
-    """As `quantize`."""
+    """Quantise a model with parsed settings; otherwise as `quantize`."""
     with closing(open_model(model)) as opened:
         if opened.checkpoint.format != WORDS:
             raise SpeqError(
@@ -126,8 +130,8 @@ def quantized(
             )
         if opened.shape.experts.normed:
             raise SpeqError(
-                f"model {str(model)!r} is of family {opened.family.model_type}, where what experts "
-                "give goes through norms; speq quantize adds it up as it is: leave the draft to be "
+                f"model {str(model)!r} is of family {opened.family.model_type}, which norms the "
+                "output of experts; speq quantize adds it without a norm: leave the draft to be "
                 "rounded, or give a GPTQ checkpoint"
             )
         if opened.store.codec.needs_draft:
@@ -137,7 +141,7 @@ def quantized(
             )
         tokenizer = load_tokenizer(opened.checkpoint.path)
         given = conversion.calibration
-        tokens = tokenised(
+        tokens = tokenise(
             [
                 text
                 for path in (own_texts() if given is None else [given])
@@ -147,7 +151,7 @@ def quantized(
             opened.shape.vocab_size,
             tokenizer.eos_token_id,
         )
-        out = conversion.out or gptq_beside(opened.checkpoint.path)
+        out = conversion.out or gptq_path(opened.checkpoint.path)
         budget = conversion.memory_budget or int(DEFAULT_SHARE * available_bytes())
         report = write_gptq(
             opened,
@@ -162,6 +166,6 @@ def quantized(
 
 
 def own_texts() -> list[Path]:
-    """The prompts that measurements use."""
+    """Files of the prompts that measurements use."""
     folder = Path(str(files("speq.measure"))) / "prompts"
     return [folder / "mixed.jsonl", folder / "long.jsonl"]

@@ -1,4 +1,4 @@
-"""What quantising takes of memory, item by item, and where activations go."""
+"""Memory plan of quantising, item by item, and the place of activations."""
 
 from dataclasses import dataclass
 
@@ -15,19 +15,19 @@ from speq.units import format_bytes
 
 # Square matrices of the inputs' dimension that exist while a Hessian's inverse is factored.
 FACTORING_MATRICES = 5
-# Float32 words for each weight of an expert: itself, rounded and quantised, what GPTQ updates, and
-# codes on their way to weights.
+# Float32 copies of each weight of an expert: exact, rounded, quantised, updated by GPTQ, and codes
+# during dequantization.
 EXPERT_COPIES = 6
-# Float32 rows of H and of F that one block of an expert's tokens takes.
+# Float32 rows of H and of F per token in a block of an expert's tokens.
 HIDDEN_COPIES = 6
 INNER_COPIES = 6
-# Tokens whose logits are looked at together.
+# Tokens whose logits are evaluated at a time.
 SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
-    """items: bytes by what they are for; in_memory: whether activations are kept there."""
+    """Memory plan. items: bytes by purpose. in_memory: whether activations are in memory."""
 
     items: dict[str, int]
     in_memory: bool
@@ -42,11 +42,11 @@ def plan_of(
     loading_bytes: int,
     budget: int,
 ) -> QuantizePlan:
-    """Activations in memory where they fit, in files otherwise.
+    """Plan activations in memory if they fit, otherwise in files.
 
-    dense          layers that are quantised beside the experts
-    loading_bytes  what loading the weights takes beside them
-    Raises SpeqError, item by item, where the budget is too small even then.
+    dense          dense layers that are quantised as well
+    loading_bytes  extra memory for loading the weights
+    Raises SpeqError, with the items, if the budget is too small even then.
     """
     hidden, width = shape.experts.hidden_size, shape.experts.expert_width
     weights = 3 * hidden * width
@@ -82,8 +82,8 @@ def plan_of(
 
 
 def dense_bytes(layers: list[DenseShape]) -> int:
-    """What the dense layers of one decoder layer take while they are quantised: a Hessian each at
-    most, their codes and words, and the work on the largest of them.
+    """Bytes for quantising one decoder layer's dense layers: at most a Hessian each, their codes
+    and weights, and work memory of the largest.
     """
     kept = sum(4 * each.columns**2 + 3 * each.outputs * each.columns for each in layers)
     work = max(EXPERT_COPIES * each.outputs * each.columns for each in layers)

@@ -1,9 +1,9 @@
-"""Quantises a model, layer by layer, with the exact model under a memory budget.
+"""Layer-by-layer quantization of a model under a memory budget.
 
-Everything but the experts is in memory, and of these one at a time. What enters a layer is known
-for all tokens; a first pass runs the layer without its experts and overhears what they are asked,
-then each expert is read, quantised by the tokens that came to it, and its exact output added.
-Dense layers are quantised by what the first pass gives them, before the held-out text is run.
+Everything but the experts is in memory, and one expert at a time. The input of a layer is known for
+all tokens. A first pass runs the layer without its experts and records their inputs. Then each
+expert is read and quantised with its tokens, and its exact output is added. Dense layers are
+quantised with their inputs in the first pass, before the held-out text is run.
 """
 
 import logging
@@ -20,7 +20,7 @@ from speq.experts.expert_store import (
     expert_slot,
     read_matrices,
 )
-from speq.files.alone import alone_in
+from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, writing
 from speq.layers.offloaded_experts import ExpertBackend
 from speq.models import moe_model
@@ -29,19 +29,19 @@ from speq.models.layerwise import LayerwiseModel
 from speq.models.opened import Opened
 from speq.models.shape import ModelShape
 from speq.quantizing import activations, expert
-from speq.quantizing.activations import FileRows, MemoryRows, Rows
+from speq.quantizing.activations import ActivationRows, FileRows, MemoryRows
 from speq.quantizing.calibration import Calibration
 from speq.quantizing.checkpoint_folder import (
+    LayerShards,
     QuantizeFolder,
-    Shards,
-    packed,
+    pack_matrix,
     tensors_of,
     write_tensor,
 )
 from speq.quantizing.dense import DenseLayers
-from speq.quantizing.expert import Between, FloatExpert, Hessians, QuantisedExpert
+from speq.quantizing.expert import ExpertConstants, FloatExpert, Hessians, QuantisedExpert
 from speq.quantizing.fits import check_dtype, check_sizes, codes_for, fits
-from speq.quantizing.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, Overhearing
+from speq.quantizing.lanes import CALIBRATION, DRAFT, HELD_OUT, ROUNDED, Lanes, RecordingBackend
 from speq.quantizing.plan import SCORED_ROWS, plan_of
 from speq.quantizing.report import ExpertReport, LayerReport, QuantizeReport, TextReport
 from speq.quantizing.residual import ResidualCount, residual_of
@@ -61,11 +61,12 @@ def quantize(
     version: str,
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """Write a GPTQ checkpoint to `out`, or finish what an earlier run began there.
+    """Write a GPTQ checkpoint to `out`, or continue an earlier run there.
 
-    progress  told (what, done, total): experts of all, and within a layer the windows of the text
+    progress  called with (what, done, total): experts of all, and within a layer the windows of the
+              text
 
-    Raises SpeqError where the budget, the disk, the folder or the model forbid it.
+    Raises SpeqError if the budget, the disk, the folder or the model does not allow it.
     """
     layout = source.shape.experts
     if settings.codes == "auto":
@@ -77,7 +78,7 @@ def quantize(
             f"sequence_length is {settings.sequence_length}; the model's limit is "
             f"{source.shape.max_context}: give a shorter --sequence-length"
         )
-    if settings.method == "rtn":  # asks nothing of the text
+    if settings.method == "rtn":  # needs no calibration
         calibration = Calibration(calibration.calibration[:0], calibration.held_out)
     lanes = Lanes.of(calibration, rounds_too=settings.method != "rtn")
     dtype = source.store.codec.shape.dtype
@@ -87,15 +88,15 @@ def quantize(
     make_folder(out)
     another = f"another process writes to {out}; wait for its end, or give another folder"
     remedy = "layers that are done are kept, the same command goes on from there"
-    with alone_in(out, another), writing(out, remedy):
+    with lock_folder(out, another), writing(out, remedy):
         folder = QuantizeFolder(
             out,
             source.checkpoint,
             calibration.digest(),
-            Shards(layout, settings, dense, source.checkpoint.on_disk),
+            LayerShards(layout, settings, dense, source.checkpoint.on_disk),
             progress,
         )
-        # The rows that enter a layer and those that leave it are kept until its line is written.
+        # A layer's input and output rows are kept until its journal line is written.
         kept = lanes.rows * layout.hidden_size * 4
         working = 0 if plan.in_memory else kept + kept // 4 * dtype.itemsize
         folder.check_room(source.checkpoint, 2 * kept + working)
@@ -115,8 +116,7 @@ def quantize(
 
 
 def dense_of(shape: ModelShape, settings: QuantizeSettings) -> tuple[DenseShape, ...]:
-    """The layers beside the experts that are quantised: those within decoder layers that the format
-    can hold."""
+    """Choose the dense layers to quantise: those in decoder layers that the format can hold."""
     if not settings.dense:
         return ()
     inside = [each for each in shape.draft_layers if each.layer is not None]
@@ -133,8 +133,11 @@ def dense_of(shape: ModelShape, settings: QuantizeSettings) -> tuple[DenseShape,
 
 
 class Quantizer:
-    """One run. hidden: [R, H] float32, what enters the layer at hand; asked: what its experts are
-    given, in the model's dtype."""
+    """One run of quantising.
+
+    hidden  [R, H] float32, input of the current layer
+    asked   inputs of its experts, in the model's dtype
+    """
 
     def __init__(
         self,
@@ -142,15 +145,15 @@ class Quantizer:
         settings: QuantizeSettings,
         lanes: Lanes,
         model: moe_model.MoEModel,
-        hidden: Rows,
-        asked: Rows,
+        hidden: ActivationRows,
+        asked: ActivationRows,
         folder: QuantizeFolder,
     ) -> None:
         self._source, self._settings, self._lanes = source, settings, lanes
         self._layers = LayerwiseModel(model, lanes.length)
         self._linears, self._biases = model.dense, model.biases
         self._hidden = hidden
-        self._backend = Overhearing(asked, lanes.rows, source.shape.top_k)
+        self._backend = RecordingBackend(asked, lanes.rows, source.shape.top_k)
         self._folder = folder
         self._slot = expert_slot(source.store)
 
@@ -173,7 +176,7 @@ class Quantizer:
         return report
 
     def _run_layers(self, calibration: Calibration, progress: Progress | None) -> None:
-        """All that are not done."""
+        """Run the layers that are not done."""
         layout, folder = self._source.shape.experts, self._folder
         total = len(layout.layers) * layout.num_experts
         self._enter(calibration)
@@ -190,7 +193,7 @@ class Quantizer:
             folder.finish_layer(report, crc32)
 
     def _enter(self, calibration: Calibration) -> None:
-        """What enters the first layer that is not done."""
+        """Compute or load the input of the first layer that is not done."""
         done = len(self._folder.done)
         if done:
             width = self._source.shape.hidden_size
@@ -202,7 +205,7 @@ class Quantizer:
             self._hidden.write(start, self._layers.entering(token_ids).float())
 
     def _run_layer(self, layer: int, dense: DenseLayers, progress: Progress | None) -> None:
-        """A layer without its experts, in place; each lane with its own dense layers."""
+        """Run a layer without its experts, in place; each lane with its own dense layers."""
         backend: ExpertBackend = self._backend
         starts = list(self._lanes.starts())
         what = f"running layer {layer + 1} of {self._layers.num_layers}"
@@ -216,12 +219,14 @@ class Quantizer:
     def _quantise_layer(
         self, layer: int, dense: DenseLayers, progress: Progress | None, total: int
     ) -> LayerReport:
-        """Dense layers and experts of a layer to its shard, the experts' outputs to the rows."""
+        """Write a layer's quantised dense layers and experts to its shard, and add the experts'
+        outputs.
+        """
         layout = self._source.shape.experts
         reports = []
         with self._folder.shard(layer) as file:
             for matrix in dense.quantised().values():
-                for tensor in packed(matrix, slice(None)):
+                for tensor in pack_matrix(matrix, slice(None)):
                     write_tensor(tensor, file)
             if layer not in layout.layers:
                 return LayerReport(layer)
@@ -241,17 +246,17 @@ class Quantizer:
         exact = read_matrices(self._source.store, moe_layer, index, self._slot)
         # Copies: the slot is read into again.
         gate_up_proj, down_proj = (matrix.to(torch.float32, copy=True) for matrix in exact)
-        between = Between(self._source.shape.activation)
+        between = ExpertConstants(self._source.shape.activation)
         if self._biases:
             of_layer = self._biases[moe_layer]
             biases = (each[index].float() for each in (of_layer.gate_up, of_layer.down))
-            between = Between(between.activation, *biases)
+            between = ExpertConstants(between.activation, *biases)
         return FloatExpert(gate_up_proj, down_proj, between)
 
     def _quantise(
         self, exact: FloatExpert, index: int, where: str
     ) -> tuple[QuantisedExpert, ExpertReport]:
-        """One expert, in all lanes."""
+        """Quantise one expert, and add its outputs in all lanes."""
         hessians = Hessians.empty(exact)
         self._add(CALIBRATION, index, exact, hessians)
         quantised = expert.quantise_expert(exact, hessians, self._settings, where)
@@ -281,7 +286,9 @@ class Quantizer:
     def _residuals(
         self, exact: FloatExpert, *drafts: QuantisedExpert
     ) -> tuple[ResidualCount | None, ...]:
-        """What the exact expert takes over each draft of it, where it is in bfloat16."""
+        """Count the residual of the exact expert over each draft of it; None unless it is in
+        bfloat16.
+        """
         if self._source.store.codec.shape.dtype != torch.bfloat16:
             return (None,) * len(drafts)
         return tuple(residual_of(exact, draft) for draft in drafts)
@@ -289,15 +296,16 @@ class Quantizer:
     def _add(
         self, lane: str, index: int, experts: FloatExpert, hessians: Hessians | None = None
     ) -> None:
-        """An expert's outputs for a lane."""
+        """Add an expert's outputs for a lane."""
         rows, weights = self._backend.rows_of(index, self._lanes.span(lane))
         expert.run(experts, self._backend.inputs, rows, weights, self._hidden, hessians)
 
     def _add_held_out(
         self, index: int, exact: FloatExpert, draft: FloatExpert, plain: FloatExpert
     ) -> tuple[int, float, float, float]:
-        """The exact expert's outputs for the held-out lane; (tokens, squared errors of the draft's
-        and of rounding's, squared outputs)."""
+        """Add the exact expert's outputs for the held-out lane. Return (tokens, squared error of
+        the draft, squared error of rounding, squared outputs).
+        """
         rows, weights = self._backend.rows_of(index, self._lanes.span(HELD_OUT))
         sums = [0.0, 0.0, 0.0]
         size = expert.EXPERT_ROWS
@@ -312,7 +320,7 @@ class Quantizer:
         return len(rows), sums[0], sums[1], sums[2]
 
     def _routes(self) -> tuple[float | None, float | None]:
-        """(route recall, same sets) of the draft's lane against the exact one."""
+        """Compare the draft's lane with the exact one: (route recall, share of equal routes)."""
         used = self._backend.topk_ids[self._lanes.span(HELD_OUT)]
         named = self._backend.topk_ids[self._lanes.span(DRAFT)]
         if not len(used):
@@ -321,7 +329,7 @@ class Quantizer:
         return float(hits.double().mean()), float(hits.all(1).double().mean())
 
     def _text(self, calibration: Calibration) -> dict[str, TextReport]:
-        """Each lane on the held-out text, from what left the last layer."""
+        """Evaluate each lane on the held-out text, from the output of the last layer."""
         lanes = self._lanes
         judged = [lane for lane in (HELD_OUT, DRAFT, ROUNDED) if lanes.windows[lane][1]]
         scores = {lane: TextScore() for lane in judged}

@@ -1,4 +1,4 @@
-"""What quantising did to each expert, to routes and to the text: quantize_report.json."""
+"""Report on quantised experts, routes and held-out text: quantize_report.json."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -7,21 +7,21 @@ from typing import Any
 
 from speq.quantizing.residual import ResidualCount
 
-# Experts are compared with their rounding where at least so many held-out tokens came to them.
+# Fewest held-out tokens of experts that are compared with rounding.
 JUDGED_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertReport:
-    """One expert.
+    """Report on one expert.
 
-    tokens           calibration tokens routed to it; held_out_tokens: of the text held out
-    method           "gptq", or "rtn" where it was rounded
+    tokens           calibration tokens routed to it; held_out_tokens: of the held-out text
+    method           "gptq", or "rtn" if it was rounded
     damp             share of the mean of a Hessian's diagonal that was added to it
     squared_error    of its weighted outputs for held-out tokens, summed; rounding_error: that of
-                     plain rounding; squared_output: what they are part of
+                     plain rounding; squared_output: sum of the squared outputs
     residual         of exact weights over the draft; rounding_residual: over plain rounding. None
-                     where the model is not in bfloat16
+                     if the model is not in bfloat16
     """
 
     tokens: int
@@ -36,7 +36,7 @@ class ExpertReport:
 
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "ExpertReport":
-        """Raises KeyError or TypeError for what `asdict` has not made."""
+        """Raises KeyError or TypeError for anything but the output of `asdict`."""
         residuals = {name: entries[name] for name in ("residual", "rounding_residual")}
         counts = {name: count and ResidualCount(**count) for name, count in residuals.items()}
         return cls(**(entries | counts))
@@ -44,11 +44,12 @@ class ExpertReport:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One layer. experts: none where it has none.
+    """Report on one layer.
 
-    route_recall  share of the experts that held-out tokens need that the draft named, each model
-                  going by its own hidden states; same_routes: tokens for which it named all. None
-                  where nothing was held out.
+    experts       reports of its experts; empty if it has none
+    route_recall  share of the held-out tokens' experts that the draft also chose, each model with
+                  its own hidden states; same_routes: tokens with all experts equal. None without
+                  held-out text
     """
 
     layer: int
@@ -58,18 +59,18 @@ class LayerReport:
 
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "LayerReport":
-        """Raises KeyError, TypeError or ValueError for what `asdict` has not made."""
+        """Raises KeyError, TypeError or ValueError for anything but the output of `asdict`."""
         experts = tuple(ExpertReport.from_json(expert) for expert in entries["experts"])
         return cls(**(entries | {"experts": experts}))
 
     @property
     def error(self) -> float | None:
-        """Root of the mean square error of the experts' outputs, as a share of the outputs."""
+        """Root mean square error of the experts' outputs, relative to the outputs."""
         return self._relative([expert.squared_error for expert in self.experts])
 
     @property
     def rounding_error(self) -> float | None:
-        """The same, had all been rounded."""
+        """Root mean square error if all were rounded."""
         return self._relative([expert.rounding_error for expert in self.experts])
 
     def _relative(self, errors: list[float]) -> float | None:
@@ -77,7 +78,7 @@ class LayerReport:
         return math.sqrt(sum(errors) / total) if total > 0 else None
 
     def summary(self) -> dict[str, Any]:
-        """The figures of a row of the table."""
+        """Figures of a row of the table."""
         tokens = [expert.tokens for expert in self.experts]
         judged = [e for e in self.experts if e.held_out_tokens >= JUDGED_TOKENS]
         judged = [expert for expert in judged if expert.method == "gptq"]
@@ -98,7 +99,9 @@ class LayerReport:
 
     @property
     def residuals(self) -> dict[str, ResidualCount]:
-        """Of exact weights over the draft, and over plain rounding; empty but for bfloat16."""
+        """Residuals of exact weights over the draft and over plain rounding; empty unless in
+        bfloat16.
+        """
         found = {
             "residual": [expert.residual for expert in self.experts],
             "rounding_residual": [expert.rounding_residual for expert in self.experts],
@@ -109,15 +112,15 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class TextReport:
-    """A model on the held-out text, teacher-forced.
+    """Evaluation of a model on the held-out text, teacher-forced.
 
-    tokens      that were scored
+    tokens      number of scored tokens
     perplexity  of the text
-    same_token  share of tokens for which it finds the same one likeliest as the exact model: what a
-                greedy draft has accepted
+    same_token  share of tokens whose most likely next token is the exact model's: acceptance of a
+                greedy draft
     overlap     mean of sum min(p, q) of its distribution and the exact one's at temperature 1: the
-                most of a drawn draft that any rule can accept (arXiv:2211.17192); by shared noise
-                it is a little less (`speq.engine.sampling`)
+                highest acceptance of any rule (arXiv:2211.17192); shared noise accepts a little
+                less (`speq.engine.sampling`)
     divergence  mean Kullback-Leibler divergence from the exact distribution, in nats
     """
 
@@ -130,9 +133,11 @@ class TextReport:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """All of it. text: by lane, "held out" being the exact model; empty without held-out text.
+    """Report on a whole run.
 
-    tokens        calibrated on; held_out_tokens: of the text held out
+    text          evaluation by lane, "held out" is the exact model; empty without held-out text
+
+    tokens        calibration tokens; held_out_tokens: of the held-out text
     """
 
     settings: dict[str, Any]
@@ -170,7 +175,7 @@ class QuantizeReport:
 
     @property
     def residuals(self) -> dict[str, ResidualCount]:
-        """As a layer's, of all."""
+        """Residuals of all layers, see `LayerReport.residuals`."""
         found: dict[str, ResidualCount] = {}
         for layer in self.moe_layers:
             for lane, count in layer.residuals.items():
@@ -179,5 +184,5 @@ class QuantizeReport:
 
     @property
     def rounded(self) -> int:
-        """Experts that were to be calibrated and saw too few tokens."""
+        """Number of experts that were rounded for lack of tokens."""
         return sum(row["rounded"] for row in self.rows) if self.settings["method"] == "gptq" else 0

@@ -1,8 +1,8 @@
-"""What is left of exact experts where a draft's codes are their base: counted, not written.
+"""Size of exact experts as residuals over a draft's codes: counted, not written.
 
-A residual record has a byte for each weight, three bits for each code of 0 and an escape for each
-word that these do not tell; csrc/compact.h has its layout. Counted here is all of it but the
-padding of its sections, which is below a kilobyte.
+A residual record has a byte per weight, three bits per code 0 and an escape for each word that
+these do not determine; csrc/compact.h has its layout. The count omits the padding of sections,
+which is below a kilobyte.
 
 Shape letters: N outputs, K inputs.
 """
@@ -22,12 +22,12 @@ from speq.quantizing.gptq import ZERO_POINT, QuantisedMatrix
 
 @dataclass(frozen=True, slots=True)
 class ResidualCount:
-    """What exact BF16 weights take where a draft's codes are their base.
+    """Size of exact BF16 weights as residuals over a draft's codes.
 
-    zeros         weights with code 0; zero_escapes: those of them whose class does not tell the
-                  exact word's high byte
-    exceptions    weights with another code whose window does not hold the exact word
-    record_bytes  of all this, but for the padding of sections
+    zeros         weights with code 0; zero_escapes: those whose class does not determine the word's
+                  high byte
+    exceptions    weights with another code whose window does not contain the word
+    record_bytes  bytes in all, without the padding of sections
     """
 
     weights: int = 0
@@ -54,10 +54,10 @@ class ResidualCount:
 
 
 def residual_of(exact: FloatExpert, draft: QuantisedExpert) -> ResidualCount:
-    """The record of an exact expert, whose weights are BF16 words, beside a draft of it.
+    """Count the residual of an exact expert of BF16 words over a draft of it.
 
-    Its matrices have the draft's order: inputs of a group are neighbours, and rows of gate and up
-    have the order of the inputs of down.
+    Its matrices are in the draft's order: inputs of a group are neighbours, and rows of gate and up
+    are in the order of the inputs of down.
     """
     width = exact.down_proj.shape[1]
     inner = draft.down.groups.argsort(stable=True)
@@ -72,7 +72,7 @@ def residual_of(exact: FloatExpert, draft: QuantisedExpert) -> ResidualCount:
 
 
 def _count(exact: Tensor, draft: QuantisedMatrix, rows: Tensor) -> ResidualCount:
-    """Of some rows, [R] int64 in their order, of a matrix [N, K]."""
+    """Count some rows, [R] int64 in order, of a matrix [N, K]."""
     order = draft.groups.argsort(stable=True)
     blocks = order.split(BLOCK_COLUMNS)
     zeros = torch.zeros(len(rows), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""How experts are written anew: quantised, or packed. Nothing here needs torch."""
+"""Settings of quantising and packing. Nothing here imports torch."""
 
 import math
 from dataclasses import dataclass
@@ -11,29 +11,29 @@ from speq.options.kinds import Choice, File, Number, Size, Switch, Whole
 from speq.registries import CODECS
 
 METHODS = ("gptq", "rtn")
-# In which order a matrix' columns are quantised, and which of them share a scale.
-#   static      the most active first; groups are of neighbours, as if there were no order
+# Order in which a matrix' columns are quantised, and which of them share a scale.
+#   static      the most active first; groups are neighbours, whatever the order
 #   activation  the most active first, and groups follow that order (desc_act)
-#   given       as they come, as in the paper
+#   given       in their own order, as in the paper
 COLUMN_ORDERS = ("static", "activation", "given")
-# Which codes GPTQ may choose for a weight.
-#   free       the nearest to what makes good for the columns before
-#   decodable  of those that tell the exact BF16 word but for its low byte, the nearest to it
+# Codes that GPTQ may choose for a weight.
+#   free       the nearest to the compensated weight
+#   decodable  the nearest of those that determine the exact BF16 word up to its low byte
 CODES = ("free", "decodable")
 BITS = 4
 # -1: one group, all columns.
 GROUP_SIZES = (16, 32, 64, 128, -1)
-# With fewer tokens than this share of its inputs an expert is rounded: what so few tokens say of
-# the inputs is mostly chance, even where GPTQ, damped as below, is no worse than rounding for it.
+# With fewer tokens than this share of its inputs an expert is rounded: a Hessian of so few tokens
+# is mostly noise, even if GPTQ, damped as below, is no worse than rounding for it.
 MIN_TOKEN_SHARE = 1 / 16
-# Rows for each input from which a Hessian is taken as it is. Tokens of one text are much alike:
-# with fewer than eight, more damping made the bundled model's outputs on other text better.
+# Rows per input from which a Hessian needs no further damping. Tokens of one text are much alike:
+# with fewer than eight, more damping improved the bundled model's outputs on other text.
 SETTLED_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeSettings(Options):
-    """All that the result depends on beside the model and the calibration text."""
+    """Settings that the result depends on, besides the model and the calibration text."""
 
     bits: Annotated[int, Option("Bits of a code: 4, and no other.", Whole(among=(BITS,)))] = BITS
     group_size: Annotated[
@@ -81,26 +81,28 @@ class QuantizeSettings(Options):
 
     @property
     def desc_act(self) -> bool:
-        """Whether the groups of a matrix are of other inputs than its neighbours."""
+        """True if the groups of a matrix are not of neighbouring inputs."""
         return self.method == "gptq" and self.column_order == "activation"
 
     def min_tokens(self, inputs: int) -> int:
-        """Tokens an expert, whose matrices have at most `inputs` columns, must have seen."""
+        """Fewest tokens of an expert that is quantised, if its matrices have at most `inputs`
+        columns.
+        """
         return max(math.ceil(MIN_TOKEN_SHARE * inputs), 1)
 
     def damp_for(self, tokens: int, inputs: int) -> float:
-        """Damping of a Hessian that sums over `tokens` rows.
+        """Damping of a Hessian over `tokens` rows.
 
-        A Hessian of few rows knows few directions and is sure of them: the errors it moves about
-        come back on other text. So damping grows, by the square, with what is missing from
-        SETTLED_ROWS for each input, and ends where columns are only rounded.
+        A Hessian of few rows is overconfident in few directions: errors that it moves return on
+        other text. So damping grows with the square of the rows missing from SETTLED_ROWS per
+        input, until columns are only rounded.
         """
         return self.damp * max(1.0, SETTLED_ROWS * inputs / tokens) ** 2
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionSettings(Options):
-    """Which text a model is quantised by, in how much memory, and where the result goes."""
+    """Calibration text, memory budget and output folder of quantising."""
 
     out: Annotated[
         Path | None,
@@ -126,7 +128,7 @@ class ConversionSettings(Options):
 
 @dataclass(frozen=True, slots=True)
 class PackSettings(Options):
-    """What a model's experts become, and where."""
+    """Codec, draft and output folder of packing."""
 
     out: Annotated[Path, Option("Folder to write; itself a model then.", File("a folder"))]
     codec: Annotated[

@@ -1,4 +1,4 @@
-"""Sums over the tokens of a text, of how a model's distributions compare with the exact ones."""
+"""Sums over the tokens of a text that compare a model's distributions with the exact ones."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from speq.quantizing.report import TextReport
 
 @dataclass(slots=True)
 class TextScore:
-    """One model's sums; see TextReport."""
+    """Sums of one model; see TextReport."""
 
     tokens: int = 0
     loss: float = 0.0
@@ -19,8 +19,9 @@ class TextScore:
     divergence: float = 0.0
 
     def add(self, found: Tensor, exact: Tensor, targets: Tensor) -> None:
-        """Some tokens: log-probabilities of the model and of the exact one [N, V] float32, and the
-        tokens [N] that came next."""
+        """Add tokens: log-probabilities of the model and of the exact one [N, V] float32, and the
+        next tokens [N].
+        """
         self.tokens += len(targets)
         self.loss -= float(found.gather(1, targets[:, None]).double().sum())
         self.same += int((found.argmax(-1) == exact.argmax(-1)).sum())

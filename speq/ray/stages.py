@@ -1,7 +1,6 @@
-"""Stages as actors of a Ray cluster: Ray says on which machine each of them runs.
+"""Pipeline stages as actors of a Ray cluster, which places them on machines.
 
-Actors come to the first stage as `speq stage` does, and the ring goes past Ray: no row and no
-option of a pass is sent by it.
+Actors join rank 0 as `speq stage` does. Hidden states go around the ring and not through Ray.
 """
 
 import logging
@@ -22,21 +21,21 @@ from speq.pipeline.settings import StageSettings, stage_count
 
 logger = logging.getLogger("speq")
 
-# Between looks whether Ray has room.
+# Between checks whether Ray has room.
 LOOK_S = 1.0
-# That stages have to end, once the first one has closed the run.
+# Longest wait for stages to end after rank 0 has closed the run.
 ENDING_S = 10.0
-# Ray says so of a node: a resource of its own, of which anything may take as little as it likes.
+# Share of a node's own resource: any small number will do.
 OWN_SHARE = 0.001
-# What Ray labels a node with.
+# Ray's label of a node.
 NODE_ID = "ray.io/node-id"
 
 
 class StageActor:
-    """A stage in a process of Ray's."""
+    """A pipeline stage in a Ray actor."""
 
     def run(self, model: str, config: RunConfig, settings: StageSettings) -> str | None:
-        """Until the run is over; a sentence where the stage cannot go on."""
+        """Run a stage to the end; return a sentence if it cannot continue."""
         try:
             run_stage(model, config, settings, logger.info)
         except SpeqError as error:
@@ -46,10 +45,10 @@ class StageActor:
 
 @dataclass(frozen=True, slots=True)
 class PlacementGroup:
-    """The places where Ray puts stages.
+    """Places for pipeline stages in a Ray cluster.
 
     address  of this machine in the cluster
-    group    a placement group, with this machine's place first and that of stage N at N - 1
+    group    Ray's placement group; the bundle of stage N has index N - 1
     """
 
     address: str
@@ -57,10 +56,12 @@ class PlacementGroup:
 
     @classmethod
     def of(cls, count: int, cpus: int, wait_s: float) -> "PlacementGroup":
-        """Reserve so many stages, the first one among them, on a cluster that this process is
-        connected to; each on a machine of its own where there are as many.
+        """Reserve places for `count` stages, with the first one here.
 
-        cpus  cores of each. Raises SpeqError where there is no room within `wait_s`
+        Each stage has its own machine if there are enough. Raises SpeqError if the cluster has no
+        room within `wait_s`.
+
+        cpus  cores of each stage
         """
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -76,14 +77,14 @@ class PlacementGroup:
         apart = len(roomy) >= count - 1
         if not apart:
             logger.warning(
-                "%d stages want a machine each, and beside this one the Ray cluster has %d with "
-                "%d cores: some of them share one, and its memory",
+                "%d pipeline stages need a machine each, and besides this one the Ray cluster has "
+                "%d with %d cores: some stages share a machine and its memory",
                 count,
                 len(roomy),
                 cpus,
             )
         bundles = [{f"node:{address}": OWN_SHARE}, *({"CPU": float(cpus)},) * (count - 1)]
-        # Nodes that a machine has beside one another share its address.
+        # Several nodes of one machine share its address.
         labels = [{NODE_ID: here}, *({},) * (count - 1)]
         strategy = "STRICT_SPREAD" if apart else "SPREAD"
         group = placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
@@ -101,7 +102,7 @@ class PlacementGroup:
         return cls(address, group)
 
     def close(self) -> None:
-        """Give it back; what runs there ends."""
+        """Remove the placement group, which ends its actors."""
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self.group)
@@ -111,15 +112,14 @@ class PlacementGroup:
 def ray_stages(
     model: str, config: RunConfig, stages: str, cpus: int, wait_s: float
 ) -> Iterator[Rendezvous]:
-    """Stages behind the first on the cluster that this process is connected to, and where they come
-    to; they end with the block.
+    """Start the later pipeline stages on the Ray cluster for the block; yield their rendezvous.
 
-    model   a hub id, or a folder that is at the same path on every machine
-    config  as of the first stage, with a memory budget that each of them has to itself
-    stages  as the option says
-    cpus    cores of each
+    model   a hub id, or a folder at the same path on every machine
+    config  of rank 0; each stage has the whole memory budget to itself
+    stages  value of the option
+    cpus    cores of each stage
 
-    Raises SpeqError where Ray has no room for them.
+    Raises SpeqError if Ray has no room for them.
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -129,7 +129,7 @@ def ray_stages(
         what = f"{room.address}, this machine's address in the Ray cluster,"
         remedy = "start Ray on it with an address of its own (--node-ip-address)"
         with closing(listening_on(room.address, 0, what, remedy)) as listening:
-            rendezvous = f"{url_host(room.address)}:{listening.getsockname()[1]}"
+            rendezvous = f"{bracket_ipv6(room.address)}:{listening.getsockname()[1]}"
             actors, running = [], []
             for number in range(2, count + 1):
                 place = PlacementGroupSchedulingStrategy(
@@ -157,23 +157,23 @@ def ray_stages(
 
 
 def end_reason(ended: Any) -> str:
-    """What a stage that has ended says of it, or Ray."""
+    """Return the reason that a stage or Ray gives for its end."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
         return ray.get(ended) or "the run is over"
     except RayTaskError:
-        raise  # a fault of ours
+        raise  # a defect of speq
     except RayError as error:
         return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def same_path(model: str) -> str:
-    """What another machine finds the model by, which has another working directory."""
+    """Return a model's absolute path or hub id, for a machine with another working directory."""
     path = Path(os.path.expanduser(model))
     return str(path.resolve()) if path.exists() else model
 
 
-def url_host(address: str) -> str:
+def bracket_ipv6(address: str) -> str:
     return f"[{address}]" if ":" in address else address

@@ -1,1 +1,1 @@
-"""Prompts in, text out: tokenizers, prompts of every kind, and text as it comes."""
+"""Tokenizers, prompts, chat templates, and streaming of text."""

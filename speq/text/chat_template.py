@@ -1,6 +1,6 @@
-"""A model's chat template, and in which of several forms it takes messages.
+"""A model's chat template, and the form in which it takes messages.
 
-What it takes is seen in what it writes: small chats with words of their own are rendered once.
+The form is found by rendering small chats with marker words once.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from speq.errors import SpeqError
 from speq.text.render_process import RENDERER, RenderError
 
-# Words that no template has by itself.
+# Marker words that no template contains.
 NAME, KEY, VALUE, FIRST, SECOND = "qzname", "qzkey", "qzvalue", "qzfirst", "qzsecond"
 USER = {"role": "user", "content": "qzuser"}
 RESULT = {"role": "tool", "name": NAME, "tool_call_id": "qzid00001", "content": "qzresult"}
@@ -30,10 +30,10 @@ CALL = {"id": "qzid00001", "type": "function"}
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template takes messages that call tools.
+    """Form of messages with tool calls that a template takes.
 
-    null     content that there is none of is None, and otherwise an empty text
-    as_text  arguments are JSON, and otherwise an object
+    null     missing content is None; otherwise an empty string
+    as_text  arguments are a JSON string; otherwise an object
     """
 
     null: bool
@@ -57,26 +57,26 @@ class CallForm:
         return {**call, "function": {**function, "arguments": arguments}}
 
 
-# The first one that a template writes whole is taken.
+# The first form that a template renders completely is used.
 CALL_FORMS = tuple(CallForm(null, as_text) for as_text in (False, True) for null in (True, False))
-# What a template is given that writes no calls.
+# Form for a template that renders no calls.
 USUAL = CallForm(null=False, as_text=False)
 
 
 @dataclass
 class ChatTemplate:
-    """text: in Jinja's language; variables: names that it knows, of special tokens."""
+    """A chat template. text: Jinja source; variables: its names for special tokens."""
 
     text: str
     variables: dict[str, Any]
     _takes_parts: dict[str, bool] = field(default_factory=dict)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]]) -> str:
-        """The text of a chat, up to where an answer begins.
+        """Render a chat up to where an answer begins.
 
-        Messages are as OpenAI's API has them. A list of parts is joined by line feeds where the
-        template takes only text. Raises SpeqError for messages that the template refuses, and for
-        tools and calls that it would not write.
+        Messages are in the format of OpenAI's API. A list of parts is joined by line feeds if the
+        template takes only strings. Raises SpeqError for messages that the template refuses, and
+        for tools and calls that it would not render.
         """
         if tools and not self.takes_tools:
             raise SpeqError("tools are given and the model's chat template has no place for them")
@@ -87,15 +87,17 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether it writes which tools there are."""
+        """True if it renders the list of tools."""
         return NAME in self._tried([USER], [TOOL])
 
     @cached_property
     def calls(self) -> CallForm | None:
-        """How it takes calls of tools; None where it drops them."""
-        written = {form: self._tried([USER, form.message(called()), RESULT]) for form in CALL_FORMS}
+        """Form of tool calls that it takes; None if it drops them."""
+        written = {
+            form: self._tried([USER, form.message(call_example()), RESULT]) for form in CALL_FORMS
+        }
         for form, text in written.items():
-            # A template may write what is no text as Python would.
+            # A template may render values that are not strings as Python does.
             texts = text, written[CallForm(null=False, as_text=form.as_text)]
             pythonic = texts[0].count("None") > texts[1].count("None") and bool(texts[1])
             if is_call(text) and not pythonic:
@@ -103,13 +105,13 @@ class ChatTemplate:
         return None if any(written.values()) else USUAL
 
     def takes_parts(self, role: str) -> bool:
-        """Whether it writes contents of a role that are a list of parts."""
+        """True if it renders contents of a role that are lists of parts."""
         if role not in self._takes_parts:
             parts = [{"type": "text", "text": text} for text in (FIRST, SECOND)]
             message = {"role": role, "content": parts}
             before = {"user": [], "system": []}.get(role, [USER])
             if role == "tool":
-                before = [USER, (self.calls or USUAL).message(called())]
+                before = [USER, (self.calls or USUAL).message(call_example())]
                 message = RESULT | message
             behind = [] if role in ("user", "tool") else [USER]
             text = self._tried([*before, message, *behind])
@@ -135,7 +137,7 @@ class ChatTemplate:
     def _tried(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> str:
-        """What it writes; nothing where it refuses these messages."""
+        """Render messages; empty if the template refuses them."""
         try:
             return self._rendered(messages, tools or [])
         except RenderError:
@@ -145,19 +147,19 @@ class ChatTemplate:
         return RENDERER.render(self.text, messages, tools or None, self.variables)
 
 
-def called() -> dict[str, Any]:
+def call_example() -> dict[str, Any]:
     function = {"name": NAME, "arguments": json.dumps({KEY: VALUE})}
     return CALLED | {"tool_calls": [CALL | {"function": function}]}
 
 
 def is_call(text: str) -> bool:
-    """Whether a text has the arguments of the call, neither in Python's words nor quoted twice."""
+    """True if a text has the call's arguments, neither in Python syntax nor quoted twice."""
     whole = KEY in text and VALUE in text
     return whole and f"'{KEY}'" not in text and f'\\"{KEY}\\"' not in text
 
 
 def object_of(text: str) -> Any:
-    """What a text says as JSON; the text where it is none."""
+    """Parse a text as JSON; return the text if it is not JSON."""
     try:
         return json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):

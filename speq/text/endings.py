@@ -1,4 +1,4 @@
-"""Which tokens end a text: several files of a checkpoint say so, and they need not agree."""
+"""End-of-sequence tokens, which several files of a checkpoint name, not always consistently."""
 
 import logging
 from pathlib import Path
@@ -8,23 +8,22 @@ from speq.errors import checked_token_ids
 from speq.files.json_file import read_json
 
 GENERATION_CONFIG = "generation_config.json"
-# Ends a call of a tool, where a tokenizer has it: what gpt-oss writes behind it is the tool's turn.
+# Ends a tool call, if a tokenizer has it: gpt-oss continues with the tool's turn.
 CALL = "<|call|>"
 
 logger = logging.getLogger("speq")
 
 
 def end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a text.
+    """Find the token ids that end a sequence.
 
-    config     the config.json of the folder
-    tokenizer  the model's, whose own end of text (that of a turn, for a chat) ends one as well
+    config     the folder's config.json
+    tokenizer  the model's, whose own end token (of a turn, for a chat) ends a sequence as well
 
-    generation_config.json counts before config.json, as for transformers. What a class of
-    transformers has for a default is nobody's word and counts for nothing. A token of config.json
-    that the tokenizer holds for a part of ordinary text is no end where the tokenizer has one: a
-    checkpoint that was saved with a class's default names such. Where the tokenizer and the file
-    disagree, a line says so.
+    generation_config.json takes precedence over config.json, as in transformers. Defaults of
+    transformers' classes are ignored. A token of config.json that the tokenizer treats as ordinary
+    text is ignored if the tokenizer has an end token: checkpoints saved with a class's default have
+    such tokens. If the tokenizer and the file disagree, a log line says so.
     """
     found, where = _named(folder, config)
     own = tokenizer.eos_token_id
@@ -35,7 +34,7 @@ def end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[i
         ordinary = sorted(found - special)
         if ordinary:
             logger.warning(
-                "%s: config.json ends texts at %s, which the tokenizer holds for ordinary text; "
+                "%s: config.json ends texts at %s, which the tokenizer treats as ordinary text; "
                 "they end at its own end, %d (%s)",
                 folder,
                 ordinary,
@@ -56,7 +55,7 @@ def end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[i
 
 
 def _named(folder: Path, config: dict[str, Any]) -> tuple[frozenset[int], str]:
-    """What the first file that names any says, and which it is."""
+    """Read the ids of the first file that names any, and its name."""
     path = folder / GENERATION_CONFIG
     places: list[tuple[str, Any]] = [(GENERATION_CONFIG, read_json(path) if path.exists() else {})]
     places += [("config.json", part) for part in (config, config.get("text_config"))]

@@ -1,4 +1,4 @@
-"""What a prompt may be, and its token ids, which are known before a model is loaded."""
+"""Prompts and their token ids, which are known before a model is loaded."""
 
 import logging
 import reprlib
@@ -15,12 +15,12 @@ logger = logging.getLogger("speq")
 Message = Mapping[str, Any]
 # A string, token ids, or chat messages [{"role": ..., "content": ...}, ...].
 Prompt = str | Sequence[int] | Sequence[Message]
-# What messages may call: each as JSON describes it, for the model's template to write.
+# Tools that messages may call, each described by JSON, for the model's template.
 Tools = Sequence[Mapping[str, Any]]
 
 
 class PromptEncoder:
-    """Turns prompts into token ids of one model. The last text is not tokenised a second time."""
+    """Encoder of prompts into token ids of one model. The last text is not tokenised again."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -31,9 +31,9 @@ class PromptEncoder:
         self._warned = False
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
-        """Token ids of a prompt. Raises SpeqError where there are none, or none of the model's.
+        """Encode a prompt. Raises SpeqError if it is empty or has token ids that the model lacks.
 
-        tools  that chat messages may call; refused where the template has no place for them
+        tools  tools that chat messages may call; refused if the template has no place for them
         """
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
@@ -61,24 +61,24 @@ class PromptEncoder:
         return list(ids)
 
     def _warn_of_two_beginnings(self, ids: list[int]) -> None:
-        """Once, where a text holds what the tokenizer puts before it as well."""
+        """Warn once if a text begins with what the tokenizer adds itself."""
         bos_id = self.tokenizer.bos_token_id
         if not self._warned and bos_id is not None and ids[:2] == [bos_id] * 2:
             self._warned = True
             logger.warning(
-                "the prompt begins with %r, which the tokenizer puts before texts by itself; leave "
+                "the prompt begins with %r, which the tokenizer adds to texts itself; leave "
                 "it out, or the model reads it twice",
                 self.tokenizer.bos_token,
             )
 
     def _why_unknown(self, token_id: Any, given: bool) -> str:
-        """given: ids were, and not a text."""
+        """Explain an unknown token id. given: ids were given, not a text."""
         if given or type(token_id) is not int:
             return (
-                f"the prompt holds {shown(token_id)}; token ids are whole numbers from 0 to "
+                f"the prompt holds {show(token_id)}; token ids are whole numbers from 0 to "
                 f"{self._vocab_size - 1}"
             )
-        name = shown(self.vocabulary.name(token_id))
+        name = show(self.vocabulary.name(token_id))
         return (
             f"the prompt holds the token {name} with the id {token_id}, and the model has "
             f"embeddings of {self._vocab_size} tokens: they were not enlarged when the tokenizer "
@@ -95,7 +95,7 @@ class PromptEncoder:
         return tokens_of(self.tokenizer, text, add_special_tokens=False)
 
     def _template(self, tools: list[dict[str, Any]]) -> ChatTemplate:
-        """The model's, or of several the one for chats with tools, or without."""
+        """The model's chat template; of several, the one for chats with or without tools."""
         try:
             text = self.tokenizer.get_chat_template(tools=tools or None)
         except ValueError as error:
@@ -107,26 +107,26 @@ class PromptEncoder:
 
 
 def is_written(prompt: Prompt) -> bool:
-    """Whether a prompt is a text or messages, and not token ids."""
+    """True if a prompt is a text or messages, not token ids."""
     return isinstance(prompt, str) or (
         bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
     )
 
 
 def check_message(message: Message) -> None:
-    """Raise SpeqError for a message that templates would write as Python's own text, such as None.
+    """Raise SpeqError for a message that templates would render in Python syntax, such as None.
 
-    Content that is absent or None stands beside tool calls; a list holds its parts.
+    Content may be absent or None beside tool calls, or a list of parts.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise SpeqError(f"a message has the role {shown(role)}; give a text such as 'user'")
+        raise SpeqError(f"a message has the role {show(role)}; give a text such as 'user'")
     parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
     if not isinstance(content, str) and not parts and not message.get("tool_calls"):
-        raise SpeqError(f"a message has the content {shown(content)}; give a text")
+        raise SpeqError(f"a message has the content {show(content)}; give a text")
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:  # of a number with thousands of digits

@@ -1,9 +1,8 @@
-"""Renders chat templates, in a process of its own.
+"""Rendering of chat templates in a separate process.
 
-Templates are programs that others wrote. Transformers' sandbox keeps them from everything but time
-and memory, and no thread can be stopped from outside. A process can: its processor time for each
-chat and its memory are limited by the system. It is started at the first chat, and ends with the
-process that started it.
+Templates are programs of unknown authors. transformers' sandbox limits everything except time and
+memory, and a thread cannot be stopped from outside. For a process, the system limits the processor
+time per chat and the memory. It starts at the first chat and ends with its parent.
 """
 
 import atexit
@@ -19,10 +18,10 @@ from typing import IO, Any, BinaryIO
 
 from speq.errors import present
 
-# A long chat takes some milliseconds.
+# A long chat takes a few milliseconds.
 MAX_CPU_S = 10
 MAX_MEMORY_BYTES = 512 << 20
-# Some times the text of the longest contexts.
+# Several times the text of the longest contexts.
 MAX_CHARACTERS = 16 << 20
 
 START = """\
@@ -38,11 +37,11 @@ class RenderError(Exception):
 
 
 class RenderProcess:
-    """Safe to call from several threads: calls queue.
+    """A process that renders templates. Thread-safe: calls queue.
 
     max_cpu_s         processor time that a chat may take
-    max_memory_bytes  memory that the process may take beside what it takes by itself
-    max_characters    of what a template writes
+    max_memory_bytes  memory that the process may take in addition to its own
+    max_characters    longest output of a template
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class RenderProcess:
         tools: list[dict[str, Any]] | None,
         variables: dict[str, Any],
     ) -> str:
-        """What a template writes for messages, as transformers renders it, up to where an answer
-        begins. Raises RenderError.
+        """Render messages with a template, as transformers does, up to where an answer begins.
+        Raises RenderError.
 
-        variables  more names that templates know: those of special tokens
+        variables  further names for templates: special tokens
         """
         asked = {"template": template, "messages": messages, "tools": tools, "more": variables}
         try:
@@ -77,7 +76,7 @@ class RenderProcess:
         with self._turn:
             try:
                 answer = self._ask(line)
-            except BaseException:  # an interrupt: what comes next would be of this call
+            except BaseException:  # an interrupt: the next answer would belong to this call
                 self._end()
                 raise
             if not answer.endswith(b"\n"):
@@ -109,13 +108,13 @@ class RenderProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                process_group=0,  # interrupts from a terminal are not meant for it
+                process_group=0,  # it ignores interrupts from a terminal
             )
             self._starter = os.getpid()
         return self._process
 
     def _end(self) -> int | None:
-        """End the process; its exit status, if there was one."""
+        """End the process. Return its exit status, if it ran."""
         process, self._process = self._process, None
         if process is None or self._starter != os.getpid():
             return None
@@ -132,13 +131,13 @@ class RenderProcess:
 
 
 def pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
-    """What a process is asked by, and what it answers by."""
+    """Pipes to and from a process."""
     missing = "a process that renders has no pipes"
     return present(process.stdin, missing), present(process.stdout, missing)
 
 
 def answer_all(asked: BinaryIO, answers: BinaryIO, *limits: int) -> None:
-    """Render what is asked for, line by line, to the end."""
+    """Render requests line by line until the input ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     max_cpu_s, max_memory_bytes, max_characters = limits
@@ -166,7 +165,7 @@ def answer_all(asked: BinaryIO, answers: BinaryIO, *limits: int) -> None:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Of this process, beside what it has taken."""
+    """Limit the memory of this process beyond what it has taken."""
     sizes = Path("/proc/self/statm")
     if sizes.exists():
         taken = int(sizes.read_text().split()[0]) * resource.getpagesize()
@@ -174,16 +173,16 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Of this process, beside what it has used."""
+    """Limit the processor time of this process beyond what it has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
 
 
 def limit(kind: int, most: int) -> None:
-    """A limit that is there already and that nobody may raise stays."""
+    """Set a resource limit; a lower hard limit stays."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-# One of all models: it keeps nothing but templates that it has compiled.
+# Shared by all models: it keeps only compiled templates.
 RENDERER = RenderProcess()

@@ -1,4 +1,4 @@
-"""Token ids in, text out, piece by piece, up to a stop string."""
+"""Streaming of token ids as pieces of text, up to a stop string."""
 
 from typing import NamedTuple
 
@@ -6,20 +6,20 @@ from speq.text.decoding import TokenDecoder
 from speq.text.vocabulary import Vocabulary
 
 
-class Piece(NamedTuple):
-    """text: without special tokens; special: the text of each of these, behind how many characters
-    of `text` it stands.
+class TextPiece(NamedTuple):
+    """A piece of text. text: without special tokens; special: position in `text` and text of each
+    of these.
     """
 
     text: str = ""
     special: tuple[tuple[int, str], ...] = ()
 
-    def then(self, more: "Piece") -> "Piece":
+    def then(self, more: "TextPiece") -> "TextPiece":
         behind = ((len(self.text) + at, name) for at, name in more.special)
-        return Piece(self.text + more.text, (*self.special, *behind))
+        return TextPiece(self.text + more.text, (*self.special, *behind))
 
 
-class Part(NamedTuple):
+class TextUnit(NamedTuple):
     """A character, or a special token."""
 
     text: str
@@ -27,14 +27,13 @@ class Part(NamedTuple):
 
 
 class TextStream:
-    """Decodes a growing list of tokens. The pieces add up to the text of all of them.
+    """Decoder of a growing list of tokens. The pieces add up to the text of all of them.
 
-    A piece is held back while its last character is incomplete or while it may be the beginning of
-    a stop string; what follows a stop string, and the string itself, is never given out. A stop
-    string that holds the text of a special token is looked for in text with special tokens, and any
-    other one in text without.
+    A piece is held back while its last character is incomplete or while it may begin a stop string.
+    A stop string and whatever follows it are never returned. A stop string that contains the text
+    of a special token is searched in text with special tokens, any other in text without.
 
-    context_ids  as of `TokenDecoder`
+    context_ids  see `TokenDecoder`
     """
 
     def __init__(
@@ -46,37 +45,37 @@ class TextStream:
         self._special = vocabulary.special
         self._decoder = TokenDecoder(vocabulary, context_ids or [])
         self._stops = [(text, vocabulary.holds_special(text)) for text in stop]
-        self._held: list[Part] = []
-        self._late: list[Part] = []  # special tokens that came within a character
-        self._pieces: list[Piece] = []
+        self._held: list[TextUnit] = []
+        self._late: list[TextUnit] = []  # special tokens within a character
+        self._pieces: list[TextPiece] = []
         self.stopped = False
 
     def write(self, token_id: int, last: bool) -> bool:
-        """Feed a token, the last one or not, and keep its piece; return whether it `stopped`."""
+        """Add a token, the last one or not, and keep its piece. Return True if it `stopped`."""
         piece = self.feed(token_id)
         if last:
             piece = piece.then(self.finish())
         self._pieces.append(piece)
         return self.stopped
 
-    def take(self) -> list[Piece]:
-        """The pieces of the tokens that were written since the last call."""
+    def take(self) -> list[TextPiece]:
+        """Return the pieces of the tokens written since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def feed(self, token_id: int) -> Piece:
-        """Text that is certain now that `token_id` has come."""
+    def feed(self, token_id: int) -> TextPiece:
+        """Add a token; return the text that is certain now."""
         name = self._special.get(token_id)
         if name is None:
             self._hold(self._decoder.feed(token_id))
         else:
-            self._hold_special(Part(name, special=True))
+            self._hold_special(TextUnit(name, special=True))
         return self._release(final=False)
 
-    def finish(self) -> Piece:
-        """What was held back, once no more tokens come."""
+    def finish(self) -> TextPiece:
+        """Return the text that was held back, after the last token."""
         if self.stopped:
-            return Piece()
+            return TextPiece()
         self._hold(self._decoder.finish())
         self._held += self._late
         self._late = []
@@ -88,8 +87,10 @@ class TextStream:
             self._held += [first, *self._late, *others]
             self._late = []
 
-    def _hold_special(self, token: Part) -> None:
-        """It stands behind a character that it comes within, unless it ends the text there."""
+    def _hold_special(self, token: TextUnit) -> None:
+        """Place a special token after the character that it interrupts, unless it ends the text
+        there.
+        """
         if not (pending := self._decoder.pending):
             self._held.append(token)
             return
@@ -98,7 +99,7 @@ class TextStream:
         if self._ends(ending):
             self._held, self._late = ending, []
 
-    def _release(self, final: bool) -> Piece:
+    def _release(self, final: bool) -> TextPiece:
         ends = self._ends(self._held)
         end = len(self._held)
         if ends:
@@ -108,39 +109,41 @@ class TextStream:
         told, self._held = self._held[:end], [] if self.stopped else self._held[end:]
         return piece_of(told)
 
-    def _ends(self, parts: list[Part]) -> list[int]:
-        """Where stop strings begin that are whole."""
+    def _ends(self, parts: list[TextUnit]) -> list[int]:
+        """Positions of complete stop strings."""
         texts = [(stop, *text_of(parts, marked)) for stop, marked in self._stops]
         return [places[at] for stop, text, places in texts if (at := text.find(stop)) >= 0]
 
     def _begun(self) -> list[int]:
-        """Where stop strings begin that may go on."""
+        """Positions where a stop string may have begun."""
         texts = [(stop, *text_of(self._held, marked)) for stop, marked in self._stops]
-        begun = [(places, length_begun(stop, text)) for stop, text, places in texts]
+        begun = [(places, prefix_length(stop, text)) for stop, text, places in texts]
         return [places[-length] for places, length in begun if length]
 
 
-def characters(text: str) -> list[Part]:
-    return [Part(character, special=False) for character in text]
+def characters(text: str) -> list[TextUnit]:
+    return [TextUnit(character, special=False) for character in text]
 
 
-def text_of(parts: list[Part], marked: bool) -> tuple[str, list[int]]:
-    """Their text, with special tokens or without, and which of them each character is of."""
+def text_of(parts: list[TextUnit], marked: bool) -> tuple[str, list[int]]:
+    """Join parts, with special tokens if `marked`. Return the text, and the part of each
+    character.
+    """
     shown = [(at, part.text) for at, part in enumerate(parts) if marked or not part.special]
     return "".join(text for _, text in shown), [at for at, text in shown for _ in text]
 
 
-def length_begun(stop: str, text: str) -> int:
-    """Length of the longest end of `text` that begins a stop string."""
+def prefix_length(stop: str, text: str) -> int:
+    """Length of the longest suffix of `text` that is a prefix of a stop string."""
     lengths = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
-def piece_of(parts: list[Part]) -> Piece:
+def piece_of(parts: list[TextUnit]) -> TextPiece:
     text, special = "", []
     for part in parts:
         if part.special:
             special.append((len(text), part.text))
         else:
             text += part.text
-    return Piece(text, tuple(special))
+    return TextPiece(text, tuple(special))

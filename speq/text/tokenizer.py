@@ -1,4 +1,4 @@
-"""A model's tokenizer, loaded from its checked files; and the token ids of a text."""
+"""Loading of a model's tokenizer from checked files, and tokenisation."""
 
 import logging
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ logger = logging.getLogger("speq")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# Some times the largest in use; a template is a page of text.
+# Several times the largest in use; a template is a page of text.
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_BYTES = {
     "*.json": 256 << 20,
@@ -29,11 +29,11 @@ MAX_BYTES = {
     "added_tokens.json": 16 << 20,
 }
 TOKENIZER_AGAIN = "download its tokenizer files again, all of them"
-# Vocabularies that only code knows how to read.
+# Vocabularies that need code to be read.
 CODE_FILES = ("tokenization_*.py", "*.tiktoken", "tiktoken.model")
-# Vocabularies of sentencepiece, the first byte of all of them, and what transformers reads them by.
+# Vocabularies of sentencepiece, and their first byte.
 SENTENCEPIECE_FILES, SENTENCEPIECE = ("tokenizer.model", "spiece.model"), b"\n"
-# Beginnings of texts, runs of spaces, and what is not in every vocabulary.
+# Beginnings of texts, runs of spaces, and characters that not every vocabulary has.
 SAMPLES = ("the sea", " the  sea\n", "def f(x):\n    return x", "Größe, 7 海 🌊")
 SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 INSTALL_TOKENIZERS = "install them with `.venv/bin/pip install -e '.[tokenizers]'`"
@@ -42,13 +42,13 @@ TEMPLATE_FILE, OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 
 
 class NoTokenizer(SpeqError):
-    """A folder holds no tokenizer that can be used here; the message says why."""
+    """A folder has no usable tokenizer; the message says why."""
 
 
 class TokenIdsOnly:
-    """Stands for the tokenizer of a model that has none: token ids have no text.
+    """Placeholder for the tokenizer of a model without one: token ids have no text.
 
-    What asks for text to be read raises SpeqError, with the reason.
+    Encoding text raises SpeqError with the reason.
     """
 
     eos_token_id = bos_token_id = None
@@ -76,8 +76,8 @@ class TokenIdsOnly:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer in a model folder. Raises NoTokenizer where none can be used, and SpeqError
-    where it is damaged.
+    """Load the tokenizer in a model folder. Raises NoTokenizer if none can be used, and SpeqError
+    if it is damaged.
     """
     check_folder(path, MAX_BYTES)
     sentences = check_readable(path)
@@ -85,19 +85,19 @@ def load_tokenizer(path: Path) -> Any:
     if (path / TOKENIZER_CONFIG).exists():
         config = check_tokenizer_config(path / TOKENIZER_CONFIG)
     try:
-        # Of a tokenizer.model the automatic class may lose the space that sentencepiece puts before
-        # a text's first word.
+        # With a tokenizer.model, AutoTokenizer may lose the space that sentencepiece puts before a
+        # text's first word.
         of_llama = sentences and str(config.get("tokenizer_class")).startswith("LlamaTokenizer")
         tokenizer = (LlamaTokenizer if of_llama else AutoTokenizer).from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
         if of_llama and config.get("legacy") is not False:
-            # As in the tokenizer.json of Llama and Mixtral; that class drops a text's first space.
+            # As in the tokenizer.json of Llama and Mixtral; the class drops a text's first space.
             space = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
             tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*space])
             tokenizer.backend_tokenizer.pre_tokenizer = None
         put_ends(tokenizer, config.get("add_bos_token"), config.get("add_eos_token"))
-        # Some damage shows only when it is used.
+        # Some damage shows only in use.
         tokenizer.decode(
             tokens_of(tokenizer, "a b"),
             skip_special_tokens=True,
@@ -116,9 +116,7 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def check_sentences(tokenizer: Any, path: Path) -> None:
-    """Raise NoTokenizer where transformers makes other tokens of a text than sentencepiece, whose
-    file it read.
-    """
+    """Raise NoTokenizer if transformers tokenises a text differently from sentencepiece."""
     from sentencepiece import SentencePieceProcessor
 
     published = SentencePieceProcessor(model_file=str(path))
@@ -131,12 +129,11 @@ def check_sentences(tokenizer: Any, path: Path) -> None:
 
 
 def put_ends(tokenizer: Any, bos: bool | None, eos: bool | None) -> None:
-    """Have a tokenizer put its first and last special token around texts, or not, as
-    tokenizer_config.json says: transformers ignores that where there is a tokenizer.json, which may
-    say otherwise. None: as tokenizer.json says.
+    """Make a tokenizer add BOS and EOS tokens as tokenizer_config.json says, which transformers
+    ignores if there is a tokenizer.json. None: as tokenizer.json says.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # transformers heeds it
+    if backend is None:  # transformers applies it
         return
     plain, put = (backend.encode("a", add_special_tokens=each).ids for each in (False, True))
     at = next((at for at in range(len(put)) if put[at : at + len(plain)] == plain), None)
@@ -158,8 +155,8 @@ def put_ends(tokenizer: Any, bos: bool | None, eos: bool | None) -> None:
 
 
 def check_readable(path: Path) -> Path | None:
-    """Where a tokenizer of sentencepiece lies in a folder; None: it has another one. Raises
-    NoTokenizer for a folder without a tokenizer, or with one that cannot be read here.
+    """Find the sentencepiece tokenizer in a folder; None: it has another kind. Raises NoTokenizer
+    for a folder without a tokenizer, or with one that cannot be read here.
     """
     found = {}
     for name in TOKENIZER_FILES:
@@ -199,12 +196,12 @@ def check_readable(path: Path) -> Path | None:
 def _has(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # its package is missing
         return False
 
 
 def old_template(path: Path) -> str | None:
-    """The chat template in a file of its own that transformers reads for processors only."""
+    """Read the chat template in a separate file, which transformers reads only for processors."""
     file = path / OLD_TEMPLATE_FILE
     if not file.exists():
         return None
@@ -215,8 +212,8 @@ def old_template(path: Path) -> str | None:
 
 
 def check_tokenizer_config(path: Path) -> dict[str, Any]:
-    """What a file says. Raises SpeqError for values that a tokenizer takes and stumbles over later,
-    or that say nothing.
+    """Read tokenizer_config.json. Raises SpeqError for values with which a tokenizer would fail
+    later, or that mean nothing.
     """
     config = read_json(path)
     length = config.get("model_max_length")
@@ -252,7 +249,7 @@ def check_tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text. Raises SpeqError where it is none, such as bytes that were not UTF-8."""
+    """Tokenise a text. Raises SpeqError if it is not Unicode, such as bytes that were not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -260,6 +257,7 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> lis
             f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
             "Unicode text; give text that was decoded from UTF-8"
         ) from error
-    # Without its warning of texts beyond the model's context: these are refused in our own words.
+    # Without its warning of texts beyond the model's context, which are refused with our own
+    # message.
     encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
     return list(encoded["input_ids"])

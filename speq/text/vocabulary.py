@@ -1,22 +1,22 @@
-"""What is known of single tokens: which are special, which are bytes, and what each is called."""
+"""Properties of single tokens: special ones, bytes, and names."""
 
 import codecs
 import json
 from itertools import islice
 from typing import Any
 
-# What decoding makes of bytes that form no character.
+# Decoded form of bytes that are not a character.
 REPLACEMENT = "\ufffd"
-# How errors of UTF-8 are decoded where tokens are single bytes: as tokenizers do it, one by one.
+# Error handler for invalid UTF-8 of single-byte tokens: byte by byte, as in tokenizers.
 EACH_BYTE = "speq.each_byte"
-# Tokens of a text that what follows is decoded behind.
+# Context tokens before the tokens to decode.
 CONTEXT_TOKENS = 6
-# Bytes of a character behind its first one.
+# Most bytes of a character after its first one.
 MORE_BYTES = 3
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeDecodeError):  # one of encoding
+    if not isinstance(error, UnicodeDecodeError):  # an encoding error
         raise error
     return REPLACEMENT * (error.end - error.start), error.end
 
@@ -25,13 +25,13 @@ codecs.register_error(EACH_BYTE, _each_byte)
 
 
 class Vocabulary:
-    """The tokens of one tokenizer, of any kind.
+    """Tokens of one tokenizer, of any kind.
 
-    special      text of each special token, by its id; decoding leaves these out
-    knows_bytes  tokens that may end within a character are known: all tokens of a byte-level
-                 tokenizer, and the single bytes of one that falls back to them. Where they are not,
-                 a text that ends in U+FFFD may be going on
-    errors       how bytes that are no UTF-8 are decoded, for Python's codecs
+    special      text of each special token, by id; decoding omits these
+    knows_bytes  the bytes of tokens that may end within a character are known: all tokens of a
+                 byte-level tokenizer, or the single bytes of one with byte fallback. If not, a text
+                 that ends in U+FFFD may be incomplete
+    errors       Python's codec error handler for bytes that are not UTF-8
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -46,7 +46,7 @@ class Vocabulary:
         self._in_text: dict[int, str] = {}
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """Decode tokens, without special ones."""
         return str(
             self._tokenizer.decode(
                 token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -54,7 +54,7 @@ class Vocabulary:
         )
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """What a token adds to any text, where that is known; empty for an id without a token."""
+        """Bytes that a token adds to any text, if known; empty for an id without a token."""
         known = self._bytes.get(token_id)
         if known is not None or self._token_of is None:
             return known
@@ -68,11 +68,9 @@ class Vocabulary:
         return known
 
     def context(self, token_ids: list[int]) -> list[int]:
-        """Of a text that is gone on from, the last tokens that have text: where its decoding is
-        whole, and so is that of what follows.
-        """
+        """Select the last context tokens such that decoding them, and what follows, is complete."""
         if self._byte_level:
-            return []  # what a token adds does not depend on others
+            return []  # a token's text does not depend on others
         tail = (token_id for token_id in reversed(token_ids) if token_id not in self.special)
         last = [*islice(tail, CONTEXT_TOKENS + MORE_BYTES)][::-1]
         usual = last[-CONTEXT_TOKENS:]
@@ -83,11 +81,11 @@ class Vocabulary:
         return REPLACEMENT not in self.decode(token_ids)
 
     def holds_special(self, text: str) -> bool:
-        """Whether a text holds that of a special token."""
+        """True if a text contains that of a special token."""
         return any(special and special in text for special in self.special.values())
 
     def data(self, token_id: int) -> bytes:
-        """What a token is within a text: special ones are called by their names."""
+        """Bytes of a token within a text; special tokens by their names."""
         if token_id in self.special:
             return self.special[token_id].encode()
         known = self.bytes_of(token_id)
@@ -102,7 +100,9 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _text(self, token_id: int) -> str:
-        """Behind itself, so that what is dropped where a text begins is there."""
+        """Decode a token after itself, so that what is dropped at the beginning of a text is
+        included.
+        """
         if token_id not in self._in_text:
             twice = self.decode([token_id, token_id])
             self._in_text[token_id] = twice[len(self.decode([token_id])) :]
@@ -110,7 +110,7 @@ class Vocabulary:
 
 
 def kinds_of(decoder: Any) -> list[str]:
-    """Names of a decoder's steps."""
+    """Names of a decoder's stages."""
     if decoder is None:
         return []
     state = json.loads(decoder.__getstate__())
@@ -123,7 +123,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def single_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """Tokens such as <0xF0>, where decoding takes them for bytes."""
+    """Find tokens such as <0xF0>, if decoding treats them as bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     id_of = tokenizer.get_vocab().get if backend is None else backend.token_to_id
     letter = id_of("<0x41>")
@@ -134,7 +134,7 @@ def single_bytes(tokenizer: Any) -> dict[int, bytes]:
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Of a token of a byte-level tokenizer; one with other characters is what it says."""
+    """Decode a token of a byte-level tokenizer; one with other characters is its own text."""
     try:
         return bytes(BYTES[character] for character in token)
     except KeyError:
@@ -142,8 +142,8 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def byte_characters() -> dict[str, int]:
-    """The bytes that characters of byte-level tokens stand for, as GPT-2 has it: printable ones for
-    themselves, the others in their order from U+0100 on.
+    """Map the characters of byte-level tokens to bytes, as in GPT-2: printable ones map to
+    themselves, the others follow from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

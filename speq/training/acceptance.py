@@ -1,4 +1,4 @@
-"""How far a head's drafts stand: by depth, in real runs over texts that are held out."""
+"""Acceptance of a head's drafts by depth, measured in runs over held-out texts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,18 +9,19 @@ from speq.generator import Generator
 from speq.stats import StepStats
 from speq.units import Progress, no_progress
 
-# Of the evaluation: tokens of each prompt, and of what follows it.
+# Sizes of the evaluation: tokens of each prompt and of its continuation, and prompts.
 PROMPT_TOKENS, NEW_TOKENS, NUM_PROMPTS = 64, 64, 16
-# Drafted in each step.
+# Tokens drafted in each step.
 DRAFT_LENGTH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
-    """What became of chains.
+class ChainAcceptance:
+    """Acceptance of chains of drafted tokens.
 
-    tried, stood   tokens by depth, from 1 on, behind tokens that stood; how many of them did
-    accept_length  tokens that a step emitted, on average
+    tried, stood   tokens by depth, from 1 on, that follow accepted ones; how many of them were
+                   accepted
+    accept_length  mean tokens emitted by a step
     """
 
     steps: int
@@ -29,7 +30,7 @@ class Acceptance:
     accept_length: float
 
     @classmethod
-    def of(cls, steps: Iterable[StepStats]) -> "Acceptance":
+    def of(cls, steps: Iterable[StepStats]) -> "ChainAcceptance":
         found = [step for step in steps if step.draft_length]
         depths = range(1, max((step.draft_length for step in found), default=0) + 1)
         reached = [
@@ -45,7 +46,7 @@ class Acceptance:
 
     @property
     def by_depth(self) -> list[float]:
-        """The share that stood of what was tried."""
+        """Acceptance rate by depth."""
         pairs = zip(self.stood, self.tried, strict=True)
         return [stood / tried if tried else 0.0 for stood, tried in pairs]
 
@@ -53,13 +54,13 @@ class Acceptance:
         return asdict(self) | {"by_depth": self.by_depth}
 
 
-def measured(
+def measure_acceptance(
     generator: Generator,
     prompts: Sequence[list[int]],
     temperature: float,
     progress: Progress = no_progress,
-) -> Acceptance:
-    """Write on from each prompt, in chains of `DRAFT_LENGTH`."""
+) -> ChainAcceptance:
+    """Continue each prompt, with chains of `DRAFT_LENGTH`."""
     steps: list[StepStats] = []
     for done, prompt in enumerate(prompts):
         generator.generate(
@@ -70,7 +71,7 @@ def measured(
             ignore_eos=True,
         )
         run = present(generator.last_run, "a text has ended and left no run")
-        # The last drafts of a text are cut short.
+        # The last drafts of a sequence are truncated.
         steps += [s for s in run.decode if s.draft_length == DRAFT_LENGTH]
         progress("measuring acceptance", done + 1, len(prompts))
-    return Acceptance.of(steps)
+    return ChainAcceptance.of(steps)

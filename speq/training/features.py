@@ -1,9 +1,9 @@
-"""What a head is trained on: windows of tokens, the exact model's last hidden states of them, and
-the experts that it chose.
+"""Training data of a head: windows of tokens, with the exact model's last hidden states and
+experts.
 
-The model's own engine makes them once, under its memory budget, so that a model larger than memory
-can have a head. They lie in a file each, window behind window. A journal says how many of them are
-whole.
+The model's own engine computes them once, under its memory budget, so a head can be trained for a
+model larger than memory. Each kind has a file with one window after another. A journal has the
+number of complete windows.
 """
 
 import os
@@ -32,7 +32,9 @@ ID_DTYPE = torch.int32
 
 
 class Window(NamedTuple):
-    """tokens [M], features [M, H], and of each token the experts of each MoE layer [M, L, K]."""
+    """A window: tokens [M], features [M, H], and each token's experts in each MoE layer [M, L,
+    K].
+    """
 
     tokens: Tensor
     features: Tensor
@@ -40,17 +42,17 @@ class Window(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """A window that nothing is trained on.
+    """A window that is not trained on.
 
-    guessed  by layer, from the second on, experts [M, K] that its router names a layer early
+    guessed  by layer, from the second on: experts [M, K] that its router predicts one layer early
     """
 
     window: Window
     guessed: list[Tensor]
 
 
-class Ear:
-    """A drafter that drafts nothing and keeps what it hears."""
+class FeatureRecorder:
+    """A drafter that drafts nothing and records the features it observes."""
 
     needs_int4: ClassVar[bool] = False
 
@@ -60,7 +62,7 @@ class Ear:
     def common_prefix_length(self, prompt_token_ids: list[int]) -> int:
         return 0
 
-    def begin(self, count: int, of: "Ear") -> None:
+    def begin(self, count: int, of: "FeatureRecorder") -> None:
         self._heard = []
 
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
@@ -76,14 +78,14 @@ class Ear:
         return Draft()
 
     def features(self) -> Tensor:
-        """[T, H] of the tokens heard."""
+        """Features [T, H] of the observed tokens."""
         return torch.cat(self._heard)
 
 
-class RouteEar:
-    """Keeps the routes of a prompt's passes, as `LayerStream.on_route`.
+class RouteRecorder:
+    """Recorder of the routes of a prompt's passes; used as `LayerStream.on_route`.
 
-    guesses  whether it keeps as well what the next layer's router would choose a layer early
+    guesses  also record what the next layer's router would choose one layer early
     """
 
     def __init__(self, num_layers: int, guesses: bool) -> None:
@@ -96,32 +98,32 @@ class RouteEar:
         self._used[layer].append(route.host_ids.to(ID_DTYPE))
         if self._guessed is not None and layer < len(self._guessed):
             guess = route.predict_next_layer([*range(len(route.topk_ids))])
-            guess = present(guess, f"layer {layer} guesses nothing of the next one")
+            guess = present(guess, f"layer {layer} has no prediction of the next one")
             self._guessed[layer].append(torch.tensor(guess.ids, dtype=ID_DTYPE))
 
     def used(self) -> Tensor:
-        """[T, L, K] of the tokens heard."""
+        """Experts [T, L, K] of the observed tokens."""
         return torch.stack([torch.cat(parts) for parts in self._used], dim=1)
 
     def guessed(self) -> list[Tensor]:
-        """By layer, from the second on, [T, K]."""
+        """Predicted experts [T, K] by layer, from the second on."""
         return [torch.cat(parts) for parts in self._guessed or []]
 
 
 def window_of(runtime: Runtime, token_ids: Tensor) -> Window:
-    """What the exact model makes of a window [M], in host memory."""
-    return _heard(runtime, token_ids, guesses=False).window
+    """Run the exact model over a window [M]; the result is in host memory."""
+    return _run_window(runtime, token_ids, guesses=False).window
 
 
 def held_out_of(runtime: Runtime, token_ids: Tensor) -> HeldOut:
-    """The same of a window that is held out, and what routers guess of it."""
-    return _heard(runtime, token_ids, guesses=True)
+    """Run the exact model over a held-out window, with the routers' predictions."""
+    return _run_window(runtime, token_ids, guesses=True)
 
 
-def _heard(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
-    engine, ear = runtime.reserve(len(token_ids) + 1), Ear()
+def _run_window(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
+    engine, ear = runtime.reserve(len(token_ids) + 1), FeatureRecorder()
     engine.recorder.begin_run(runtime.begin_stats(0.0))
-    routes = RouteEar(len(runtime.shape.experts.layers), guesses)
+    routes = RouteRecorder(len(runtime.shape.experts.layers), guesses)
     before, engine.drafters[0] = engine.drafters[0], ear
     engine.offload.stream.on_route = routes
     try:
@@ -135,9 +137,9 @@ def _heard(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
 
 @dataclass(slots=True)
 class FeatureFile:
-    """Windows on the disk, features in the model's dtype, and tokens and experts as int32.
+    """Windows on disk: features in the model's dtype, tokens and experts as int32.
 
-    journal  has an entry {"window": CRC-32 of all} for each that is whole
+    journal  has an entry {"window": CRC-32 of all} for each complete window
     length   tokens of a window
     routed   MoE layers, and experts of a token in each
     """
@@ -150,7 +152,7 @@ class FeatureFile:
     routed: tuple[int, int]
 
     def __post_init__(self) -> None:
-        """Forget windows that are not as the journal says, and all behind them."""
+        """Drop the first window that differs from the journal, and all after it."""
         count = sum("window" in entry for entry in self.journal.entries)
         for at in range(count):
             try:
@@ -165,7 +167,7 @@ class FeatureFile:
         return sum("window" in entry for entry in self.journal.entries)
 
     def _parts(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of each part of a window, in its order."""
+        """Name, shape and dtype of each part of a window, in order."""
         return [
             (TOKENS, (self.length,), ID_DTYPE),
             (FEATURES, (self.length, self.hidden_size), self.dtype),
@@ -173,9 +175,9 @@ class FeatureFile:
         ]
 
     def append(self, windows: Iterable[Window]) -> None:
-        """Add some windows. They are on the disk when this returns."""
+        """Append windows. They are on disk when this returns."""
         if self.journal.entries and "window" not in self.journal.entries[-1]:
-            raise Broken("windows are added behind the end of the features")
+            raise Broken("windows were appended past the end of the features")
         dtypes = [dtype for _, _, dtype in self._parts()]
         at = len(self)
         made = [
@@ -193,7 +195,7 @@ class FeatureFile:
         self.journal.add(*({"window": self._crc32(window)} for window in made))
 
     def read(self, at: int) -> Window:
-        """A window. Raises OSError where it is not there."""
+        """Read a window. Raises OSError if it is missing."""
         parts = []
         for name, shape, dtype in self._parts():
             data = torch.empty(size_of(shape, dtype), dtype=torch.uint8)
@@ -205,7 +207,7 @@ class FeatureFile:
         return Window(*parts)
 
     def batch(self, windows: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Tokens [B, M] int64 and features [B, M, H] float32."""
+        """Read windows: tokens [B, M] int64 and features [B, M, H] float32."""
         tokens, features, _ = zip(*map(self.read, windows), strict=True)
         return torch.stack(tokens).long(), torch.stack(features).float()
 
@@ -218,5 +220,5 @@ class FeatureFile:
 
 
 def size_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes."""
+    """Bytes of a tensor."""
     return torch.Size(shape).numel() * dtype.itemsize

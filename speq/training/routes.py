@@ -1,10 +1,10 @@
-"""Trains what names experts over a head that is done, and tells in which layers that is worth it.
+"""Training of a finished head's prediction of experts, and choice of the layers that have it.
 
-Of a token, a linear map of its embedding and of the feature before it says the experts of every
-layer at once. It is trained on the exact model's choices, which the pass that makes features hears.
-It names a layer's experts a whole draft early, where the router of a layer, asked on what enters
-the one before it, names them one layer early. So the map is kept in those layers alone in which it
-finds more of the experts than that.
+A linear map of a token's embedding and of the feature before it predicts the experts of every layer
+at once. It is trained on the exact model's choices, recorded with the features. It predicts a
+layer's experts a whole draft early. A layer's router, applied to the input of the layer before,
+predicts them one layer early. So the map is kept only in layers in which it finds more of the
+experts than that.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from torch.nn import functional
 
 from speq.heads.head_shape import NamedLayers
 from speq.heads.moe_head import MoEHead, rotations
-from speq.routing import leading
+from speq.routing import top_experts
 from speq.training.features import FeatureFile, HeldOut, Window
-from speq.training.trainer import TrainedAttention, Vocabulary
+from speq.training.trainer import TrainedAttention, TrainingVocabulary
 from speq.units import Progress, no_progress
 
-# At most, and no more than the head took; each of one window.
+# Most steps, and no more than the head took; each over one window.
 STEPS = 400
-# The highest rate, which falls in a line.
+# Peak learning rate, which falls linearly.
 RATE, BETAS = 3e-3, (0.9, 0.95)
-# Windows that are held out to judge by.
+# Held-out windows for evaluation.
 HELD_OUT = 8
 
 
-class Rows(NamedTuple):
-    """What experts are named by, embedded [R, H] and features [R, H], of tokens `first` and on of a
-    window, and those experts [R, L, K].
+class RouteRows(NamedTuple):
+    """Training rows for the tokens of a window from `first` on: embeddings [R, H] and features [R,
+    H], and their experts [R, L, K].
     """
 
     first: int
@@ -43,13 +43,13 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recalls:
-    """Shares of the experts that the exact model chooses, by layer, each by as many names.
+    """Recall of the exact model's experts by layer, with as many predictions as choices.
 
-    tokens     they were counted on
-    drafted    named behind a token that was drafted, by the head's own feature
-    pending    named behind one whose feature is the exact model's
-    guessed    named by the layer's router a layer early; None: there is no layer before it
-    most_used  the same experts for all tokens, those that these use most
+    tokens     number of tokens evaluated
+    drafted    after a drafted token, from the head's own feature
+    pending    after a verified token, from the exact model's feature
+    guessed    by the layer's router one layer early; None: there is no layer before it
+    most_used  by the experts used most, the same for all tokens
     """
 
     tokens: int
@@ -59,7 +59,9 @@ class Recalls:
     most_used: list[float]
 
     def won(self) -> tuple[int, ...]:
-        """Layers in which drafted tokens are better told by the map than by any of the others."""
+        """Layers in which the map predicts experts of drafted tokens better than any
+        alternative.
+        """
         rivals = zip(self.drafted, self.guessed, self.most_used, strict=True)
         return tuple(
             layer
@@ -71,8 +73,10 @@ class Recalls:
         return asdict(self)
 
 
-def rows_of(head: MoEHead, window: Window, vocabulary: Vocabulary) -> tuple[Rows, Rows]:
-    """Of a window, tokens behind the exact model's features, and behind the head's own."""
+def rows_of(
+    head: MoEHead, window: Window, vocabulary: TrainingVocabulary
+) -> tuple[RouteRows, RouteRows]:
+    """Build the rows of a window: from the exact model's features, and from the head's own."""
     device, count = vocabulary.table.device, len(window.tokens) - 2
     embedded = functional.embedding(window.tokens.long().to(device), vocabulary.table)
     features, wanted = window.features.float().to(device), window.routes.long().to(device)
@@ -82,21 +86,21 @@ def rows_of(head: MoEHead, window: Window, vocabulary: Vocabulary) -> tuple[Rows
     drafted = head(*given, rotation, attention.first).feature[0]
     ends = slice(1, count + 1), slice(2, count + 2)
     return (
-        Rows(1, embedded[ends[0]], features[:count], wanted[ends[0]]),
-        Rows(2, embedded[ends[1]], drafted, wanted[ends[1]]),
+        RouteRows(1, embedded[ends[0]], features[:count], wanted[ends[0]]),
+        RouteRows(2, embedded[ends[1]], drafted, wanted[ends[1]]),
     )
 
 
-def fitted(
+def fit(
     head: MoEHead,
     features: FeatureFile,
-    vocabulary: Vocabulary,
+    vocabulary: TrainingVocabulary,
     num_experts: int,
     steps: int,
     seed: int,
     progress: Progress = no_progress,
 ) -> Tensor:
-    """Weights [L, E, 2H] of `MoEHead.route_logits`, in float32, in so many steps."""
+    """Train weights [L, E, 2H] of `MoEHead.route_logits` in float32."""
     num_layers, hidden_size = features.routed[0], features.hidden_size
     shape = (num_layers, num_experts, 2 * hidden_size)
     weight = torch.zeros(shape, device=vocabulary.table.device, requires_grad=True)
@@ -123,12 +127,12 @@ def fitted(
 
 @torch.no_grad()
 def recalls(
-    head: MoEHead, weight: Tensor, held_out: Sequence[HeldOut], vocabulary: Vocabulary
+    head: MoEHead, weight: Tensor, held_out: Sequence[HeldOut], vocabulary: TrainingVocabulary
 ) -> Recalls:
-    """What weights [L, E, 2H] find in windows that are held out, and what others find in them."""
+    """Evaluate weights [L, E, 2H] and their alternatives on held-out windows."""
     layers, num_experts = weight.shape[:2]
     top_k = held_out[0].window.routes.shape[-1]
-    # Of each kind, found by layer; and how often each expert was wanted.
+    # Hits by layer, of each kind; and how often each expert was chosen.
     found = {kind: torch.zeros(layers, dtype=torch.float64) for kind in ("pending", "drafted")}
     guessed = torch.zeros(layers, dtype=torch.float64)
     used = torch.zeros(layers, num_experts, dtype=torch.float64)
@@ -137,7 +141,7 @@ def recalls(
         pending, drafted = rows_of(head, window, vocabulary)
         for kind, rows in (("pending", pending), ("drafted", drafted)):
             logits = head.route_logits(rows.embedded, rows.features, weight)
-            named = leading(logits.flatten(0, 1), top_k)[0].unflatten(0, logits.shape[:2])
+            named = top_experts(logits.flatten(0, 1), top_k)[0].unflatten(0, logits.shape[:2])
             found[kind] += hits(named.transpose(0, 1), rows.wanted).cpu()
         wanted, ends = drafted.wanted.cpu(), slice(drafted.first, drafted.first + len(drafted[1]))
         for layer, ids in enumerate(guesses, start=1):
@@ -158,17 +162,19 @@ def recalls(
 
 
 def hits(named: Tensor, wanted: Tensor) -> Tensor:
-    """By layer [L], how many of the experts wanted [R, L, K] are among those named [R, L, K]."""
+    """Count by layer [L] the experts wanted [R, L, K] that are among those predicted [R, L, K]."""
     among = (named[..., :, None] == wanted[..., None, :]).any(-2)
     return among.sum((0, 2)).double()
 
 
-def naming(head: MoEHead, weight: Tensor, layers: tuple[int, ...], top_k: int) -> MoEHead:
-    """The same head, naming experts in some of the layers that weights [L, E, 2H] are of, perhaps
-    in none.
+def with_predictions(head: MoEHead, weight: Tensor, layers: tuple[int, ...], top_k: int) -> MoEHead:
+    """Build the head that predicts experts in `layers`, possibly none, with weights [L, E, 2H] of
+    all layers.
     """
     if not layers:
         return head
     named = NamedLayers(layers, weight.shape[1], top_k)
     weights = head.weights() | {"routes": weight[list(layers)]}
-    return MoEHead(replace(head.shape, named=named), weights, head.stand).requires_grad_(False)
+    return MoEHead(replace(head.shape, named=named), weights, head.acceptance_rates).requires_grad_(
+        False
+    )

@@ -1,4 +1,4 @@
-"""Options of training a head. Nothing here needs torch: the command line reads it."""
+"""Options of training a head. The command line reads them, so nothing here imports torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ MAX_MINUTES = 60.0 * 24 * 30
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings(Options):
-    """What the head depends on beside the model, the texts, and how many steps are taken."""
+    """Settings that the head depends on, besides the model, the texts and the number of steps."""
 
     width: Annotated[
         int | None,
@@ -63,7 +63,7 @@ class HeadSettings(Options):
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings(Options):
-    """Which texts a head is trained on, for how long, and where it goes."""
+    """Texts of a training, its duration, and its output folder."""
 
     texts: Annotated[Path, Option("Folder of text files (.txt), all of them.", File("a folder"))]
     minutes: Annotated[

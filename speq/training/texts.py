@@ -1,4 +1,4 @@
-"""A folder of texts as windows of tokens, in an order that a seed gives; the ends are held out."""
+"""A folder of texts as windows of tokens, in an order given by a seed; the ends are held out."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.files.regular_file import read_text
 
-# Texts go into windows in pieces of about so many characters, from all files in turn.
+# Characters of a piece of text; windows take pieces from all files in turn.
 PIECE_CHARACTERS = 8192
-# Of each file's end, for evaluation: this share, and no more characters than that.
+# Share of each file's end that is held out for evaluation, and most characters of it.
 HELD_OUT_SHARE, HELD_OUT_CHARACTERS = 0.05, 100_000
 
 Encode = Callable[[str], list[int]]
@@ -21,10 +21,10 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Files of text, by name.
+    """Text files by name.
 
-    texts     what is trained on
-    held_out  the end of each, which is not
+    texts     the part to train on
+    held_out  the end of each
     """
 
     texts: dict[str, str]
@@ -32,9 +32,11 @@ class Texts:
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Texts":
-        """Raises SpeqError where there is no folder, or no text in it."""
+        """Read a folder's .txt files. Raises SpeqError if it is not a folder or has no text."""
         if not folder.is_dir():
-            raise SpeqError(f"texts {str(folder)!r} is no folder; give one that holds .txt files")
+            raise SpeqError(
+                f"texts {str(folder)!r} is not a folder; give one that holds .txt files"
+            )
         texts, held_out = {}, {}
         for path in sorted(folder.glob("*.txt")):
             text = read_text(path, "give texts in UTF-8")
@@ -45,7 +47,7 @@ class Texts:
         return cls(texts, held_out)
 
     def digest(self) -> str:
-        """Names the texts."""
+        """Digest of the texts."""
         digest = hashlib.sha256()
         for part in (self.texts, self.held_out):
             for name, text in part.items():
@@ -55,11 +57,11 @@ class Texts:
 
     @property
     def ends(self) -> "Texts":
-        """What is held out, to take windows of."""
+        """The held-out parts, as texts of their own."""
         return Texts(self.held_out, {})
 
     def pieces(self, seed: int) -> list[str]:
-        """What is trained on, in pieces, in an order of the seed's."""
+        """Split the training part into pieces, in an order given by the seed."""
         found = [piece for text in self.texts.values() for piece in pieces_of(text)]
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
         return [found[at] for at in order.tolist()]
@@ -67,8 +69,8 @@ class Texts:
     def windows(
         self, encode: Encode, length: int, end_id: int | None, seed: int
     ) -> Iterator[Tensor]:
-        """Windows [length] int64 of what is trained on, an end of text behind each piece. Texts are
-        encoded as windows are asked for.
+        """Yield windows [length] int64 of the training part, with an end-of-text token after each
+        piece. Texts are encoded lazily.
         """
         ids: list[int] = []
         for piece in self.pieces(seed):
@@ -80,7 +82,7 @@ class Texts:
                 del ids[:length]
 
     def prompts(self, encode: Encode, length: int, count: int) -> list[list[int]]:
-        """Beginnings of pieces that are held out, from all files in turn, so many at most."""
+        """Take the beginnings of up to `count` held-out pieces, from all files in turn."""
         by_file = [pieces_of(text) for text in self.held_out.values()]
         turns = range(max((len(pieces) for pieces in by_file), default=0))
         found = (pieces[turn] for turn in turns for pieces in by_file if turn < len(pieces))
@@ -90,7 +92,7 @@ class Texts:
 
 
 def pieces_of(text: str) -> list[str]:
-    """A text in pieces that end with a line where one ends in time."""
+    """Split a text into pieces that end at a line break if possible."""
     pieces, start = [], 0
     while start < len(text):
         end = min(start + PIECE_CHARACTERS, len(text))

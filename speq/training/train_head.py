@@ -1,7 +1,7 @@
-"""From a model and a folder of texts to a head beside the model, and what it is worth.
+"""The command `speq train-head`: from a model and a folder of texts to a head and a report.
 
-The work lies in a folder of its own until the head is whole: a journal, features, and the state of
-the last step that was saved. The same command goes on from there, to the same bits.
+A work folder holds the journal, the features and the last saved state until the head is complete.
+The same command continues from there, to the same bits.
 """
 
 import json
@@ -17,19 +17,19 @@ from typing import Any, Unpack
 import torch
 
 from speq.errors import SpeqError
-from speq.files.alone import alone_in
+from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, remove_abandoned, write_whole, writing
 from speq.files.checkpoint import locate
 from speq.files.journal import Journal
 from speq.generator import Generator
-from speq.heads.head_file import NAME, head_beside, model_digest, write_head
+from speq.heads.head_file import NAME, head_path, model_digest, write_head
 from speq.heads.head_shape import HeadShape
 from speq.heads.moe_head import MoEHead
 from speq.machine import available_bytes
 from speq.options.declared import split
 from speq.options.typed import TrainHeadOptions
 from speq.text.tokenizer import tokens_of
-from speq.training.acceptance import DRAFT_LENGTH, NUM_PROMPTS, PROMPT_TOKENS, measured
+from speq.training.acceptance import DRAFT_LENGTH, NUM_PROMPTS, PROMPT_TOKENS, measure_acceptance
 from speq.training.features import (
     FEATURES,
     ROUTES,
@@ -40,20 +40,20 @@ from speq.training.features import (
     held_out_of,
     window_of,
 )
-from speq.training.routes import HELD_OUT, STEPS, Recalls, fitted, naming, recalls
+from speq.training.routes import HELD_OUT, STEPS, Recalls, fit, recalls, with_predictions
 from speq.training.settings import HeadSettings, TrainingSettings
 from speq.training.texts import Texts
-from speq.training.trainer import STATE, WARMUP_STEPS, Trainer, Vocabulary
+from speq.training.trainer import STATE, WARMUP_STEPS, Trainer, TrainingVocabulary
 from speq.units import Progress, format_bytes, no_progress
 from speq.version import __version__
 
 FORMAT = "speq-train-head-1"
 WORK, JOURNAL, REPORT = "training", "training.journal", "report.json"
-# Of the minutes: for features, and for what comes behind the last step.
+# Shares of the time: for features, and for what follows the last step.
 FEATURES_SHARE, END_SHARE = 0.25, 0.05
-# Windows that are written together, and seconds between states that are saved.
+# Windows written at a time, and seconds between saved states.
 GROUP, SAVE_S = 16, 30.0
-# Of the machine's free memory, where no budget is given.
+# Share of the machine's free memory used without a budget.
 DEFAULT_SHARE = 1 / 2
 # Weights, gradients and two moments.
 COPIES = 4
@@ -62,7 +62,7 @@ REMEDY = "what was done is kept, the same command goes on from there"
 
 @dataclass(frozen=True, slots=True)
 class TrainedHead:
-    """The folder that was written, and the content of its report."""
+    """The output folder, and the content of its report."""
 
     folder: Path
     report: dict[str, Any]
@@ -75,28 +75,28 @@ def train_head(
     progress: Progress = no_progress,
     **options: Unpack[TrainHeadOptions],
 ) -> TrainedHead:
-    """Train a draft head for a model, on the model's own hidden states of some texts.
+    """Train a draft head for a model, on the model's own hidden states over texts.
 
     texts     folder of text files
     options   of HeadSettings and TrainingSettings; see docs/options.md
-    progress  told (what, done, total)
+    progress  called with (what, done, total)
 
-    Experts come through slots as in a run, so that the model may be larger than memory.
-    Interrupted, it leaves a folder that no run opens; the same call goes on from there. Raises
-    SpeqError where the model, the texts, the budget, the folder or the disk forbids it.
+    Experts are loaded into slots as in a run, so the model may be larger than memory. If
+    interrupted, it leaves a folder that no run opens, and the same call continues from there.
+    Raises SpeqError if the model, the texts, the budget, the folder or the disk does not allow it.
     """
     given = {"texts": texts, **options}
     settings, training = split(given, HeadSettings, TrainingSettings)
-    return trained(model, settings, training, progress)
+    return train(model, settings, training, progress)
 
 
-def trained(
+def train(
     model: str | Path,
     settings: HeadSettings,
     training: TrainingSettings,
     progress: Progress = no_progress,
 ) -> TrainedHead:
-    """As `train_head`."""
+    """Train a head with parsed settings; otherwise as `train_head`."""
     texts = Texts.of_folder(training.texts)
     run = HeadRun(model, settings, training, texts, progress)
     folder = run.folder()
@@ -106,13 +106,13 @@ def trained(
             f"another process trains a head in {folder / WORK}; wait for its end, or give another "
             "--out"
         )
-        with alone_in(folder / WORK, another):
+        with lock_folder(folder / WORK, another):
             return run.run(folder)
 
 
 @dataclass(slots=True)
 class HeadRun:
-    """One run of the command."""
+    """One run of the training command."""
 
     model: str | Path
     settings: HeadSettings
@@ -123,8 +123,8 @@ class HeadRun:
     journal: Journal = field(init=False)
 
     def folder(self) -> Path:
-        """Where the head goes."""
-        return self.training.out or head_beside(locate(self.model)).parent
+        """Output folder."""
+        return self.training.out or head_path(locate(self.model)).parent
 
     def run(self, folder: Path) -> TrainedHead:
         work = folder / WORK
@@ -132,7 +132,7 @@ class HeadRun:
         recorded = header_in(work / JOURNAL)
         budget = self.training.memory_budget or recorded.get("memory_budget")
         budget = budget or int(DEFAULT_SHARE * available_bytes())
-        # A sum of floats depends on how many threads share it.
+        # A sum of floats depends on the number of threads.
         torch.set_num_threads(int(recorded.get("threads") or torch.get_num_threads()))
         with closing(self._generator(budget, "none")) as generator:
             header = self._header(generator, budget)
@@ -155,8 +155,8 @@ class HeadRun:
         head, found = self._naming(trainer, features, vocabulary, num_experts, held_out)
         write_head(folder / NAME, head, digest, dtype)
         acceptance = self._acceptance(folder / NAME, prompts, budget)
-        # Once more, with what runs can now know beforehand.
-        head.stand = stand_of(acceptance)
+        # Write it again, now with the measured acceptance rates.
+        head.acceptance_rates = expected_acceptance(acceptance)
         write_head(folder / NAME, head, digest, dtype)
         report = {
             "format": FORMAT,
@@ -196,7 +196,7 @@ class HeadRun:
         )
 
     def _header(self, generator: Generator, budget: int) -> dict[str, Any]:
-        """What the result depends on."""
+        """Settings and inputs that the result depends on."""
         runtime = generator.runtime
         opened, longest = runtime.opened, runtime.shape.max_context
         if self.settings.sequence_length >= longest:
@@ -219,11 +219,11 @@ class HeadRun:
         }
 
     def _left_s(self, share: float) -> float:
-        """Until so much of the minutes is over."""
+        """Seconds until this share of the time is over."""
         return self.start_s + share * self.training.minutes * 60 - monotonic()
 
     def _features(self, generator: Generator, work: Path) -> FeatureFile:
-        """All windows, made as far as they are not there."""
+        """Compute the windows that are missing; return all."""
         runtime, length = generator.runtime, self.settings.sequence_length
         shape = runtime.shape
         routed = (len(shape.experts.layers), shape.top_k)
@@ -266,7 +266,9 @@ class HeadRun:
         )
 
     def _held_out(self, generator: Generator) -> list[HeldOut]:
-        """Windows to judge names of experts by; none where none are trained or texts are short."""
+        """Held-out windows for evaluating predicted experts; empty if they are not trained or texts
+        are short.
+        """
         if self.settings.routes == "off":
             return []
         windows = self._windows(generator, self.texts.ends)
@@ -277,20 +279,22 @@ class HeadRun:
         self,
         trainer: Trainer,
         features: FeatureFile,
-        vocabulary: Vocabulary,
+        vocabulary: TrainingVocabulary,
         num_experts: int,
         held_out: list[HeldOut],
     ) -> tuple[MoEHead, Recalls | None]:
-        """The head as it is kept: with names of experts in the layers where these are worth it."""
+        """Build the final head, which predicts experts in the layers where that is worth it."""
         head, steps = trainer.head, min(trainer.taken, STEPS)
         if not held_out:
             return head, None
         seed = self.settings.seed
-        weight = fitted(head, features, vocabulary, num_experts, steps, seed, self.progress)
+        weight = fit(head, features, vocabulary, num_experts, steps, seed, self.progress)
         found = recalls(head, weight, held_out, vocabulary)
-        return naming(head, weight, found.won(), features.routed[1]), found
+        return with_predictions(head, weight, found.won(), features.routed[1]), found
 
-    def _trainer(self, features: FeatureFile, vocabulary: Vocabulary, num_experts: int) -> Trainer:
+    def _trainer(
+        self, features: FeatureFile, vocabulary: TrainingVocabulary, num_experts: int
+    ) -> Trainer:
         settings, hidden_size = self.settings, features.hidden_size
         shape = HeadShape(
             hidden_size,
@@ -312,7 +316,7 @@ class HeadRun:
         return Trainer(head, features, vocabulary, settings)
 
     def _train(self, trainer: Trainer, work: Path) -> list[dict[str, Any]]:
-        """Take all steps that are left; the losses, as they were saved."""
+        """Take all remaining steps. Return the losses of saved states."""
         steps = self.training.steps
         noted = [entry["steps"] for entry in self.journal.entries if "steps" in entry]
         steps = noted[-1] if noted else steps
@@ -338,46 +342,48 @@ class HeadRun:
         return [{"taken": taken} | known[taken] for taken in sorted(known)]
 
     def _acceptance(self, head: Path, prompts: list[list[int]], budget: int) -> dict[str, Any]:
-        """Of chains, greedy and drawn at temperature 1; empty where nothing is held out."""
+        """Measure the acceptance of chains, greedy and at temperature 1; empty without held-out
+        texts.
+        """
         if not prompts:
             return {}
         generator = self._generator(budget, "head", head=head, draft_length=DRAFT_LENGTH)
         with closing(generator):
             return {
-                name: measured(generator, prompts, temperature, self.progress).to_json()
+                name: measure_acceptance(generator, prompts, temperature, self.progress).to_json()
                 for name, temperature in (("greedy", 0.0), ("drawn", 1.0))
             }
 
 
-def vocabulary_of(generator: Generator) -> Vocabulary:
-    """In float32, where the head is trained."""
+def vocabulary_of(generator: Generator) -> TrainingVocabulary:
+    """Load the vocabulary in float32, where the head is trained."""
     model = generator.runtime.model
     words, bias = model.head_words()
     table = model.embed([*range(generator.runtime.shape.vocab_size)])
-    # Inference tensors are of no use to training.
+    # Inference tensors cannot be used in training.
     held = words.float().clone()
     same = table.shape == words.shape and torch.equal(table.to(words.dtype), words)
-    return Vocabulary(
+    return TrainingVocabulary(
         held if same else table.float().clone(),
         held,
         None if bias is None else bias.float().clone(),
     )
 
 
-def stand_of(acceptance: dict[str, Any]) -> tuple[float, ...]:
-    """What a head may be expected to do at any temperature: the lesser share of each depth."""
+def expected_acceptance(acceptance: dict[str, Any]) -> tuple[float, ...]:
+    """Acceptance rates to expect at any temperature: the lesser of each depth."""
     return (
         tuple(map(min, *(each["by_depth"] for each in acceptance.values()))) if acceptance else ()
     )
 
 
 def means(losses: list[dict[str, float]]) -> dict[str, float]:
-    """Term by term."""
+    """Mean of each loss term."""
     return {name: sum(each[name] for each in losses) / len(losses) for name in losses[0]}
 
 
 def header_in(path: Path) -> dict[str, Any]:
-    """The header of the journal there; empty where there is none, or none that is whole."""
+    """Read a journal's header; empty if there is none or it is incomplete."""
     if not os.path.exists(path):
         return {}
     header = Journal(path, {}, is_ours).header

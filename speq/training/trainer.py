@@ -1,5 +1,5 @@
-"""Trains a head on features, step by step. A step depends on its number and what came before it
-alone, so that a run that was interrupted ends with the same bits.
+"""Step-by-step training of a head on features. A step depends only on its number and the steps
+before it, so an interrupted run ends with the same bits.
 """
 
 import math
@@ -16,32 +16,32 @@ from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import SafetensorsFile, header_of
 from speq.heads.head_file import sum_of
 from speq.heads.losses import (
-    Found,
     LossWeights,
-    Wanted,
+    Predictions,
+    Targets,
     cross_entropies,
     regressions,
     total,
 )
-from speq.heads.moe_head import HeadState, MoEHead, rotations
+from speq.heads.moe_head import BranchState, MoEHead, rotations
 from speq.training.features import FeatureFile
 from speq.training.settings import HeadSettings
 
 BETAS, WEIGHT_DECAY, GRADIENT_NORM = (0.9, 0.95), 0.01, 0.5
-# The rate rises over so many steps, which do not depend on how many there are in all.
+# Steps over which the learning rate rises, independent of the total.
 WARMUP_STEPS = 20
 FINAL_RATE_SHARE = 0.05
-# Of a feature's root mean square: uniform noise on what the head is given, for its own features,
-# which drafts go on from, are not quite the model's.
+# Uniform noise on the head's input, relative to a feature's root mean square: drafts continue from
+# the head's own features, which differ a little from the model's.
 NOISE = 0.1
-# Logits of a block of rows take about so many elements for each vocabulary.
+# Elements of the logits of a block of rows, and fewest rows of a block.
 BLOCK_ELEMENTS, FEWEST_ROWS = 1 << 21, 16
 STATE = "state.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What the model has of tokens: a table [V, H], and its head, words [V, H] and bias [V]."""
+class TrainingVocabulary:
+    """Embedding table [V, H] of the model, and its head: weights [V, H] and bias [V]."""
 
     table: Tensor
     words: Tensor
@@ -70,7 +70,7 @@ class Trainer:
         self,
         head: MoEHead,
         features: FeatureFile,
-        vocabulary: Vocabulary,
+        vocabulary: TrainingVocabulary,
         settings: HeadSettings,
         weights: LossWeights | None = None,
     ) -> None:
@@ -84,10 +84,12 @@ class Trainer:
         )
 
     def step(self, steps: int | None) -> dict[str, float]:
-        """Take one of so many steps in all, or one of the first; return the loss, term by term."""
+        """Take one step of a schedule of `steps`; None: one of its first. Return the loss by
+        term.
+        """
         at = self.taken
         for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.learning_rate * rate_share(at, steps)
+            group["lr"] = self._settings.learning_rate * learning_rate_share(at, steps)
         self._optimizer.zero_grad(set_to_none=True)
         tokens, features = self._features.batch(self.windows_of(at))
         found = self._learn(tokens, features, unrolled=at % 2 == 1)
@@ -97,7 +99,7 @@ class Trainer:
         return found
 
     def windows_of(self, step: int) -> list[int]:
-        """Of a step: all windows come once before any comes again, each time in another order."""
+        """Windows of a step: all come once before any comes again, each time in another order."""
         count, size = len(self._features), self._settings.batch_size
         places = range(step * size, (step + 1) * size)
         return [self._order(place // count)[place % count] for place in places]
@@ -107,8 +109,8 @@ class Trainer:
         return torch.randperm(len(self._features), generator=generator).tolist()
 
     def _learn(self, tokens: Tensor, features: Tensor, unrolled: bool) -> dict[str, float]:
-        """Add the gradients of a batch: of rows that go on from the model's features, and in every
-        other step of rows that go on from the head's own, as drafts do.
+        """Add the gradients of a batch: rows that continue from the model's features and, if
+        `unrolled`, rows that continue from the head's own, as drafts do.
         """
         head, device = self.head, self._vocabulary.table.device
         tokens, features = tokens.to(device), features.to(device)
@@ -125,18 +127,18 @@ class Trainer:
         found = self._backward(state, wanted[:, 1:], keep=unrolled)
         if not unrolled:
             return found
-        # Row i + 1 takes what row i said in the place of the model's feature.
+        # Row i + 1 takes the feature predicted by row i in place of the model's.
         rotation = rotations(torch.arange(1, count + 1, device=device), head.shape.head_width)
         drafted = state.feature.detach()
         again = head(embedded[:, 2 : count + 2], drafted, rotation, attention.second)
         self._backward(again, wanted[:, 2:], keep=False)
         return found
 
-    def _backward(self, state: HeadState, wanted: Tensor, keep: bool) -> dict[str, float]:
-        """Gradients of rows [B, T, ...]: of features, of all rows; of tokens, of some, in blocks,
-        whose logits live one block long.
+    def _backward(self, state: BranchState, wanted: Tensor, keep: bool) -> dict[str, float]:
+        """Add the gradients of rows [B, T, ...]: feature terms of all rows, and token terms of some
+        rows, in blocks to limit the memory of logits.
 
-        wanted  [B, T + 1 or more, H]: of row i the next feature is at i, and the one after at i + 1
+        wanted  [B, T + 1 or more, H]: row i's next feature is at i, and the one after at i + 1
         """
         parts = [state.feature, state.mixing, state.branches]
         parts += [] if state.after is None else [state.after]
@@ -161,7 +163,7 @@ class Trainer:
         return sums
 
     def _token_rows(self, batch: int, count: int) -> list[Tensor]:
-        """Of each window the rows whose tokens are trained on in this step, ascending."""
+        """Choose the rows of each window whose tokens are trained on in this step, ascending."""
         kept = max(round(self._settings.token_share * count), 1)
         generator = torch.Generator().manual_seed(self._settings.seed + 15485863 * self.taken)
         device = self._vocabulary.table.device
@@ -170,19 +172,19 @@ class Trainer:
 
     def _found(
         self, feature: Tensor, mixing: Tensor, branches: Tensor, after: Tensor | None = None
-    ) -> Found:
+    ) -> Predictions:
         say = self._vocabulary.logits
         after_logits = None if after is None else say(after)
-        return Found(feature, mixing, say(feature), say(branches), after, after_logits)
+        return Predictions(feature, mixing, say(feature), say(branches), after, after_logits)
 
-    def _wanted(self, features: Tensor) -> Wanted:
-        """features: [R, 2, H], of the next token and of the one after."""
+    def _wanted(self, features: Tensor) -> Targets:
+        """Build the targets from features [R, 2, H] of the next token and of the one after."""
         with torch.no_grad():
             probs = self._vocabulary.logits(features).softmax(-1)
-        return Wanted(*features.unbind(1), *probs.unbind(1))
+        return Targets(*features.unbind(1), *probs.unbind(1))
 
     def save(self, folder: Path) -> None:
-        """All that the next step depends on."""
+        """Save everything that the next step depends on."""
         tensors = {f"weight.{name}": w for name, w in self.head.weights().items()}
         states = [self._optimizer.state.get(p, {}) for p in self._parameters]
         for name, state in zip(self._names, states, strict=True):
@@ -196,7 +198,7 @@ class Trainer:
                 file.write(bytes_of(tensor.view(-1).view(torch.uint8)))
 
     def resume(self, folder: Path) -> bool:
-        """Go on from what was saved; whether there is anything that is whole."""
+        """Continue from a saved state. Return True if there is a complete one."""
         if not (folder / STATE).exists():
             return False
         try:
@@ -219,14 +221,14 @@ class Trainer:
 
 
 class TrainedAttention:
-    """What rows of a window see, in both passes over them."""
+    """Attention of a window's rows, in both passes over them."""
 
     def __init__(self, count: int, window: int, device: torch.device) -> None:
         at = torch.arange(count, device=device)
         back = at[:, None] - at[None]
         self._mask = (back >= 0) & (back < window)
-        # The second pass lies one position further, sees the text's own entries before that, and
-        # its own row.
+        # The second pass is one position further: it sees the first pass's KV before that, and its
+        # own row.
         text = (back >= 0) & (back < window - 1)
         self._second_mask = torch.cat((text, back == 0), dim=1)
         self._first: tuple[Tensor, Tensor] | None = None
@@ -241,8 +243,8 @@ class TrainedAttention:
         return functional.scaled_dot_product_attention(queries, keys, values, self._second_mask)
 
 
-def rate_share(step: int, steps: int | None) -> float:
-    """Of the highest learning rate, at a step of so many. None: of more than the first."""
+def learning_rate_share(step: int, steps: int | None) -> float:
+    """Share of the peak learning rate at a step of `steps`; None: more than the first ones."""
     if step < WARMUP_STEPS or steps is None:
         return min((step + 1) / WARMUP_STEPS, 1.0)
     done = (step - WARMUP_STEPS) / max(steps - WARMUP_STEPS, 1)

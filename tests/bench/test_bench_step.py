@@ -120,7 +120,7 @@ def test_parts_of_the_bundled_model(
     monkeypatch.setitem(step.DRAFT_KERNELS, kernel, counted)
     given, told = settings(draft_length=draft_length, draft_kernel=kernel), Told()
     report = step.run(str(bundled), given, None, False, told)
-    assert told.steps("running texts") >= given.num_prompts
+    assert told.steps("running prompts") >= given.num_prompts
     assert not told.unfinished
     assert (calls[0] > 0) == (draft_length != "0")
     kinds = ["draft token", "verification"] if draft_length != "0" else ["verification"]

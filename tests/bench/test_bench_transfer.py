@@ -54,7 +54,7 @@ def test_plain_reads_count_whole_blocks(tmp_path: Path, readers: int) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     arena = transfer.arena_for(readers, size)
     sample = transfer.plain_reads(paths, size, arena, readers, 7 * size, clock=Ticking())
-    assert sample == transfer.Sample(7 * size, 7 * size, 2.0)
+    assert sample == transfer.LinkSample(7 * size, 7 * size, 2.0)
     # What lies in memory afterwards is a block of the file.
     blocks = [content[at : at + size] for at in range(0, 5 * size, size)]
     assert bytes(arena[0].tolist()) in blocks
@@ -99,9 +99,13 @@ def test_the_link_by_size_ends_with_an_experts_own(
     record_bytes = opened.store.codec.record_bytes
     # Half a second each: plain reads of all there is, and every expert once.
     monkeypatch.setattr(link, "READ_SIZES", (4096, 8192, 1 << 30))
-    monkeypatch.setattr(link, "plain_reads", lambda _, size, *__, **___: link.Sample(size, 1, 0.5))
     monkeypatch.setattr(
-        link, "expert_reads", lambda store, _, readers, volume, **__: link.Sample(volume, 1, 0.5)
+        link, "plain_reads", lambda _, size, *__, **___: link.LinkSample(size, 1, 0.5)
+    )
+    monkeypatch.setattr(
+        link,
+        "expert_reads",
+        lambda store, _, readers, volume, **__: link.LinkSample(volume, 1, 0.5),
     )
     points = link.link_by_size(opened.store, 2)
     expert = (float(record_bytes), 2.0 * link.LINK_BYTES)
@@ -169,11 +173,11 @@ def test_shares_compare_figures_of_one_round(packed: Path, monkeypatch: pytest.M
     """A disk that is twice as fast in every second round changes no share."""
     turns = iter(range(100))
 
-    def plain(*_: Any, **__: Any) -> transfer.Sample:
-        return transfer.Sample(1000, 1000, 2.0 ** -(next(turns) // 2 % 2))
+    def plain(*_: Any, **__: Any) -> transfer.LinkSample:
+        return transfer.LinkSample(1000, 1000, 2.0 ** -(next(turns) // 2 % 2))
 
-    def experts(*_: Any, **__: Any) -> transfer.Sample:
-        return transfer.Sample(800, 1000, 2.0 ** -(next(turns) // 2 % 2))
+    def experts(*_: Any, **__: Any) -> transfer.LinkSample:
+        return transfer.LinkSample(800, 1000, 2.0 ** -(next(turns) // 2 % 2))
 
     monkeypatch.setattr(transfer, "plain_reads", plain)
     monkeypatch.setattr(transfer, "expert_reads", experts)

@@ -13,7 +13,7 @@ from speq.bench.settings import DraftersSettings
 from speq.dashboard.bench_panels.kinds import kind_of
 from speq.engine.draft import Draft, Outcome
 from speq.errors import SpeqError
-from speq.heads.head_file import head_beside
+from speq.heads.head_file import head_path
 from speq.options.declared import build
 from tests.helpers.cells import Folder
 from tests.helpers.heads import write_random_head
@@ -110,7 +110,7 @@ def test_all_that_a_model_can_have(tiny: Folder, tmp_path: Path) -> None:
     try:
         report = run(str(model), settings_of(), file, force=False)
     finally:
-        head_beside(model).unlink()
+        head_path(model).unlink()
     rows = {(row["drafter"], row["temperature"]): row for row in report.rows}
     names = ["none", "ngram", "int4", "int4-half", "int4-tree", "cached", "cached-tree"]
     names += ["head", "head-tree", "head-no-contrast", "auto"]

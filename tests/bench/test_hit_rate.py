@@ -18,7 +18,7 @@ from speq.bench.settings import shares as shares_of
 from speq.experts.pack import pack
 from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
-from speq.stats import Event, RunStats, StepStats
+from speq.stats import RunStats, StepStats, TimeSpan
 from tests.helpers.paths import ROUTES
 from tests.helpers.told import Told
 from tests.helpers.traces import DRAFTED
@@ -79,10 +79,10 @@ def test_slots_that_a_draft_takes(tiny: Folder) -> None:
 def test_times_of_a_run_by_hand() -> None:
     """Of two steps of two layers: five tokens drafted, ten experts asked for."""
     first = StepStats("decode", draft_length=3, requests=6, draft_s=1.2, verify_s=4.0, stall_s=0.5)
-    first.events += [Event("layer", 0.0, 1.0, 0), Event("layer", 1.5, 3.0, 1)]
+    first.events += [TimeSpan("layer", 0.0, 1.0, 0), TimeSpan("layer", 1.5, 3.0, 1)]
     second = StepStats("decode", draft_length=2, requests=4, draft_s=0.8, verify_s=3.0)
-    second.events += [Event("layer", 0.0, 0.5, 0), Event("layer", 1.0, 1.5, 1)]
-    second.events.append(Event("transfer", 0.0, 9.0, 0, 0))
+    second.events += [TimeSpan("layer", 0.0, 0.5, 0), TimeSpan("layer", 1.0, 1.5, 1)]
+    second.events.append(TimeSpan("transfer", 0.0, 9.0, 0, 0))
     run = RunStats(0.0, {})
     run.record(first)
     run.record(second)

@@ -144,12 +144,12 @@ def test_guesses_are_replayed_with_their_margins() -> None:
     made = traced([], [[[0, 1], [2, 3]], [[1, 3], [0, 1]]], guesses, [0])
     route = verified_route(made, 0)
     assert route.topk_ids.tolist() == [[0, 1], [2, 3]]
-    assert route.following is not None
+    assert route.next_router is not None
     for rows in ([0], [1], [1, 0]):
-        values, ids = torch.topk(route.following(rows), 3)
+        values, ids = torch.topk(route.next_router(rows), 3)
         assert ids[:, :2].tolist() == [guesses[1][row][0] for row in rows]
         assert (values[:, :2] - values[:, 2:]).tolist() == [guesses[1][row][1] for row in rows]
-    assert verified_route(made, 1).following is None
+    assert verified_route(made, 1).next_router is None
     named = drafted_route(([4, 2], [0.75, 0.125]))
     assert named.topk_ids.tolist() == [[4, 2]]
     assert named.topk_weights.tolist() == [[0.75, 0.125]]
@@ -158,7 +158,7 @@ def test_guesses_are_replayed_with_their_margins() -> None:
 def test_a_guess_of_the_first_experts_keeps_its_margins() -> None:
     """Though no expert behind them was named by any row."""
     made = traced([], [[[0, 1]], [[0, 1]]], [[], [([1, 0], [0.75, 0.5])]], [0])
-    following = verified_route(made, 0).following
+    following = verified_route(made, 0).next_router
     assert following is not None
     assert torch.topk(following([0]), 3).values.tolist() == [[0.75, 0.5, 0.0]]
 

@@ -10,7 +10,7 @@ import pytest
 from speq.bench.replay.simulated_link import SimulatedClock, SimulatedLink
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Priority, State, TransferTicket
-from speq.stats import Event, Recorder
+from speq.stats import Recorder, TimeSpan
 
 MOVED_BYTES = 1000
 
@@ -172,7 +172,7 @@ def test_a_late_prefetch_stalls_as_one() -> None:
     rig.link.wait(ticket)
     rig.link.wait(ticket)  # what has arrived is not waited for
     assert [event for event in rig.step.events if event.kind == "stall"] == [
-        Event("stall", 4, 10, 0, 0, ahead=True)
+        TimeSpan("stall", 4, 10, 0, 0, ahead=True)
     ]
     assert (rig.step.stall_s, rig.step.late_s) == (6, 6)
 

@@ -10,7 +10,7 @@ from speq import Generator
 from speq.bench.widen import Settings, copies_of, placed, run, widen
 from speq.bench.widen_draft import Moves, Placed, group_size_for, moved_codes, rounding_error
 from speq.bench.widen_words import shared_out
-from speq.drafts.draft_source import gptq_beside
+from speq.drafts.draft_source import gptq_path
 from speq.drafts.gptq_folder import GptqFolder
 from speq.errors import SpeqError
 from speq.experts.int4 import group_size_of
@@ -70,7 +70,7 @@ def gate_of_first_expert(model: Path) -> Tensor:
     """[F, H] float32, as the draft beside a model has it."""
     opened = open_model(str(model))
     experts = opened.shape.experts
-    folder = GptqFolder(gptq_beside(model), experts)
+    folder = GptqFolder(gptq_path(model), experts)
     rows = experts.expert_width
     found = folder.sample(0, rows)[: rows * experts.hidden_size]
     folder.close()

@@ -10,7 +10,7 @@ import torch
 from speq import Generator, SpeqError, pack
 from speq.bench.widen import Settings, run
 from speq.bench.widen_head import widened
-from speq.heads.head_file import head_beside
+from speq.heads.head_file import head_path
 from speq.heads.head_shape import HeadShape
 from tests.helpers.heads import head_in_numpy, random_head, write_random_head
 from tests.helpers.tiny_models import write_model
@@ -27,9 +27,9 @@ PROMPT = [*range(30, 70)]
 )
 def test_a_wide_head_computes_the_same(shape: HeadShape, tied: bool, noise: float) -> None:
     head = random_head(shape)
-    head.stand = 0.5, 0.25
+    head.acceptance_rates = 0.5, 0.25
     wide = widened(head, 3, noise, seed=0, tied=tied)
-    assert wide.shape.width == 3 * shape.width and wide.stand == head.stand
+    assert wide.shape.width == 3 * shape.width and wide.acceptance_rates == head.acceptance_rates
     generator = torch.Generator().manual_seed(1)
     embedded = torch.randn(7, shape.hidden_size, generator=generator)
     features = torch.randn(7, shape.hidden_size, generator=generator)
@@ -88,7 +88,7 @@ def test_the_widened_model_is_drafted_for_by_the_widened_head(tmp_path: Path, ti
 def test_a_source_without_a_head_has_none(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", "qwen2_moe")
     assert run(str(source), tmp_path / "wide", Settings(128, 96, 0.0))["head"] is False
-    assert not head_beside(tmp_path / "wide").exists()
+    assert not head_path(tmp_path / "wide").exists()
 
 
 def test_heads_that_would_attend_otherwise_are_refused() -> None:
@@ -100,5 +100,5 @@ def test_a_packed_model_keeps_its_head(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", "olmoe")
     path = write_random_head(source)
     pack(source, tmp_path / "packed", codec="raw")
-    assert head_beside(tmp_path / "packed").read_bytes() == path.read_bytes()
+    assert head_path(tmp_path / "packed").read_bytes() == path.read_bytes()
     assert json.loads((tmp_path / "packed" / "config.json").read_text())["model_type"] == "olmoe"

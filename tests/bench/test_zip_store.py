@@ -17,7 +17,7 @@ from speq.bench.rivals.zip_store import ZipStore
 from speq.errors import SpeqError
 from speq.experts.expert_store import expert_slot
 from speq.experts.pack import pack
-from speq.files.alignment import ALIGNMENT, aligned
+from speq.files.alignment import ALIGNMENT, align
 from speq.models.opened import Opened, open_model
 from tests.helpers.tiny_models import write_model
 
@@ -85,7 +85,7 @@ def test_words_are_the_published_ones(opened: Opened, folder: Path, cells: int) 
             read_bytes = store.read(*key, slot)
             assert bytes(slot[: store.codec.record_bytes].numpy()) == record_of(opened, *key)
             record = store.file.records[key[0] * 8 + key[1]]
-            assert read_bytes == (0 if held else aligned(record.nbytes))
+            assert read_bytes == (0 if held else align(record.nbytes))
             assert store.moved_bytes(*key) == record.nbytes < store.record_bytes(*key)
             assert len(store.pool.keys) + len(store.pool.free) == kept
             assert held == (key in asked) or cells != 1000
@@ -114,7 +114,7 @@ def test_what_a_plan_is_told(opened: Opened, folder: Path) -> None:
         assert store.codec == opened.store.codec
         assert not store.published
         largest = max(record.nbytes for record in store.file.records)
-        assert store.reading_bytes > aligned(largest) + ALIGNMENT
+        assert store.reading_bytes > align(largest) + ALIGNMENT
         assert store.files == (folder / DATA_FILE,)
         assert sum(store.moved_bytes(*divmod(at, 8)) for at in range(24)) == store.file.record_bytes
 

@@ -14,7 +14,7 @@ from speq import Generator, SpeqError
 from speq.dashboard.recording import Recording, bits_of, spans_of
 from speq.dashboard.run_panels.run_page import panels_of
 from speq.dashboard.run_record import RunRecord, read_run
-from speq.stats import Event, StepStats
+from speq.stats import StepStats, TimeSpan
 from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.panels import check
 from tests.helpers.tiny_models import write_model
@@ -241,9 +241,9 @@ def test_bits_by_hand() -> None:
 
 def test_spans_by_hand() -> None:
     events = [
-        Event("transfer", 12.0, 13.0, moved_bytes=5),
-        Event("transfer", 10.5, 11.0, moved_bytes=1),
-        Event("transfer", 10.75, 11.25, moved_bytes=2),
+        TimeSpan("transfer", 12.0, 13.0, moved_bytes=5),
+        TimeSpan("transfer", 10.5, 11.0, moved_bytes=1),
+        TimeSpan("transfer", 10.75, 11.25, moved_bytes=2),
     ]
     assert spans_of(events, 10.0, moved=True) == [[500.0, 1250.0, 3], [2000.0, 3000.0, 5]]
     assert spans_of(events[:1], 10.0, moved=False) == [[2000.0, 3000.0]]
@@ -261,6 +261,6 @@ def test_a_listener_hears_while_events_are_there() -> None:
 
     recorder.listeners.append(listen)
     recorder.begin("decode")
-    recorder.add(Event("stall", 0.0, 1.0, 0, 1))
+    recorder.add(TimeSpan("stall", 0.0, 1.0, 0, 1))
     recorder.finish()
     assert heard == [("decode", 1)]

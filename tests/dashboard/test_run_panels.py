@@ -159,9 +159,9 @@ def test_a_drivers_readings_stand_beside_throughput() -> None:
 def test_bytes_by_cause() -> None:
     found = traces("bytes")
     assert {name: (each["x"], each["y"]) for name, each in found.items()} == {
-        "asked for ahead": ([1, 2], [2.0, 0.0]),
-        "asked for when needed": ([1, 2], [1.0, 1.0]),
-        "of both, for rejected tokens alone": ([1, 2], [1.0, 0.0]),
+        "prefetched": ([1, 2], [2.0, 0.0]),
+        "on demand": ([1, 2], [1.0, 1.0]),
+        "of both, for rejected tokens only": ([1, 2], [1.0, 0.0]),
     }
     assert panel("bytes").table.rows[0] == [1, 2 * MIB, MIB, MIB, 3 * MIB + 4096, 2]
 
@@ -236,7 +236,7 @@ def test_memory_adds_up_to_the_budget() -> None:
     ]
     beside = changed(memory=RUN.memory | {"host_records": 7 * MIB})
     assert panel("memory", beside).data == data
-    assert panel("memory", beside).table.rows[-1] == ["host records, beside it", 7 * MIB, None]
+    assert panel("memory", beside).table.rows[-1] == ["host records, outside it", 7 * MIB, None]
 
 
 def test_expectations_beside_what_happened() -> None:
@@ -262,7 +262,7 @@ def test_facts_and_notes() -> None:
     assert facts["speq"] == "0.1.0"
     assert len(page_of(RUN).notes) == 1
     late = page_of(changed(left_out=9)).notes[1]
-    assert re.search(r"last 3; 9 steps before them are left out", late)
+    assert re.search(r"last 3 steps and leave out the 9", late)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from speq import Generator
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
-from speq.heads.head_file import head_beside
+from speq.heads.head_file import head_path
 from speq.models.opened import open_model
 from speq.quantizing.models import packing_of
 from speq.stats import StepStats
@@ -82,7 +82,7 @@ class Folders:
         if cell.head == "mtp":
             path = self.root / f"{family}-mtp"
             return path if path.exists() else write_mtp(path, model), draft
-        if cell.drafter == "head" and cell.head == "auto" and not head_beside(model).exists():
+        if cell.drafter == "head" and cell.head == "auto" and not head_path(model).exists():
             write_random_head(model, names=True)
         if cell.store == "plain":
             return model, draft

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speq.heads.head_file import head_beside, model_digest, write_head
+from speq.heads.head_file import head_path, model_digest, write_head
 from speq.heads.head_shape import HeadShape, NamedLayers
 from speq.heads.moe_head import MoEHead
 from speq.models.opened import open_model
@@ -38,8 +38,8 @@ def write_random_head(
     opened.close()
     given = {"width": 32, "window": 48, "named": named} | sizes
     shape = HeadShape(hidden_size, **given)
-    path, head = head_beside(model), random_head(shape, seed)
-    head.stand = stand
+    path, head = head_path(model), random_head(shape, seed)
+    head.acceptance_rates = stand
     path.parent.mkdir(parents=True, exist_ok=True)
     write_head(path, head, digest, torch.float32)
     return path

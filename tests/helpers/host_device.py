@@ -23,7 +23,7 @@ from torch.cuda._sanitizer import EventHandler
 from torch.utils._pytree import tree_leaves
 
 from speq.devices.card import Card
-from speq.devices.device import Cut, Event, Graph
+from speq.devices.device import Cut, Graph, StreamEvent
 from speq.kernels import library
 from tests.helpers.host_graph import HostGraph, capture
 from tests.helpers.host_tensors import DEVICE, HostTensor, Machine, caller, host_tensors
@@ -90,7 +90,7 @@ class HostStream:
         self.queue.append(event)
         return event
 
-    def after(self, event: Event) -> None:
+    def after(self, event: StreamEvent) -> None:
         assert isinstance(event, HostEvent)
         self.device.races._handle_event_wait(event.number, self.number)
         self.queue.append(lambda: self.device.reach(event))
@@ -127,7 +127,7 @@ class ComputeStream:
         self.device.running.append(event)
         return event
 
-    def after(self, event: Event) -> None:
+    def after(self, event: StreamEvent) -> None:
         assert isinstance(event, HostEvent)
         self.device.races._handle_event_wait(event.number, COMPUTE)
         self.device.reach(event)
@@ -193,7 +193,7 @@ class HostDevice(Machine):
     def while_waiting(self, work: Callable[[], None] | None) -> None:
         self.meanwhile = work
 
-    def elapsed_s(self, start: Event, end: Event) -> float:
+    def elapsed_s(self, start: StreamEvent, end: StreamEvent) -> float:
         assert isinstance(start, HostEvent) and isinstance(end, HostEvent)
         assert start.at_s is not None and end.at_s is not None, "an event that is not done"
         return end.at_s - start.at_s
@@ -367,7 +367,7 @@ def host_device(device: HostDevice | None = None) -> Iterator[HostDevice]:
     made = HostDevice() if device is None else device
     on_host = library.Backend("cuda", "the CUDA kernels, on the host")
     with pytest.MonkeyPatch.context() as patch, host_tensors(made):
-        patch.setattr("speq.load.device_named", lambda name: made)
+        patch.setattr("speq.load.find_device", lambda name: made)
         patch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU on the host")
         patch.setattr(library, "backend_of", lambda op, device: on_host)
         yield made

@@ -16,7 +16,7 @@ from speq.engine.request import Request, RequestMetrics
 from speq.errors import SpeqError
 from speq.generator import Token
 from speq.text.prompts import Prompt, PromptEncoder, Tools
-from speq.text.stream import Piece, TextStream
+from speq.text.stream import TextPiece, TextStream
 from speq.text.vocabulary import Vocabulary
 from tests.helpers.paths import BUNDLED
 
@@ -89,10 +89,10 @@ class ScriptedText(TextStream):
         self._fresh += 1
         return False
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[TextPiece]:
         fresh, self._fresh = self._fresh, 0
         tokens = [self._tokens.popleft() for _ in range(fresh)]
-        return [Piece(token.text, token.special) for token in tokens]
+        return [TextPiece(token.text, token.special) for token in tokens]
 
 
 class ScriptedOdds(Logprobs):

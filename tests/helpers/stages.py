@@ -20,7 +20,7 @@ from speq.pipeline.fingerprint import RunSettings
 from speq.pipeline.first_stage import RingStages, open_stage
 from speq.pipeline.later_stage import Stage, with_run_settings
 from speq.pipeline.settings import StagesSettings, with_stages
-from speq.pipeline.wire import Message, sizes_of, unpacked
+from speq.pipeline.wire import StageMessage, sizes_of, unpack
 from speq.runtime import Runtime
 from tests.helpers.command import arguments_of
 
@@ -41,17 +41,17 @@ class QueueRing:
     def count(self) -> int:
         return len(self.queues)
 
-    def send(self, message: Message, wait_s: float | None = None) -> None:
-        self.queues[self.number % self.count].put(message.packed())
+    def send(self, message: StageMessage, wait_s: float | None = None) -> None:
+        self.queues[self.number % self.count].put(message.pack())
 
-    def receive(self, wait_s: float) -> Message:
+    def receive(self, wait_s: float) -> StageMessage:
         try:
             head, payload = self.queues[self.number - 1].get(timeout=min(wait_s, PATIENCE_S))
         except queue.Empty:
             raise SpeqError(f"nobody spoke to stage {self.number}") from None
         kind, text_bytes, row_bytes = sizes_of(head, MOST_BYTES)
         assert payload.numel() == text_bytes + row_bytes
-        return unpacked(kind, text_bytes, payload)
+        return unpack(kind, text_bytes, payload)
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def in_threads(model: Path, stages: str, budgets: list[str], **options: Any) -> 
             threads.append(threading.Thread(target=serve, args=[stage], daemon=True))
             threads[-1].start()
         ring = RingStages(QueueRing(queues, 1), PATIENCE_S)
-        generator = Generator.of_opened(first, configs[0], others=ring)
+        generator = Generator.of_opened(first, configs[0], remote=ring)
         try:
             yield generator
         finally:

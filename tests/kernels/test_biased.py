@@ -18,7 +18,7 @@ from speq.experts.codec import ExpertShape, Matrices, codec_of
 from speq.experts.int4 import Int4Arena, Int4Layout
 from speq.experts.random_expert import random_expert
 from speq.experts.slots import SlotExperts
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.published_format import MXFP4, WORDS
 from speq.kernels import ops, reference
 from speq.kernels.grouping import Grouping
@@ -66,7 +66,7 @@ class Layer:
         generator = torch.Generator().manual_seed(SEED)
         words = [random_expert(shape, generator) for _ in range(EXPERTS)]
         arena = Int4Arena(Int4Layout(HIDDEN, WIDTH), 1, EXPERTS, CPU)
-        slots = aligned_bytes(EXPERTS, codec.slot_bytes)
+        slots = allocate_aligned(EXPERTS, codec.slot_bytes)
         for expert, matrices in enumerate(words):
             arena.quantize_into(expert, *matrices)
             codec.encode(matrices, arena.expert(expert), slots[slot_of(expert)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.kernels import compact_ops, library, ops, reference_compact
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import Int4Bank, quantize_int4
+from speq.kernels.ops import Int4Slots, quantize_int4
 from tests.helpers.pairwise import covering
 
 # Hidden size and expert width: whole blocks, parts of blocks, rows that are no whole quads.
@@ -212,7 +212,7 @@ class Experts:
         if perm:
             perms = [torch.randperm(hidden, generator=generator) for _ in range(self.count)]
             self.perm = torch.stack(perms).int()
-        self.backend = Int4Bank(
+        self.backend = Int4Slots(
             (torch.stack([b[0][0] for b in base]), torch.stack([b[0][1] for b in base])),
             (torch.stack([b[1][0] for b in base]), torch.stack([b[1][1] for b in base])),
             self.perm,

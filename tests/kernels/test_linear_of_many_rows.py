@@ -12,7 +12,7 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 @pytest.fixture(params=ROUNDING, ids=str)
 def without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """A dtype that torch is said to have no products of, in blocks that no shape fits."""
-    monkeypatch.setattr(many_rows, "multiplies", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(many_rows, "has_native_product", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(many_rows, "ROWS", 7)
     monkeypatch.setattr(many_rows, "WEIGHTS", 100)
     dtype: torch.dtype = request.param
@@ -54,7 +54,7 @@ def test_records_give_the_bits_of_their_words(without: torch.dtype) -> None:
 
 
 def test_torch_runs_what_it_has_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_rows, "multiplies", lambda dtype: True)
+    monkeypatch.setattr(many_rows, "has_native_product", lambda dtype: True)
     inputs, weight = normal(20, 16, seed=6).bfloat16(), normal(5, 16, seed=7).bfloat16()
     assert torch.equal(ops.linear(inputs, weight), torch.nn.functional.linear(inputs, weight))
 
@@ -62,7 +62,7 @@ def test_torch_runs_what_it_has_kernels_for(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_it_takes_beside_inputs_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(20, 33), (1, 8)]
     assert many_rows.scratch_bytes(5, shapes, torch.float32) == 0
-    monkeypatch.setattr(many_rows, "multiplies", lambda dtype: False)
+    monkeypatch.setattr(many_rows, "has_native_product", lambda dtype: False)
     monkeypatch.setattr(many_rows, "ROWS", 7)
     monkeypatch.setattr(many_rows, "WEIGHTS", 100)
     # Three outputs of 33 columns at a time, and five rows of inputs and of results.

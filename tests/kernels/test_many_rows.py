@@ -18,12 +18,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speq.devices.device import Processor
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from speq.engine.offload import host_side
 from speq.experts.codec import ExpertShape, Matrices, codec_of
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.slots import SlotExperts
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.kernels import library, ops, reference, reference_compact
 from speq.kernels.grouping import MAX_BLOCKS, Grouping, most_fused_rows
 from speq.layers.exact_experts import ExactExperts
@@ -102,7 +102,7 @@ def int4_experts(permuted: bool) -> tuple[Int4Layout, list[Int4Expert]]:
 def experts_in_slots(form: str, device: torch.device) -> SlotExperts:
     codec = codec_of(form.partition(" ")[0], SHAPE)
     layout, codes = int4_experts("permuted" in form)
-    slots = aligned_bytes(E, codec.slot_bytes)
+    slots = allocate_aligned(E, codec.slot_bytes)
     slots.fill_(0xA5)
     arena = Int4Arena(layout, LAYERS, E, device) if codec.needs_draft else None
     for expert, words in enumerate(matrices()):
@@ -200,7 +200,7 @@ def test_raw_words_are_converted_to_the_dtype_of_rows(
 ) -> None:
     routed = Routed.of(70, 2, dtype)
     codec = codec_of("raw", ExpertShape(H, F, words))
-    slots = aligned_bytes(E, codec.slot_bytes)
+    slots = allocate_aligned(E, codec.slot_bytes)
     for expert, (gate_up, down) in enumerate(matrices()):
         codec.encode((gate_up.to(words), down.to(words)), None, slots[slot_of(expert)])
     found = routed.run(codec.experts(slots.to(device), None), device, [list(range(E))])
@@ -342,7 +342,7 @@ def test_a_bank_over_waves(device: torch.device, no_reference: None, rows: int) 
         told.append(layer)
         return route
 
-    on = Processor() if device.type == "cpu" else device_named(device.type)
+    on = Processor() if device.type == "cpu" else find_device(device.type)
     table, routes = host_side(on, E)
     bank = ExactExperts(
         Waves(),

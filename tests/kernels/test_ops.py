@@ -17,7 +17,7 @@ from speq.experts.int4 import Int4Arena, Int4Layout, group_size_of
 from speq.kernels import compact_ops, dense_ops, library, ops, reference
 from speq.kernels.checks import EXACT_DTYPES, FLOAT_DTYPES
 from speq.kernels.library import Backend
-from speq.kernels.ops import Int4Bank
+from speq.kernels.ops import Int4Slots
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
 from tests.helpers.backends import need_backend
 from tests.reference import int4
@@ -163,8 +163,8 @@ BANK = {
 }
 
 
-def bank_of(parts: dict[str, Tensor]) -> Int4Bank:
-    return Int4Bank(
+def bank_of(parts: dict[str, Tensor]) -> Int4Slots:
+    return Int4Slots(
         (parts["gate_up_qweight"], parts["gate_up_scales"]),
         (parts["down_qweight"], parts["down_scales"]),
         parts["input_perm"],

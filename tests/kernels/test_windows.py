@@ -17,7 +17,7 @@ from speq.kernels.windows import (
     zero_classes,
     zero_high_bytes,
 )
-from speq.quantizing.expert import Between, FloatExpert, QuantisedExpert
+from speq.quantizing.expert import ExpertConstants, FloatExpert, QuantisedExpert
 from speq.quantizing.gptq import QuantisedMatrix, nearest_decodable
 from speq.quantizing.residual import residual_of
 from tests.reference.windows import codes_left, high_bytes_of_zero, told, window_of
@@ -173,7 +173,7 @@ def test_bytes_of_a_record() -> None:
         values = [[float(matrix[n, k]) for k in columns] for n in rows]
         for name, count in record_of(values, pairs).items():
             total[name] += count
-    exact = FloatExpert(matrices[0], matrices[1], Between("silu"))
+    exact = FloatExpert(matrices[0], matrices[1], ExpertConstants("silu"))
     found = residual_of(exact, QuantisedExpert(gate_up, down, "gptq", 0.0))
     assert found.weights == 3 * hidden * width
     assert (found.zeros, found.zero_escapes, found.exceptions) == (

@@ -14,7 +14,7 @@ from speq.config import SamplingParams
 from speq.engine.accept import accept, walk
 from speq.engine.draft import Draft, Outcome
 from speq.engine.request import Request
-from speq.engine.sampling import chosen
+from speq.engine.sampling import choose
 from tests.reference.noise import noise
 
 V = 12
@@ -126,7 +126,7 @@ def drawn_chain(table: Tensor, length: int) -> Proposer:
     def propose(text: Request) -> Draft:
         tokens = [text.pending_id]
         for _ in range(length):
-            tokens.append(chosen(table[tokens[-1]].log(), text, tokens[1:]))
+            tokens.append(choose(table[tokens[-1]].log(), text, tokens[1:]))
         return Draft(tokens[1:], list(range(length)))
 
     return propose
@@ -251,8 +251,8 @@ def test_chi_square_catches_noise_that_repeats() -> None:
     counts = np.zeros((V, V), dtype=int)
     for seed in range(DRAWS):
         text = Request([START], SamplingParams(temperature=1.0, seed=seed))
-        first = chosen(TARGET[START].log(), text, [])
-        counts[first, chosen(TARGET[first].log(), text, [])] += 1
+        first = choose(TARGET[START].log(), text, [])
+        counts[first, choose(TARGET[first].log(), text, [])] += 1
     assert p_value(counts.sum(1), FIRST) > RIGHT
     assert p_value(counts, JOINT) < WRONG
 
@@ -306,7 +306,7 @@ def test_shared_noise_lets_most_of_what_is_alike_stand() -> None:
         for seed in range(DRAWS):
             text = Request([START], SamplingParams(temperature=1.0, seed=seed))
             row = seed % V
-            ours, theirs = (chosen(t[row].log(), text, [row]) for t in (TARGET, other))
+            ours, theirs = (choose(t[row].log(), text, [row]) for t in (TARGET, other))
             stands += ours == theirs
             differing = (TARGET[row] - other[row]).abs().sum().item() / 2
             at_least += (1 - differing) / (1 + differing)

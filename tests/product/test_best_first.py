@@ -5,7 +5,7 @@ import random
 import pytest
 
 from speq.engine.draft import Draft, Outcome
-from speq.engine.drafters.best_first import LEAST_REACH, BestFirst
+from speq.engine.drafters.best_first import LEAST_ACCEPT_PROB, BestFirst
 from speq.engine.drafters.next_token import Alternative, Chosen
 
 # What stands how often, by its lead.
@@ -49,7 +49,7 @@ def test_what_is_hardly_ever_reached_is_left_out() -> None:
     growing.found(0, Chosen(7, 3.0, (Alternative(8, 1.0), Alternative(9, 3.0))))
     draft = growing.finished(63)
     assert draft.token_ids == [7, 8]
-    assert STANDS[-3.0] < LEAST_REACH
+    assert STANDS[-3.0] < LEAST_ACCEPT_PROB
 
 
 def test_one_choice_alone_makes_a_chain() -> None:
@@ -93,7 +93,9 @@ def test_leaves_are_the_likeliest_of_all_candidates() -> None:
         run = len(growing.draft.token_ids)
         draft = growing.finished(run + 4)
         left = [chance for path, chance in accept_prob.items() if path not in above]
-        wanted = sorted((chance for chance in left if chance >= LEAST_REACH), reverse=True)[:4]
+        wanted = sorted((chance for chance in left if chance >= LEAST_ACCEPT_PROB), reverse=True)[
+            :4
+        ]
         found = draft.accept_prob(lambda logit_margin: STANDS[logit_margin])[run + 1 :]
         assert found == pytest.approx(wanted)
         for at, parent in enumerate(draft.parents, start=1):

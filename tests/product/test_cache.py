@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from speq.cli import app
 from speq.errors import SpeqError
 from speq.files import kept
-from speq.files.alone import alone_in
+from speq.files.alone import lock_folder
 from speq.files.checkpoint import Checkpoint
 from tests.helpers.damage import flip
 
@@ -92,7 +92,7 @@ def test_what_is_kept_is_removed_by_model_or_all(home: Path, tmp_path: Path) -> 
     assert "1 removed" in told("clear", "--of", "some/model")
     assert not hub.exists() and other.exists()
     with (
-        alone_in(other, "a run writes it"),
+        lock_folder(other, "a run writes it"),
         pytest.raises(SpeqError, match=r"a run writes to .*three; end it"),
     ):
         told("clear", "--all")

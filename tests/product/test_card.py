@@ -12,7 +12,7 @@ import pytest
 
 from speq import Generator
 from speq.devices import card
-from speq.devices.card import CardReading, NvmlCard, card_of, summary, watching
+from speq.devices.card import CardReading, NvmlCard, card_of, summary, watch_card
 from tests.helpers.host_device import HostDevice, host_device
 
 # `speq.cli` names the command so.
@@ -102,7 +102,7 @@ def test_readings_grow_while_a_run_goes_on(
 ) -> None:
     monkeypatch.setattr(card, "PERIOD_S", 0.0)
     told = Counted(3)
-    with caplog.at_level(logging.INFO, "speq"), watching(told) as readings:
+    with caplog.at_level(logging.INFO, "speq"), watch_card(told) as readings:
         assert told.broke.wait(60)
     assert readings == [READING] * 3
     assert caplog.messages == ["figures of PCIe and clocks end here: NVML says GPU is lost"]

@@ -22,13 +22,13 @@ from speq.experts.codec import ExpertShape, codec_of
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Layout
 from speq.experts.pack import Packing, pack
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.objectives import Objectives
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.governor.survey import Survey
-from speq.heads.head_file import head_beside
+from speq.heads.head_file import head_path
 from speq.measure import codec_speed
 from speq.models.opened import open_model
 from speq.planning import profiles
@@ -328,11 +328,11 @@ def test_a_damaged_head_that_nobody_asked_for_is_left_aside(
     headed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: WINS)
-    path = head_beside(headed)
+    path = head_path(headed)
     path.write_bytes(path.read_bytes()[:-4])
     with running(headed, profile="none", codec="raw") as generator:
         assert generator.runtime.residency_plan.drafter == "int4"
-    assert "the head beside the model is left aside" in caplog.text and "truncated" in caplog.text
+    assert "the head beside the model is not used" in caplog.text and "truncated" in caplog.text
 
 
 # What is left open.
@@ -828,7 +828,7 @@ def test_timed_experts_are_records_of_the_codec(model: Path) -> None:
                 lossless.decode(record), store.codec.decode(words), strict=True
             ):
                 assert torch.equal(ours, theirs)
-        slots = aligned_bytes(3, lossless.slot_bytes)
+        slots = allocate_aligned(3, lossless.slot_bytes)
         device: Any = Scripted()
         copied_s(device, slots, records)
         for slot, record in zip(slots, records, strict=True):

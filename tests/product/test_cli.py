@@ -599,7 +599,7 @@ def test_check_fails_where_the_two_disagree(
         assert checkpoint.path == tiny("qwen2_moe")
         return AutoModelForCausalLM.from_pretrained(other, **options)
 
-    monkeypatch.setattr(bench_check, "from_checkpoint", elsewhere)
+    monkeypatch.setattr(bench_check, "load_dequantized", elsewhere)
     ended = command(*check_arguments(tiny("qwen2_moe")))
     assert ended.code == 1
     assert "FAILED: the exact path and transformers choose the same token at " in ended.out
@@ -630,7 +630,7 @@ def test_check_finds_a_lost_expert_in_sixteen_bits(
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     monkeypatch.setattr(
         bench_check,
-        "from_checkpoint",
+        "load_dequantized",
         lambda checkpoint, wanted, **options: AutoModelForCausalLM.from_pretrained(
             sound, **options
         ),

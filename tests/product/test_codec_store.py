@@ -28,7 +28,7 @@ from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, exper
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.packed_store import PackedExpertStore
-from speq.files.checksums import sealed
+from speq.files.checksums import seal
 from speq.models import moe_model
 from speq.models.opened import Opened, open_model
 from tests.helpers.gptq_files import Packing, Written, write_gptq
@@ -148,7 +148,7 @@ def test_residual_records_are_the_published_words_over_their_draft(
             exact = ordered(exact, written, (layout.layers[layer], expert))
         assert same_bits(decoded(store, at, packed.expert(at)), exact)
     assert packed.layout.permuted == (written is not None and packing.desc_act)
-    with pytest.raises(SpeqError, match="packed as residuals, which only their draft turns into"):
+    with pytest.raises(SpeqError, match="packed as residuals, which only decode with their draft"):
         decoded(store, 0)
     packed.close()
     opened.close()
@@ -282,7 +282,7 @@ def test_a_flipped_bit_is_found_at_the_read(source: Path, tmp_path: Path) -> Non
     for record in manifest["records"]:  # as if it had been packed so
         record[2] = zlib.crc32(data[record[0] : record[0] + record[1]])
     del manifest["crc32"]
-    (packed / "experts.json").write_text(json.dumps(sealed(manifest)))
+    (packed / "experts.json").write_text(json.dumps(seal(manifest)))
     tokens_of(packed)  # wrong words, and nothing worse
 
 

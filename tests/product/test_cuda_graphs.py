@@ -47,7 +47,7 @@ def test_pieces_end_and_begin_at_cuts() -> None:
         cut(lambda: LOG.append("experts"))
         LOG.append("head")
 
-    graph = cuda.recorded(run, None)
+    graph = cuda.record_graph(run, None)
     begin = ("begin", "a pool")
     assert [begin, "attention", "end", begin, "head", "end"] == LOG
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_pieces_end_and_begin_at_cuts() -> None:
         graph.replay()
         assert LOG == ["replay", "experts", "replay"]
     LOG.clear()
-    beside = cuda.recorded(lambda cut: None, cuda.pool_of(graph))
+    beside = cuda.record_graph(lambda cut: None, cuda.pool_of(graph))
     assert [begin, "end"] == LOG
     assert beside.pool == "a pool"
 
@@ -71,5 +71,5 @@ def test_a_recording_that_fails_is_ended(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="operation not permitted"):
-        cuda.recorded(run, None)
+        cuda.record_graph(run, None)
     assert LOG == [("begin", "a pool"), "end"]

@@ -19,11 +19,11 @@ from torch import Tensor
 from speq.config import RunConfig
 from speq.errors import EngineLost, SpeqError
 from speq.load import load
-from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, versions
+from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, current_versions
 from speq.pipeline.first_stage import RingStages
 from speq.pipeline.later_stage import Stage, with_run_settings
 from speq.pipeline.settings import with_stages
-from speq.pipeline.wire import Message, MessageKind, sizes_of, unpacked
+from speq.pipeline.wire import MessageKind, StageMessage, sizes_of, unpack
 from speq.runtime import Runtime
 from tests.helpers.stages import MOST_BYTES, PATIENCE_S, closing_opened
 
@@ -44,8 +44,8 @@ class SocketRing:
     connection: socket.socket
     count: int = 2
 
-    def send(self, message: Message, wait_s: float | None = None) -> None:
-        self.write(*message.packed())
+    def send(self, message: StageMessage, wait_s: float | None = None) -> None:
+        self.write(*message.pack())
 
     def write(self, head: Tensor, payload: Tensor) -> None:
         try:
@@ -53,12 +53,12 @@ class SocketRing:
         except OSError as error:
             raise SpeqError("the other stage is gone") from error
 
-    def receive(self, wait_s: float) -> Message:
+    def receive(self, wait_s: float) -> StageMessage:
         self.connection.settimeout(PATIENCE_S)
         head = torch.frombuffer(bytearray(self._bytes(32)), dtype=torch.int64)
         kind, text_bytes, row_bytes = sizes_of(head, MOST_BYTES)
         payload = bytearray(self._bytes(text_bytes + row_bytes))
-        return unpacked(kind, text_bytes, torch.frombuffer(payload, dtype=torch.uint8))
+        return unpack(kind, text_bytes, torch.frombuffer(payload, dtype=torch.uint8))
 
     def _bytes(self, count: int) -> bytes:
         found = b""
@@ -80,7 +80,7 @@ class Peer:
     ring: SocketRing
     failures: list[BaseException] = field(default_factory=list)
 
-    def asked(self, message: Message) -> Message:
+    def asked(self, message: StageMessage) -> StageMessage:
         self.ring.send(message)
         return self.ring.receive(PATIENCE_S)
 
@@ -123,16 +123,16 @@ def rows_of(count: int, seed: int) -> Tensor:
     return made.view(-1).view(torch.uint8)
 
 
-def passing(texts: Any, changes: Any, reading: bool = False) -> Message:
+def passing(texts: Any, changes: Any, reading: bool = False) -> StageMessage:
     count = sum(text[1] for text in texts)
     content = {"texts": texts, "reading": reading, "changes": changes}
-    return Message(MessageKind.PASS, content, rows_of(count, count))
+    return StageMessage(MessageKind.PASS, content, rows_of(count, count))
 
 
 # Prompts of two texts, of which one is run at once; a tree of which a branch is kept, and what
 # follows it; and the text anew.
 SOUND = (
-    Message(MessageKind.RESERVE, {"context": CONTEXT, "chunk": CHUNK}),
+    StageMessage(MessageKind.RESERVE, {"context": CONTEXT, "chunk": CHUNK}),
     passing([[0, 70, None]], [], True),
     passing([[1, 5, None]], [[0, "length", 70], [0, "settle", None]], True),
     passing([[0, 4, [-1, 0, 0, 2]], [1, 2, None]], [[1, "length", 5], [1, "settle", None]]),
@@ -141,11 +141,11 @@ SOUND = (
 )
 
 
-def answers(peer: Peer) -> list[Message]:
+def answers(peer: Peer) -> list[StageMessage]:
     return [peer.asked(message) for message in SOUND]
 
 
-def damaged(message: Message, rng: random.Random) -> Message:
+def damaged(message: StageMessage, rng: random.Random) -> StageMessage:
     content, rows, kind = copy.deepcopy(message.content), message.rows, message.kind
     how = rng.random()
     if how < 0.1:
@@ -169,7 +169,7 @@ def damaged(message: Message, rng: random.Random) -> Message:
                 continue
             place[key] = copy.deepcopy(rng.choice(ODD))
             break
-    return Message(kind, content, rows)
+    return StageMessage(kind, content, rows)
 
 
 FAMILIES = ["qwen2_moe", "lfm2_moe", pytest.param("qwen3_next", marks=pytest.mark.wide)]
@@ -200,7 +200,7 @@ def test_a_stage_goes_on_after_damaged_messages(family: str, tiny: Callable[[str
             one.content == other.content and torch.equal(one.rows, other.rows)
             for one, other in zip(wanted, found, strict=True)
         )
-        peer.ring.send(Message(MessageKind.CLOSE))
+        peer.ring.send(StageMessage(MessageKind.CLOSE))
     assert not peer.failures
 
 
@@ -208,7 +208,7 @@ def test_bytes_that_are_no_message_end_a_stage_in_a_sentence(tiny: Callable[[str
     rng = random.Random(6)
     with runtime_of(tiny("qwen2_moe")) as runtime:
         for _ in range(60):
-            head, payload = SOUND[rng.randrange(len(SOUND))].packed()
+            head, payload = SOUND[rng.randrange(len(SOUND))].pack()
             which = rng.randrange(4)
             if which == 0:
                 head[rng.randrange(4)] = rng.choice([-1, 0, 9, 1 << 40, -(1 << 62)])
@@ -230,14 +230,14 @@ def test_bytes_that_are_no_message_end_a_stage_in_a_sentence(tiny: Callable[[str
 @pytest.mark.parametrize(
     "answer",
     [
-        Message(MessageKind.RESERVE, {}),
-        Message(MessageKind.RESERVE, {"context": 8, "chunk": "x"}),
-        Message(MessageKind.RESERVE, {"context": 8, "chunk": 0}),
-        Message(MessageKind.CHECK),
-        Message(MessageKind.FAILED, {"sentence": ["x"], "ended": 1}),
+        StageMessage(MessageKind.RESERVE, {}),
+        StageMessage(MessageKind.RESERVE, {"context": 8, "chunk": "x"}),
+        StageMessage(MessageKind.RESERVE, {"context": 8, "chunk": 0}),
+        StageMessage(MessageKind.CHECK),
+        StageMessage(MessageKind.FAILED, {"sentence": ["x"], "ended": 1}),
     ],
 )
-def test_the_first_stage_takes_no_odd_answer(answer: Message) -> None:
+def test_the_first_stage_takes_no_odd_answer(answer: StageMessage) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         SocketRing(2, theirs).send(answer)
@@ -262,7 +262,9 @@ def test_shared_options_are_options() -> None:
         try:
             found = RunSettings.of_json(json.dumps(SHARED | {name: value}).encode())
         except SpeqError as error:
-            assert "the first stage says nothing that this version understands" in str(error)
+            assert "the first stage sent settings that this version does not understand" in str(
+                error
+            )
             continue
         assert getattr(found, name) == value
         taken.append((name, value))
@@ -277,12 +279,12 @@ def test_shared_options_are_options() -> None:
     "text", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 99_999, b'{"dtype": "float32"}']
 )
 def test_what_is_agreed_on_is_json(text: bytes) -> None:
-    with pytest.raises(SpeqError, match="says nothing that this version understands"):
+    with pytest.raises(SpeqError, match="that this version does not understand"):
         RunSettings.of_json(text)
-    with pytest.raises(SpeqError, match="says nothing that this version understands"):
+    with pytest.raises(SpeqError, match="that this version does not understand"):
         ModelFingerprint.of_json(text, "stage 2 of 2")
-    odd = {"model": "a", "versions": versions(), "counts": {"a": 1}}
-    with pytest.raises(SpeqError, match="says nothing that this version understands"):
+    odd = {"model": "a", "versions": current_versions(), "counts": {"a": 1}}
+    with pytest.raises(SpeqError, match="that this version does not understand"):
         ModelFingerprint.of_json(json.dumps(odd).encode(), "stage 2 of 2")
 
 

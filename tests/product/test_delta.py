@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import Broken
-from speq.kernels.delta_rule import DeltaSizes, delta_steps, mixed_inputs
+from speq.kernels.delta_rule import DeltaSizes, delta_steps, mix_inputs
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.conv_inputs import PENDING
 from speq.models.delta_cache import DeltaLayer, DeltaRows
@@ -35,7 +35,7 @@ class Parts:
         self.prompts += 1
         state, out = state.clone(), []
         for window, decay, beta in zip(windows, rows.decays, rows.betas, strict=True):
-            mixed = mixed_inputs(window[None], self.weight)
+            mixed = mix_inputs(window[None], self.weight)
             out.append(delta_steps(state, mixed, decay[None], beta[None]))
         return torch.cat(out), state
 
@@ -216,7 +216,7 @@ def test_more_tokens_than_may_be_given_up_are_not_taken() -> None:
     layer, length = new_layer()
     layer.run(rows_of(MAX_LINEAR_ROWS, 1), PARTS)
     length.count = MAX_LINEAR_ROWS
-    with pytest.raises(Broken, match="97 tokens of a text may be given up"):
+    with pytest.raises(Broken, match="97 tokens of a sequence may be rolled back"):
         layer.run(rows_of(PENDING - MAX_LINEAR_ROWS + 1, 2), PARTS)
 
 

@@ -22,7 +22,7 @@ from speq.layers.offloaded_experts import ActiveBackend
 from speq.load import load
 from speq.measure.plan import plan
 from speq.models import moe_model
-from speq.models.dense import encode_dense, held_bytes, held_matrices, hold_dense
+from speq.models.dense import encode_dense, hold_dense, matrices_in, matrix_bytes
 from speq.models.dense_form import DenseForm
 from speq.models.opened import Opened, open_model
 from speq.planning.candidates import candidates_of
@@ -63,7 +63,7 @@ def test_modules_of_torch_are_replaced_and_those_derived_from_them_are_not() -> 
     kinds = [type(layer).__name__ for layer in model]
     assert kinds == ["DenseEmbedding", "DenseLinear", "Special", "DenseLinear"]
     assert model[0].table is model[3].exact
-    assert held_bytes(model) + sum(tensor.nbytes for tensor in model.parameters()) == nbytes
+    assert matrix_bytes(model) + sum(tensor.nbytes for tensor in model.parameters()) == nbytes
 
 
 def test_a_draft_has_matrices_of_its_own() -> None:
@@ -118,7 +118,7 @@ def test_every_matrix_of_a_family_is_held_as_what_takes_less(
     opened = open_model(tiny_bfloat16(family))
     stored = stored_tensors(tiny_bfloat16(family))
     model = loaded_lossless(opened)
-    shapes = [(matrix.outputs, matrix.columns) for matrix in held_matrices(model._hf_model)]
+    shapes = [(matrix.outputs, matrix.columns) for matrix in matrices_in(model._hf_model)]
     assert tuple(shapes) == opened.shape.dense
     attention = {"lfm2_moe": "2.self_attn.out_proj"}.get(family, "0.self_attn.o_proj")
     assert {"lm_head", f"model.layers.{attention}"} <= set(model.dense)

@@ -17,7 +17,7 @@ from speq import Generator
 from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.engine.sampler import DeviceSampler
-from speq.engine.sampling import chosen, noise, shaped
+from speq.engine.sampling import choose, noise, shape_probs
 from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.tiny_models import load_plain, write_model
 from tests.reference import noise as reference
@@ -101,7 +101,7 @@ def test_tokens_follow_the_exact_distribution(
     logits = logits_like_a_models(vocab_size)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     drawn = [
-        [chosen(logits, text(at, seed=seed, **given), []) for at in range(200)]
+        [choose(logits, text(at, seed=seed, **given), []) for at in range(200)]
         for seed in range(SEEDS)
     ]
     least, uniform = judge(drawn, exact(logits.numpy(), temperature, top_k, top_p))
@@ -118,8 +118,8 @@ def test_a_device_draws_from_a_large_vocabulary_as_the_processor_does(
         sampler, there = DeviceSampler(device), logits[None].to(device.torch)
         for at in range(5):
             request = text(at, seed=at, **given)
-            token = int(sampler.chosen(there, request, [[]]))
-            assert token == chosen(logits, request, [])
+            token = int(sampler.choose(there, request, [[]]))
+            assert token == choose(logits, request, [])
 
 
 def tailed(tail: int, mass: float) -> Tensor:
@@ -131,7 +131,7 @@ def tailed(tail: int, mass: float) -> Tensor:
 def test_a_tail_that_weighs_nothing_is_never_drawn() -> None:
     """A draw that is 0, or one of few small values, would bring it in."""
     logits = tailed(2**18, 1e-7)
-    drawn = [chosen(logits, text(at, temperature=1.0, seed=9), []) for at in range(2000)]
+    drawn = [choose(logits, text(at, temperature=1.0, seed=9), []) for at in range(2000)]
     assert max(drawn) < 8
     assert p_value(drawn, exact(logits.numpy(), 1.0, 0, 1.0)) >= LEAST
 
@@ -143,12 +143,12 @@ def test_a_device_never_draws_such_a_tail() -> None:
         sampler, there = DeviceSampler(device), logits[None].to(device.torch)
         for at in range(2000):
             request = text(at, temperature=1.0, seed=9)
-            assert int(sampler.chosen(there, request, [[]])) < 8
+            assert int(sampler.choose(there, request, [[]])) < 8
 
 
 def test_a_light_tail_is_drawn_as_often_as_it_weighs() -> None:
     logits = tailed(2**16, 0.01)
-    drawn = [chosen(logits, text(at, temperature=1.0, seed=9), []) for at in range(3000)]
+    drawn = [choose(logits, text(at, temperature=1.0, seed=9), []) for at in range(3000)]
     in_tail = sum(token >= 8 for token in drawn)
     assert stats.binomtest(in_tail, 3000, 0.01).pvalue >= 1e-3
 
@@ -181,9 +181,11 @@ def test_small_draws_are_exponential_too() -> None:
 def test_the_nucleus_of_a_large_vocabulary(top_p: float, spread: float) -> None:
     """Flat or steep, the same tokens stay on the processor and on a device."""
     scores = spread * torch.randn(2, 50_021, generator=torch.Generator().manual_seed(2))
-    ours = shaped(scores, SamplingParams(temperature=1.0, top_p=top_p))
+    ours = shape_probs(scores, SamplingParams(temperature=1.0, top_p=top_p))
     with host_device() as device:
-        there = shaped(scores.to(device.torch), SamplingParams(temperature=1.0, top_p=top_p)).cpu()
+        there = shape_probs(
+            scores.to(device.torch), SamplingParams(temperature=1.0, top_p=top_p)
+        ).cpu()
     assert torch.equal(ours > 0, there > 0)
     for row, probs in zip(scores.numpy(), ours.numpy(), strict=True):
         if not spread:  # all are alike, so all stay

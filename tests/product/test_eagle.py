@@ -85,7 +85,7 @@ def sizes(**others: int) -> ModelShape:
 
 
 def read(path: Path) -> EagleHead:
-    return read_eagle(path, sizes()).held(torch.float32, torch.device("cpu"))
+    return read_eagle(path, sizes()).load(torch.float32, torch.device("cpu"))
 
 
 class Whole:
@@ -219,7 +219,7 @@ def test_layers_that_features_go_into(
         ({"num_key_value_heads": 3}, "4 heads of 4 over 3 of keys"),
         ({"draft_vocab_size": 99}, "draft_vocab_size 99 and vocab_size 40"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps 'x'"),
-        ({"rope_scaling": {"rope_type": "what"}}, "positions that speq has not"),
+        ({"rope_scaling": {"rope_type": "what"}}, "rotary embeddings that speq lacks"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             "rotary embeddings of type dynamic",

@@ -22,7 +22,7 @@ from speq.bench.synthetic import KnownText, SetAcceptance
 from speq.config import SamplingParams
 from speq.engine.offload import fetch_from
 from speq.experts.expert_store import ExpertStore
-from speq.heads.head_file import head_beside
+from speq.heads.head_file import head_path
 from speq.layers.dense_matrix import LosslessMatrix
 from speq.measure.report import read_prompts
 from speq.registries import CACHE_POLICIES, PREFETCHERS
@@ -209,7 +209,7 @@ def test_names_of_experts_leave_tokens_as_they_are(
     monkeypatch.setattr(ThreePhase, "_expect", heard)
     expected = greedy_tokens(load_plain(folders.float32("qwen2_moe")), PROMPTS[0], 40)
     model, draft = folders.of("qwen2_moe", cell)
-    beside = head_beside(model)
+    beside = head_path(model)
     other, named = beside.read_bytes(), tmp_path / "head.safetensors"
     named.write_bytes(write_random_head(model, names=True).read_bytes())
     beside.write_bytes(other)

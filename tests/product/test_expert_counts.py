@@ -56,11 +56,11 @@ def test_another_models_sizes_are_refused(sizes: tuple[int, int, int]) -> None:
         ({"tokens": 0}, "tokens is 0; it must be from 1"),
         ({"tokens": 3.0}, "tokens is 3.0; it must be a whole number"),
         ({"top_k": True}, "top_k is True; it must be a whole number"),
-        ({"counts": {}}, "counts are no list of layers"),
-        ({"counts": []}, "counts are no list of layers"),
-        ({"counts": [[3, 3], 1]}, "counts are no list of layers"),
+        ({"counts": {}}, "counts must be a list of layers"),
+        ({"counts": []}, "counts must be a list of layers"),
+        ({"counts": [[3, 3], 1]}, "counts must be a list of layers"),
         ({"counts": [[3, 3], [2, 2, 2]]}, "counts have layers of 2, 3 experts; all must have"),
-        ({"counts": [[6]]}, "counts have layers of 1 experts; all must have .* and 2 at least"),
+        ({"counts": [[6]]}, "counts have layers of 1 experts; all must have .* at least 2"),
         ({"counts": [[3, 3], [3, "3"]]}, r"counts\[1\]\[1\] is '3'; it must be a whole number"),
         ({"counts": [[3, -1, 4]]}, r"counts\[0\]\[1\] is -1; it must be from 0 to 3"),
         ({"counts": [[3, 2]]}, r"counts\[0\] add up to 5; 3 tokens with 2 experts each make 6"),
@@ -78,7 +78,7 @@ def test_other_files_are_refused(change: dict[str, Any], sentence: str, tmp_path
 def test_a_field_that_is_missing_is_named_by_those_there_are(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
     path.write_text('{"format": "speq-expert-counts-1", "model": "m"}')
-    with pytest.raises(SpeqError, match=r"has the fields \['model'\] beside its format"):
+    with pytest.raises(SpeqError, match=r"has the fields \['model'\] besides its format"):
         ExpertCounts.read(path)
     with pytest.raises(SpeqError, match=r"none.json .*; give a file that `speq bench coverage"):
         ExpertCounts.read(tmp_path / "none.json")

@@ -36,7 +36,7 @@ OLD_DRIVER = (
     ("error", "sentence"),
     [
         (OUT_OF_MEMORY, r"^the GPU has no memory left \(CUDA out of memory\); give a smaller mem"),
-        (LOST, r"^the GPU failed \(CUDA error: unspecified launch failure\); what it was doing is"),
+        (LOST, r"^the GPU failed \(CUDA error: unspecified launch failure\); its work is lost"),
         (RuntimeError("CUDA error: device lost"), r"^the GPU failed \(CUDA error: device lost\);"),
         (RuntimeError("CUDA driver error: 4"), r"^the GPU failed \(CUDA driver error: 4\);"),
         (
@@ -138,8 +138,8 @@ def test_an_old_driver_is_named(
         "12040); use --device cpu, or install a newer driver, or a torch that is built for this one"
     )
     with pytest.raises(SpeqError, match=f"{re.escape(wanted)}$"):
-        named.device_named("cuda")
-    assert named.device_named("auto").torch.type == "cpu"
+        named.find_device("cuda")
+    assert named.find_device("auto").torch.type == "cpu"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "there is a GPU, and the run is on the cpu: The NVIDIA driver on your" in record.message
@@ -157,11 +157,11 @@ def test_no_gpu_is_no_news_unless_one_is_asked_for(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch_that_says(monkeypatch, error)
-    assert named.device_named("auto").torch.type == "cpu"
+    assert named.find_device("auto").torch.type == "cpu"
     assert caplog.records == []
     reason = re.escape(str(error).partition(". ")[0])
     with pytest.raises(SpeqError, match=f"no CUDA device: {reason}; use .* a CUDA build of torch$"):
-        named.device_named("cuda")
+        named.find_device("cuda")
 
 
 # What is locked by way of CUDA.

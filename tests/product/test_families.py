@@ -188,7 +188,7 @@ class Foreseen:
 
     def __call__(self, layer: int, hidden_states: torch.Tensor, route: Route) -> torch.Tensor:
         self.inputs.append(hidden_states)
-        self.said.append(None if route.following is None else route.following([0, 2]))
+        self.said.append(None if route.next_router is None else route.next_router([0, 2]))
         return torch.zeros_like(hidden_states)
 
 

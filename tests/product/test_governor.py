@@ -34,19 +34,19 @@ class Machine:
         self._rng = random.Random(5)
         self._now_s = 0.0
 
-    def cycle_s(self, draft_length: int) -> float:
+    def step_s(self, draft_length: int) -> float:
         return self.plain_s + draft_length * (self.draft_s + self.row_s)
 
     def token_s(self, draft_length: int) -> float:
         tokens = sum(self.share**i for i in range(draft_length + 1))
-        return self.cycle_s(draft_length) / tokens
+        return self.step_s(draft_length) / tokens
 
     def step(self, decision: Decision) -> StepStats:
         k = decision.draft_length
         accepted = 0
         while accepted < k and self._rng.random() < self.share:
             accepted += 1
-        start_s, self._now_s = self._now_s, self._now_s + self.cycle_s(k)
+        start_s, self._now_s = self._now_s, self._now_s + self.step_s(k)
         return StepStats(
             "decode",
             draft_length=k,
@@ -214,7 +214,7 @@ def test_the_model_finds_the_terms_of_a_cycle() -> None:
     assert model.compute.slope == pytest.approx(0.01, rel=0.03)
     assert model.link.value == pytest.approx(0.05)
     for k in (0, 4):
-        (found,) = model.cycles([k], [1.0])
+        (found,) = model.estimates([k], [1.0])
         experts = 32 * (k + 1) ** 0.6
         assert found.draft_s == pytest.approx(0.3 * k)
         assert found.verify_s == pytest.approx(0.4 + 0.01 * experts, rel=0.06)
@@ -233,14 +233,14 @@ def test_corrections_are_those_of_gaussian_regression() -> None:
     mean_s, spread = dict.fromkeys(weight, 0.0), dict.fromkeys(weight, m.NOISE)
     for _ in range(60):
         k = rng.choice((0, 2, 2, 8))
-        cycle_s = (1 + 0.4 * k) * rng.lognormvariate(0.2, 0.1)
-        measured.observe(k, cycle_s, 1)
+        step_s = (1 + 0.4 * k) * rng.lognormvariate(0.2, 0.1)
+        measured.observe(k, step_s, 1)
         weight = {length: (1 - m.FADING) * count for length, count in weight.items()}
         if weight[k] >= 1:
-            share = 1 / min(weight[k] + m.NOISE_CYCLES, m.HORIZON)
-            spread[k] += share * ((cycle_s / mean_s[k] - 1) ** 2 - spread[k])
+            share = 1 / min(weight[k] + m.NOISE_STEPS, m.HORIZON)
+            spread[k] += share * ((step_s / mean_s[k] - 1) ** 2 - spread[k])
         weight[k] += 1
-        mean_s[k] += (cycle_s - mean_s[k]) / weight[k]
+        mean_s[k] += (step_s - mean_s[k]) / weight[k]
     modelled = [1.0, 1.3, 1.7, 2.5, 4.1]
     x = numpy.log1p(numpy.array(measured.lengths))
     prior = m.LEVEL + m.WANDER * numpy.minimum.outer(x, x)
@@ -416,18 +416,18 @@ def test_a_batch_of_another_size_begins_with_what_is_known(times: float) -> None
     pays, loses = AdaptiveDraftLength(), AdaptiveDraftLength()
     run(pays, Machine(0.1, 0.05, 0.9), 300)
     run(loses, Machine(0.9, 0.6, 0.3), 300)
-    assert pays.beside(4, times).decide().draft_length > 0
-    assert loses.beside(4, times).decide().draft_length == 0
-    assert pays.beside(4, times).decide().ground == "best"
+    assert pays.for_batch(4, times).decide().draft_length > 0
+    assert loses.for_batch(4, times).decide().draft_length == 0
+    assert pays.for_batch(4, times).decide().ground == "best"
 
-    known, made = pays.model, pays.model.beside(times)
+    known, made = pays.model, pays.model.for_batch(times)
     assert made.single == known.distinct(times)
     for rows in (1.0, 3.0, 5.0):
         experts = known.distinct(times * rows)
         assert made.distinct(rows) == pytest.approx(experts)
         assert made.verify_s(experts) == pytest.approx(known.verify_s(experts), rel=0.05)
     assert made.link.value == known.link.value
-    assert AdaptiveDraftLength().beside(4, times).decide().ground == "probe"
+    assert AdaptiveDraftLength().for_batch(4, times).decide().ground == "probe"
 
 
 def test_the_nearest_size_of_batches_is_gone_by() -> None:
@@ -450,7 +450,7 @@ def test_a_draft_stops_where_new_experts_cost_more_than_it_brings() -> None:
         k = governor.decide().draft_length
         experts, moved = 16 + 4 * k, 2 + 2 * k
         draft_s, verify_s, stall_s = 0.1 * k, 1 + 0.05 * k, 0.05 * moved
-        cycle_s = draft_s + verify_s + stall_s
+        step_s = draft_s + verify_s + stall_s
         accepted = 0
         while accepted < k and rng.random() < 0.9:
             accepted += 1
@@ -468,10 +468,10 @@ def test_a_draft_stops_where_new_experts_cost_more_than_it_brings() -> None:
                 stall_s=stall_s,
                 link_s=stall_s,
                 start_s=now_s,
-                end_s=now_s + cycle_s,
+                end_s=now_s + step_s,
             )
         )
-        now_s += cycle_s
+        now_s += step_s
     while governor.decide().ground != "best":
         pass
     assert governor.decide().draft_length >= 6
@@ -513,7 +513,7 @@ def test_stopped_drafts_count_for_their_length(experts: int, pays: bool) -> None
         while accepted < drafted and rng.random() < 0.95:
             accepted += 1
         moved = 2 + 2 * drafted + experts * (dear and k > 0)
-        cycle_s = 1 + 0.1 * drafted + 0.1 * moved
+        step_s = 1 + 0.1 * drafted + 0.1 * moved
         governor.observe(
             StepStats(
                 "decode",
@@ -524,14 +524,14 @@ def test_stopped_drafts_count_for_their_length(experts: int, pays: bool) -> None
                 moved=moved,
                 moved_bytes=moved,
                 draft_s=0.05 * drafted,
-                verify_s=cycle_s - 0.05 * drafted,
+                verify_s=step_s - 0.05 * drafted,
                 stall_s=0.1 * moved,
                 link_s=0.1 * moved,
                 start_s=now_s,
-                end_s=now_s + cycle_s,
+                end_s=now_s + step_s,
             )
         )
-        now_s += cycle_s
+        now_s += step_s
         lengths.append(k)
     late = lengths[300:]
     assert sum((k > 0) == pays for k in late) > 0.8 * len(late)
@@ -590,12 +590,12 @@ def test_decisions_say_why() -> None:
     assert steps[0].reason == "plain decoding is measured first"
     best = [step for step in steps if step.ground == "best"][-1]
     k = best.draft_length
-    assert "ms a token expected (k=" in best.reason
+    assert "ms/token expected (k=" in best.reason
     assert "accepted" in best.reason
     assert best.forecast is not None
     assert best.forecast.cycle_s == pytest.approx(best.end_s - best.start_s, rel=0.1)
     explained = explain([StepStats("prefill"), *steps])
-    assert sum(choice.cycles for choice in explained.choices) == 300
+    assert sum(choice.steps for choice in explained.choices) == 300
     chosen = next(choice for choice in explained.choices if choice.draft_length == k)
     assert chosen.reason == [step for step in steps if step.draft_length == k][-1].reason
     assert explained.error is not None and explained.error < 0.1
@@ -614,7 +614,7 @@ def test_an_explanation_by_hand() -> None:
     assert [choice.draft_length for choice in found.choices] == [0, 2]
     tree = StepStats("decode", draft_length=2, branches=3, emitted=2, end_s=3.0, ground="best")
     apart = explain([*steps, tree]).choices
-    assert [(each.draft_length, each.branching, each.cycles) for each in apart] == [
+    assert [(each.draft_length, each.branching, each.steps) for each in apart] == [
         *((0, False, 1), (2, False, 2), (2, True, 1)),
     ]
     aside = StepStats("decode", draft_length=2, emitted=2, end_s=3.0, drafter="ngram", reason="d")
@@ -623,7 +623,7 @@ def test_an_explanation_by_hand() -> None:
         *((0, "", "c"), (2, "", "b"), (2, "ngram", "d")),
     ]
     two = found.choices[1]
-    assert (two.cycles, two.tokens, two.token_s, two.reason) == (2, 4, 1.5, "b")
+    assert (two.steps, two.tokens, two.token_s, two.reason) == (2, 4, 1.5, "b")
     assert two.grounds == {"best": 1, "probe": 1}
     errors = (found.serial_error, found.overlapped_error, found.error)
     assert errors == pytest.approx((0.5, 0.5, 0.1))

@@ -11,9 +11,9 @@ from speq.kernels.windows import escapes, words_of
 from speq.quantizing.gptq import (
     QuantisedMatrix,
     blocks,
-    factored,
+    factor_inverse,
     quantise,
-    rounded,
+    round_to_nearest,
     scale_of,
 )
 from tests.reference.windows import codes_left
@@ -122,7 +122,7 @@ def textbook(
 def gptq(
     case: Problem, damp: float, order: str, group_size: int, decodable: bool = False
 ) -> QuantisedMatrix:
-    factor = factored(case.hessian.float(), damp, order != "given")
+    factor = factor_inverse(case.hessian.float(), damp, order != "given")
     assert factor.damp == damp
     return quantise(case.matrix.float(), factor, group_size, order == "static", decodable)
 
@@ -167,7 +167,7 @@ def test_codes_that_tell_the_exact_word(order: str) -> None:
     free = gptq(case, 0.01, order, 64)
     assert exceptions(case, free) > 0.01 * codes.numel()
     assert exceptions(case, found) <= (0 if order == "static" else exceptions(case, free) // 10)
-    plain = case.error(rounded(case.matrix.float(), 64).dequantised())
+    plain = case.error(round_to_nearest(case.matrix.float(), 64).dequantised())
     price = case.error(found.dequantised()) - case.error(free.dequantised())
     assert price < 0.1 * plain
 
@@ -176,7 +176,7 @@ def test_codes_that_tell_the_exact_word(order: str) -> None:
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_beats_rounding(order: str, group_size: int) -> None:
     case = problem()
-    plain = case.error(rounded(case.matrix.float(), group_size).dequantised())
+    plain = case.error(round_to_nearest(case.matrix.float(), group_size).dequantised())
     found = case.error(gptq(case, 0.01, order, group_size).dequantised())
     assert 0 < found < 0.5 * plain
 
@@ -195,7 +195,7 @@ def test_order_by_activation_helps() -> None:
 def test_rounding_is_the_draft_made_without_calibration(group_size: int) -> None:
     matrix = problem().matrix.float()
     packed, scales = quantize_int4(matrix, group_size)
-    found = rounded(matrix, group_size)
+    found = round_to_nearest(matrix, group_size)
     assert torch.equal(found.scales, scales.t())
     for column in range(INPUTS):
         nibbles = packed[:, column // 2] >> 4 * (column % 2) & 0xF
@@ -215,7 +215,7 @@ def test_the_factor_is_of_the_damped_inverse() -> None:
     case = problem()
     hessian = case.hessian.float()
     for by_activation in (False, True):
-        factor = factored(hessian.clone(), 0.05, by_activation)
+        factor = factor_inverse(hessian.clone(), 0.05, by_activation)
         assert factor.upper.triu().equal(factor.upper)
         damped = hessian.double() + 0.05 * hessian.double().diagonal().mean() * torch.eye(INPUTS)
         inverse = torch.linalg.inv(damped)[factor.order][:, factor.order]
@@ -232,12 +232,12 @@ def test_more_damping_where_float32_has_no_factor() -> None:
     inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)) * 1e3
     hessian = inputs.T @ inputs
     assert torch.linalg.cholesky_ex(hessian).info > 0
-    factor = factored(hessian, 1e-9, False)
+    factor = factor_inverse(hessian, 1e-9, False)
     assert factor.damp > 1e-9
     assert torch.isfinite(factor.upper).all()
     matrix = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     found = quantise(matrix, factor, 32, False).dequantised()
-    plain = rounded(matrix, 32).dequantised()
+    plain = round_to_nearest(matrix, 32).dequantised()
     error, plain_error = ((inputs @ (each - matrix).T).square().sum() for each in (found, plain))
     assert error < plain_error
 
@@ -257,13 +257,13 @@ def test_inputs_that_were_never_seen() -> None:
         inside = (weights - case.matrix.float()).abs() <= step / 2 * 1.001
         clipped = (found.codes.t() == 0) | (found.codes.t() == 15)
         assert (inside | clipped)[:, dead].all()
-        plain = dull.error(rounded(case.matrix.float(), 64).dequantised())
+        plain = dull.error(round_to_nearest(case.matrix.float(), 64).dequantised())
         assert dull.error(weights) < 0.5 * plain
 
 
 def test_nothing_seen_at_all_is_rounding_with_the_same_scales() -> None:
     matrix = problem().matrix.float()
-    factor = factored(torch.zeros(INPUTS, INPUTS), 0.01, True)
+    factor = factor_inverse(torch.zeros(INPUTS, INPUTS), 0.01, True)
     found = quantise(matrix, factor, 64, True)
     step = found.scales.float()[found.groups.long()].t()
     expected = (matrix / step).round().clamp(-8, 7) * step
@@ -274,7 +274,7 @@ def test_zero_weights_and_scales_beyond_float16() -> None:
     matrix = torch.zeros(3, 64)
     matrix[1] = 1e7
     matrix[2] = 1e-9
-    factor = factored(torch.eye(64), 0.01, False)
+    factor = factor_inverse(torch.eye(64), 0.01, False)
     for static in (False, True):
         found = quantise(matrix, factor, 32, static).dequantised()
         assert (found[0] == 0).all()

@@ -363,7 +363,7 @@ def test_auto_takes_the_checkpoint_beside_the_model(
     tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = gptq_files.copy_folder(tiny("olmoe"), tmp_path / "model")
-    beside = draft_source.gptq_beside(model)
+    beside = draft_source.gptq_path(model)
     assert beside == model / ".speq" / "gptq"
     write_gptq(beside, model, Packing())
     told: list[tuple[str, int, int]] = []
@@ -394,7 +394,7 @@ def test_a_pack_brings_the_checkpoint_along(
         gptq_files.copy_folder(tiny_bfloat16("olmoe"), tmp_path / "model"),
         tmp_path / "out",
     )
-    beside = draft_source.gptq_beside(model)
+    beside = draft_source.gptq_path(model)
     write_gptq(beside, model, Packing())
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copyfileobj", interrupt)
@@ -403,14 +403,14 @@ def test_a_pack_brings_the_checkpoint_along(
     with pytest.raises(SpeqError):
         open_model(out)
     speq.pack(model, out, codec=codec)
-    copied = draft_source.gptq_beside(out)
+    copied = draft_source.gptq_path(out)
     assert contents(copied) == contents(beside)
     tokens, _ = generated(model, "auto")
     assert generated(out, "auto", packed_copy="none")[0] == tokens
     # One that is not whole stays behind.
     (beside / "config.json").unlink()
     speq.pack(model, tmp_path / "other", codec=codec)
-    assert not draft_source.gptq_beside(tmp_path / "other").exists()
+    assert not draft_source.gptq_path(tmp_path / "other").exists()
 
 
 def interrupt(*_: object) -> None:

@@ -11,13 +11,13 @@ from speq.drafts.gptq_format import (
     FORMATS,
     GptqMatrix,
     check_zeros,
+    concatenate,
     dequantise,
     float16_scales,
-    fused,
     input_perm_of,
     pack_codes,
     pack_zeros,
-    reordered_rows,
+    reorder_codes,
     to_int4,
     unpack_codes,
     unpack_zeros,
@@ -119,7 +119,7 @@ def test_without_g_idx_groups_are_of_neighbours() -> None:
 def test_inputs_are_reordered_before_they_are_packed_in_rows() -> None:
     codes = random_digits(16, 5)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
-    ours = reordered_rows(torch.from_numpy(gptq_files.packed_inputs(codes.numpy())), order)
+    ours = reorder_codes(torch.from_numpy(gptq_files.packed_inputs(codes.numpy())), order)
     assert ours.shape == (5, 8)
     assert ours.is_contiguous()
     for (n, c), code in np.ndenumerate(codes[order].t().numpy()):
@@ -162,11 +162,11 @@ def test_layers_over_the_same_inputs_are_fused() -> None:
     packed, parts = matrix(Packing(desc_act=True))
     other, others = matrix(Packing(desc_act=True), seed=1)
     with pytest.raises(ValueError, match="have different g_idx, and must share one order"):
-        fused([packed, other])
+        concatenate([packed, other])
     with pytest.raises(ValueError, match="have different g_idx"):
-        fused([packed, GptqMatrix(other.qweight, other.qzeros, other.scales)])
+        concatenate([packed, GptqMatrix(other.qweight, other.qzeros, other.scales)])
     alike = GptqMatrix(other.qweight, other.qzeros, other.scales, packed.g_idx)
-    ours = to_int4(fused([packed, alike]), 32)
+    ours = to_int4(concatenate([packed, alike]), 32)
     assert ours.input_perm is not None
     values = torch.empty(2 * ROWS, COLUMNS)
     values[:, ours.input_perm] = torch.from_numpy(

@@ -130,8 +130,8 @@ def test_kernels_are_captured_in_a_graph(op: str) -> None:
     gate_up = arena[:, : 2 * 64 * 256].unflatten(1, (128, 256))
     down = arena[:, 2 * 64 * 256 :].unflatten(1, (256, 64))
     codes = [quantised(matrices) for matrices in (gate_up, down)]
-    backend = ops.Int4Bank(codes[0], codes[1])
-    on_device = ops.Int4Bank(
+    backend = ops.Int4Slots(codes[0], codes[1])
+    on_device = ops.Int4Slots(
         (codes[0][0].cuda(), codes[0][1].cuda()), (codes[1][0].cuda(), codes[1][1].cuda())
     )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.devices.named import device_named
+from speq.devices.named import find_device
 from tests.helpers.stream_rig import EXPERTS, LAYERS, Rig, any_calls
 
 pytestmark = [
@@ -16,14 +16,14 @@ pytestmark = [
 @pytest.mark.parametrize("num_records", [3, 6, LAYERS * EXPERTS])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_calls(num_records: int, seed: int) -> None:
-    rig = Rig(device_named("cuda"), num_records)
+    rig = Rig(find_device("cuda"), num_records)
     any_calls(rig, seed, 2000)
     rig.close()
 
 
 def test_the_host_goes_on_while_a_copy_is_under_way() -> None:
     """A copy of 256 MiB takes milliseconds; giving it to a stream takes none."""
-    device = device_named("cuda")
+    device = find_device("cuda")
     source = torch.arange(1 << 25, dtype=torch.int64)
     assert device.pin(source)
     try:
@@ -43,7 +43,7 @@ def test_the_host_goes_on_while_a_copy_is_under_way() -> None:
 
 
 def test_work_goes_on_while_the_host_waits() -> None:
-    device = device_named("cuda")
+    device = find_device("cuda")
     calls = 0
 
     def work() -> None:
@@ -58,7 +58,7 @@ def test_work_goes_on_while_the_host_waits() -> None:
 
 
 def test_a_graph_reads_what_its_buffers_hold_when_it_is_replayed() -> None:
-    device = device_named("cuda")
+    device = find_device("cuda")
     staging = device.staging(4, torch.float32)
     inputs = torch.zeros(4, device=device.torch)
     outputs = torch.zeros(4, device=device.torch)

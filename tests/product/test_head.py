@@ -22,10 +22,10 @@ from speq.engine.drafter import DraftLimits
 from speq.engine.request import Request
 from speq.files.safetensors_file import SafetensorsFile
 from speq.heads import losses
-from speq.heads.head_file import head_beside, model_digest, read_head, write_head
+from speq.heads.head_file import head_path, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape, NamedLayers
-from speq.heads.losses import Found, LossWeights, Wanted
-from speq.heads.moe_head import MoEHead, mixed, rotations
+from speq.heads.losses import LossWeights, Predictions, Targets
+from speq.heads.moe_head import MoEHead, mix_logits, rotations
 from speq.heads.predicted_experts import head_worth_weighing
 from speq.measure.plan import head_beside_model
 from speq.measure.probe import attempt
@@ -78,7 +78,7 @@ def test_names_are_those_of_the_formula(drafting: bool) -> None:
     head = random_head(HeadShape(16, 8, named=named))
     embedded, features = torch.randn(2, 5, 16)
     if drafting:
-        head = head.held(torch.float32, torch.device("cpu"))
+        head = head.load(torch.float32, torch.device("cpu"))
     with torch.no_grad():
         routes = head.routes(embedded, features)
     assert head.predicted_layers == (1, 4) and len(routes) == 2
@@ -116,7 +116,7 @@ def test_heads_to_draft_with_compute_the_same() -> None:
     shape = SHAPES[0]
     head = random_head(shape)
     rows = torch.randn(2, 4, shape.hidden_size)
-    held = head.held(torch.float32, torch.device("cpu"))
+    held = head.load(torch.float32, torch.device("cpu"))
     wanted, found = forward(head, *rows), forward(held, *rows)
     for name, values in found.items():
         torch.testing.assert_close(values, wanted[name], rtol=1e-4, atol=1e-5)
@@ -146,11 +146,11 @@ def test_the_mixture_is_of_distributions() -> None:
     mixing = torch.tensor([[0.25, 0.75]])
     # Of (1/4, 3/4) and (4/5, 1/5).
     wanted = [0.25 * 0.25 + 0.75 * 0.8, 0.25 * 0.75 + 0.75 * 0.2]
-    assert mixed(mixing, logits)[0].exp().tolist() == pytest.approx(wanted)
+    assert mix_logits(mixing, logits)[0].exp().tolist() == pytest.approx(wanted)
 
 
 def test_losses_by_hand() -> None:
-    found = Found(
+    found = Predictions(
         feature=torch.tensor([[0.5, 3.0]]),
         mixing=torch.tensor([[0.5, 0.5]]),
         logits=torch.tensor([[0.0, math.log(3.0)]]),
@@ -158,7 +158,7 @@ def test_losses_by_hand() -> None:
         after=torch.tensor([[1.0, -1.0]]),
         after_logits=torch.tensor([[math.log(9.0), 0.0]]),
     )
-    wanted = Wanted(
+    wanted = Targets(
         feature=torch.tensor([[0.0, 1.0]]),
         after=torch.tensor([[1.0, 1.0]]),
         probs=torch.tensor([[0.5, 0.5]]),
@@ -192,7 +192,7 @@ def test_gradients_reach_every_weight() -> None:
     [
         ({"branches": 3}, "branches must be 1 or 2"),
         ({"branches": 1}, "a head of one branch has no contrast"),
-        ({"hidden_size": 15}, "ask for an even one"),
+        ({"hidden_size": 15}, "need an even one"),
         ({"width": 0}, "width is 0; it must be at least 1"),
     ],
 )
@@ -234,11 +234,11 @@ def test_what_is_written_is_read(shape: HeadShape, dtype: torch.dtype, tmp_path:
     path = tmp_path / "h.safetensors"
     write_head(path, head, "of that model", dtype)
     again = read_head(path, "of that model", shape.hidden_size)
-    assert again.shape == head.shape and again.stand == ()
-    head.stand = 0.75, 1.0
+    assert again.shape == head.shape and again.acceptance_rates == ()
+    head.acceptance_rates = 0.75, 1.0
     write_head(path, head, "of that model", dtype)
-    held = read_head(path, "of that model", shape.hidden_size).held(dtype, torch.device("cpu"))
-    assert held.stand == (0.75, 1) and held.shape == shape
+    held = read_head(path, "of that model", shape.hidden_size).load(dtype, torch.device("cpu"))
+    assert held.acceptance_rates == (0.75, 1) and held.shape == shape
     # As files were before any head named experts.
     sizes = json.loads(safe_open(path, "pt").metadata()["shape"])
     assert ("named" in sizes) == (shape.named is not None)
@@ -253,15 +253,15 @@ def test_a_head_of_another_model_is_refused(model: Path, tmp_path: Path) -> None
     other = write_model(tmp_path / "other", "olmoe", seed=1)
     assert digest_of(other) != digest_of(model)
     with pytest.raises(SpeqError, match=r"was trained on another model.*train-head"):
-        read_head(head_beside(model), digest_of(other), 64)
+        read_head(head_path(model), digest_of(other), 64)
     with pytest.raises(SpeqError, match="was trained on another model"):
         Generator.from_pretrained(
-            other, "64MiB", drafter="head", head=head_beside(model), dtype="float32"
+            other, "64MiB", drafter="head", head=head_path(model), dtype="float32"
         )
 
 
 def test_a_model_without_a_head(model: Path) -> None:
-    head_beside(model).unlink()
+    head_path(model).unlink()
     with pytest.raises(SpeqError, match=r"no head at .*train one with `speq train-head`"):
         Generator.from_pretrained(model, "64MiB", drafter="head")
     with pytest.raises(SpeqError, match="head is x and drafter is auto"):
@@ -269,7 +269,7 @@ def test_a_model_without_a_head(model: Path) -> None:
 
 
 def test_damaged_heads_are_refused_in_one_sentence(model: Path) -> None:
-    path, digest = head_beside(model), digest_of(model)
+    path, digest = head_path(model), digest_of(model)
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])
@@ -300,7 +300,7 @@ def test_damaged_heads_are_refused_in_one_sentence(model: Path) -> None:
     for named in (1, {}, {"layers": 0, "num_experts": 4, "top_k": 2}):
         assert "is damaged" in refused(with_header(shape=json.dumps(sizes | {"named": named})))
     for shares in ("{", "{}", '["x"]', "[1.5]", "[true]", "[NaN]"):
-        assert f"stand in shares of {shares}" in refused(with_header(stand=shares))
+        assert f"acceptance rates are {shares}" in refused(with_header(stand=shares))
     assert "are not those of a head" in refused(with_header(shape=json.dumps(sizes | {"width": 8})))
     path.write_bytes(whole)
     assert read_head(path, digest, 64).shape.width == 32
@@ -323,9 +323,9 @@ def test_weights_are_read_of_heads_that_are_weighed(
         opened = open_model(model)
         label = head_beside_model(opened)
         assert label is not None
-        assert (label.shape.width, label.stand, read) == (32, stand, [])
+        assert (label.shape.width, label.acceptance_rates, read) == (32, stand, [])
         found = head_worth_weighing(opened)
-        assert (found is not None and found.stand == stand) == bool(read) == bool(stand)
+        assert (found is not None and found.acceptance_rates == stand) == bool(read) == bool(stand)
         opened.close()
     # Of damaged weights nobody hears who does not read them; sizes are checked all the same.
     whole = path.read_bytes()
@@ -333,7 +333,7 @@ def test_weights_are_read_of_heads_that_are_weighed(
     opened = open_model(model)
     assert head_beside_model(opened) == label
     assert head_worth_weighing(opened) is None
-    assert "left aside: " in caplog.text and "not those of its checksum" in caplog.text
+    assert "is not used: " in caplog.text and "not those of its checksum" in caplog.text
     path.write_bytes(whole[:-1])
     assert head_beside_model(opened) is None
     opened.close()
@@ -422,7 +422,7 @@ def test_a_plan_says_what_the_head_takes(model: Path) -> None:
     assert made.to_dict()["with_head"]["slots"] == made.with_head.slots
     plain = next(m for h, m in zip(made.candidates, made.memory, strict=True) if not h.drafts)
     assert made.with_head.slots < plain.slots
-    head_beside(model).unlink()
+    head_path(model).unlink()
     without = plan(model, "1280KiB", **options)  # type: ignore[arg-type]
     assert without.with_head is None
     assert without.to_dict()["with_head"] is None

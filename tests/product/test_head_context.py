@@ -18,7 +18,7 @@ from speq.governor.confidence import Confidence
 from speq.heads import head_context
 from speq.heads.head_context import HeadContext, path_slices
 from speq.heads.head_shape import HeadShape
-from speq.heads.moe_head import HeadState, MoEHead
+from speq.heads.moe_head import BranchState, MoEHead
 from speq.models.kv_cache import KVCache
 from speq.models.tree import Tree
 from tests.helpers.heads import head_in_numpy, random_head
@@ -64,7 +64,7 @@ class Whole:
             features = torch.cat([features, torch.from_numpy(found["feature"][-1:])])
 
 
-def same(state: HeadState, wanted: dict[str, Any]) -> None:
+def same(state: BranchState, wanted: dict[str, Any]) -> None:
     found = {name: getattr(state, name) for name in wanted}
     for name, rows in found.items():
         assert rows.shape[0] == 1
@@ -79,7 +79,7 @@ def test_pieces_make_the_whole(window: int, waiting: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(head_context, "WAITING", waiting)
     rng, model = random.Random(window + waiting), Model()
     head = random_head(HeadShape(HIDDEN, 12, window=window)).double()
-    text = HeadContext(model, head.held(model.dtype, model.device), 200)  # type: ignore[arg-type]
+    text = HeadContext(model, head.load(model.dtype, model.device), 200)  # type: ignore[arg-type]
     for length in (1, 17):
         tokens = [rng.randrange(VOCAB) for _ in range(length)]
         features = torch.randn(100, HIDDEN, dtype=model.dtype)
@@ -118,7 +118,7 @@ def test_a_text_begins_as_another_did(heard: int, elsewhere: bool) -> None:
     """
     rng, model = random.Random(heard), Model()
     head = random_head(HeadShape(HIDDEN, 12)).double()
-    held = head.held(model.dtype, model.device)
+    held = head.load(model.dtype, model.device)
     before = HeadContext(model, held, 200)  # type: ignore[arg-type]
     features = torch.randn(heard, HIDDEN, dtype=model.dtype)
     tokens = [rng.randrange(VOCAB) for _ in range(heard)]
@@ -141,7 +141,7 @@ def test_a_text_begins_as_another_did(heard: int, elsewhere: bool) -> None:
 
 
 def draft_chain(
-    text: HeadContext, whole: Whole, tokens: list[int], state: HeadState, rng: random.Random
+    text: HeadContext, whole: Whole, tokens: list[int], state: BranchState, rng: random.Random
 ) -> None:
     drafted: list[int] = []
     for _ in range(2):
@@ -151,7 +151,7 @@ def draft_chain(
 
 
 def draft_tree(
-    text: HeadContext, whole: Whole, tokens: list[int], state: HeadState, rng: random.Random
+    text: HeadContext, whole: Whole, tokens: list[int], state: BranchState, rng: random.Random
 ) -> None:
     draft, states = Draft(), {0: state}
     for node in range(1, 6):
@@ -178,7 +178,7 @@ def test_entries_that_a_node_sees() -> None:
 def drafter(head: MoEHead, model: Model) -> HeadDrafter:
     shape = ((1, 2), (1, 2))
     cache = KVCache(1, shape, 200, model.dtype, model.device)
-    held = head.held(model.dtype, model.device)
+    held = head.load(model.dtype, model.device)
     return HeadDrafter(DraftContext(model, cache, None, HostSampler(), head=held))  # type: ignore[arg-type]
 
 

@@ -189,7 +189,7 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
     route = Route(
         ids.to(device.torch),
         weights.to(device.torch),
-        following=lambda rows: logits[rows].to(device.torch),
+        next_router=lambda rows: logits[rows].to(device.torch),
     )
     path = [0, 1, 3]
     buffer = LookaheadBuffer(1)
@@ -230,5 +230,7 @@ def test_what_is_asked_of_a_route_costs_one_read(device: HostDevice, top_k: int)
     assert found[-1] is not None
     assert found[-1].ids == likeliest
     torch.testing.assert_close(torch.tensor(found[-1].margins), torch.tensor(margins))
-    assert Route(ids, weights, following=logits.__getitem__).predict_next_layer([3, 0]) == found[-1]
+    assert (
+        Route(ids, weights, next_router=logits.__getitem__).predict_next_layer([3, 0]) == found[-1]
+    )
     assert Route(ids, weights).predict_next_layer([0]) is None

@@ -20,9 +20,9 @@ from speq.experts.codec import codec_of
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.host_tier import HostRoom, HostTier, fewest_records
-from speq.experts.passes import over_all, spread
+from speq.experts.passes import for_each_key, spread_by_layer
 from speq.experts.pinned_arena import PinnedArena
-from speq.files.alignment import ALIGNMENT, aligned
+from speq.files.alignment import ALIGNMENT, align
 from speq.models.opened import Opened, open_model
 from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
@@ -90,7 +90,7 @@ def expected(store: ExpertStore) -> dict[tuple[int, int], Tensor]:
     """Each expert's record, read one by one."""
     found = {}
     slot = expert_slot(store)
-    for key in spread(store.num_layers, store.num_experts):
+    for key in spread_by_layer(store.num_layers, store.num_experts):
         store.read(*key, slot)
         found[key] = slot[: store.record_bytes(*key)].clone()
     return found
@@ -122,7 +122,7 @@ def test_all_experts_are_read_once_and_held(encoded: bool, opened: Opened) -> No
         tier = HostTier.filled(plain, room(1 << 30, device), tell)
     count = store.num_layers * store.num_experts
     assert tier.resident and tier.num_records == len(tier.contents) == count
-    assert plain.reads == Counter(spread(store.num_layers, store.num_experts))
+    assert plain.reads == Counter(spread_by_layer(store.num_layers, store.num_experts))
     assert told == [(done, count) for done in range(1, count + 1)]
     check_contents(tier, store)
     assert tier.codec == store.codec
@@ -130,7 +130,7 @@ def test_all_experts_are_read_once_and_held(encoded: bool, opened: Opened) -> No
     assert len(device.asked) > 2
     assert len(set(device.asked[:-1])) == 1 and device.asked[-1] <= device.asked[0] <= CHUNK
     assert tier.pinned_bytes == tier.nbytes == sum(device.pinned.values())
-    fewest = sum(aligned(store.record_bytes(*key)) for key in tier.contents)
+    fewest = sum(align(store.record_bytes(*key)) for key in tier.contents)
     assert fewest <= tier.nbytes < 1.2 * fewest + CHUNK
     tier.close()
     assert device.pinned == {} and tier.nbytes == 0
@@ -154,7 +154,7 @@ def test_as_many_as_fit_of_all_layers_alike(
     check_contents(tier, store)
     slot_bytes = store.codec.slot_bytes
     if encoded:
-        sizes = {aligned(store.record_bytes(*key)) for key in tier.contents}
+        sizes = {align(store.record_bytes(*key)) for key in tier.contents}
         assert sizes == {slot_bytes - ALIGNMENT, slot_bytes}  # they lay close to each other
     assert {len(tier.record(at)) for at in range(tier.num_records)} == {slot_bytes}
     # Records do not overlap, and reads past the page cache may go into each.
@@ -276,7 +276,7 @@ def test_what_nobody_closes_is_unlocked_when_nobody_holds_it(opened: Opened) -> 
 def test_a_pass_does_each_once_and_begins_none_after_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keys = spread(3, 5)
+    keys = spread_by_layer(3, 5)
     assert keys[:4] == [(0, 0), (1, 0), (2, 0), (0, 1)] and len(set(keys)) == 15
     done: list[tuple[int, int]] = []
     withdrawn = Event()
@@ -296,10 +296,10 @@ def test_a_pass_does_each_once_and_begins_none_after_an_error(
 
     monkeypatch.setattr(passes, "ThreadPoolExecutor", Pool)
     with pytest.raises(SpeqError, match="no"):
-        over_all(work, keys, threads=1)
+        for_each_key(work, keys, threads=1)
     assert done == [keys[0], keys[2]]  # the last one had begun
     done.clear()
-    over_all(work, keys[3:], threads=4)
+    for_each_key(work, keys[3:], threads=4)
     assert Counter(done) == Counter(keys[3:])
 
 
@@ -328,14 +328,14 @@ def test_a_store_that_only_measures_holds_nothing(
     order: list[tuple[int, int]] = []
     monkeypatch.setattr(
         encoding_store,
-        "over_all",
-        lambda work, keys, threads, progress: order.extend(keys) or over_all(work, keys, 1),
+        "for_each_key",
+        lambda work, keys, threads, progress: order.extend(keys) or for_each_key(work, keys, 1),
     )
     store.measure(None, READERS, None)
     assert order == sorted(order) and set(plain.reads.values()) == {1}
     sizes = {key: len(record) for key, record in expected(store).items()}
     assert {key: store.record_bytes(*key) for key in sizes} == sizes
-    assert store.codec.slot_bytes == aligned(max(sizes.values()))
+    assert store.codec.slot_bytes == align(max(sizes.values()))
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])

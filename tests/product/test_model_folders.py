@@ -381,7 +381,7 @@ def test_ends_that_files_disagree_on_are_said(
     assert "end at 90 (<|im_end|>) as well" in said and "config.json does not" in said
     caplog.clear()
     assert end_ids(tmp_path, {"eos_token_id": 2}, turns) == {90}
-    assert "config.json ends texts at [2], which the tokenizer holds for ordinary" in caplog.text
+    assert "config.json ends texts at [2], which the tokenizer treats as ordinary" in caplog.text
 
 
 def published() -> list[Path]:

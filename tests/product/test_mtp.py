@@ -113,7 +113,7 @@ def walk(path: Path, layer: Layer, owned: tuple[str, ...] = ()) -> None:
     opened = open_model(path)
     source = mtp_of(opened)
     assert source.owned == owned
-    head = source.held(torch.float32, torch.device("cpu"))
+    head = source.load(torch.float32, torch.device("cpu"))
     opened.close()
     assert_pieces_make_the_whole(
         HeadContext(Ends(path), head, 200),  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def test_experts_may_be_of_other_words_than_the_models(model: Path) -> None:
 def test_many_rows_are_read_at_once(model: Path) -> None:
     """A prompt, whose rows see one another by a mask."""
     opened = open_model(model)
-    head = mtp_of(opened).held(torch.float32, torch.device("cpu"))
+    head = mtp_of(opened).load(torch.float32, torch.device("cpu"))
     opened.close()
     features, tokens = torch.randn(120, HIDDEN), [(7 * at) % VOCAB for at in range(120)]
     text = HeadContext(Ends(model), head, 200)  # type: ignore[arg-type]

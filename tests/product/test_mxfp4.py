@@ -19,7 +19,7 @@ from speq import Generator, SpeqError
 from speq.bench.machine import codec as bench_codec
 from speq.bench.settings import CodecSettings
 from speq.experts.expert_store import expert_slot, read_matrices
-from speq.models.dequantised import from_checkpoint
+from speq.models.dequantised import load_dequantized
 from speq.models.opened import open_model
 from speq.quantizing.models import pack
 from tests.helpers.cells import Cell, loaded, outcomes
@@ -132,7 +132,7 @@ def test_transformers_makes_the_same_words_of_gpt_oss(made: tuple[Path, Path, Pa
     for name, tensor in ours.state_dict().items():
         assert torch.equal(theirs.state_dict()[name], tensor), name
     opened = open_model(model)
-    loaded = from_checkpoint(opened.checkpoint, lambda name: True, dtype=torch.bfloat16)
+    loaded = load_dequantized(opened.checkpoint, lambda name: True, dtype=torch.bfloat16)
     opened.close()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor), name

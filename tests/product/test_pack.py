@@ -26,9 +26,9 @@ from speq.experts import pack as pack_module
 from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_store import PackedExpertStore
-from speq.experts.passes import in_turn, made_at_once
+from speq.experts.passes import map_in_order, results_in_flight
 from speq.files.checkpoint import Checkpoint
-from speq.files.checksums import sealed
+from speq.files.checksums import seal
 from speq.files.safetensors_file import SafetensorsFile
 from speq.models import moe_model
 from speq.models.opened import open_model
@@ -564,7 +564,7 @@ def test_checksums_that_are_none(packed: Path, entry: Any) -> None:
     path = packed / "experts.json"
     entries = json.loads(path.read_text())
     del entries["crc32"]
-    path.write_text(json.dumps(sealed(entries | {"checksums": entry})))
+    path.write_text(json.dumps(seal(entries | {"checksums": entry})))
     with pytest.raises(SpeqError, match=r"experts\.json is damaged \(.*\); pack the model again"):
         open_model(packed)
 
@@ -649,12 +649,12 @@ def test_results_come_in_turn_and_few_at_a_time(threads: int) -> None:
 
     found = []
     with pytest.raises(SpeqError, match="no such item"):
-        for result in in_turn(work, range(60), threads):
+        for result in map_in_order(work, range(60), threads):
             found.append(result)
             with lock:
                 held -= 1
     assert found == [item * item for item in range(40)]
-    assert most <= made_at_once(threads)
+    assert most <= results_in_flight(threads)
 
 
 def checked_by_command(model: Path) -> tuple[int, str, str]:

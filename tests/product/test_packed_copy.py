@@ -21,7 +21,7 @@ from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_copy import copy_folder
 from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
 from speq.files import kept
-from speq.files.alone import Taken, alone_in
+from speq.files.alone import FolderTaken, lock_folder
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
 from speq.files.safetensors_file import SafetensorsFile
 from speq.models.opened import open_model
@@ -167,8 +167,8 @@ def test_two_runs_do_not_write_one_copy(model: Path, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "speq")
     folder = kept_at(model)
     folder.mkdir(parents=True)
-    with alone_in(folder, "first"):
-        with pytest.raises(Taken), alone_in(folder, "second"):
+    with lock_folder(folder, "first"):
+        with pytest.raises(FolderTaken), lock_folder(folder, "second"):
             pass
         finish(loaded(model))
         assert not (folder / EXPERTS_JOURNAL).exists()
@@ -299,9 +299,11 @@ def test_touched_files_are_compared_and_the_copy_stays(
     assert "were touched or replaced since their packed copy was made" in caplog.text
     read: list[tuple[int, int]] = []
     with monkeypatch.context() as patch:
-        compared = record_writer.Words.crc32
+        compared = record_writer.PublishedWeights.crc32
         patch.setattr(
-            record_writer.Words, "crc32", lambda self, at: (read.append(at), compared(self, at))[1]
+            record_writer.PublishedWeights,
+            "crc32",
+            lambda self, at: (read.append(at), compared(self, at))[1],
         )
         assert made(own) == first
     assert read[0] == 3  # where the last run was stopped
@@ -372,7 +374,7 @@ def test_damaged_records_are_read_from_the_model_and_mended(
 def open_copy(model: Path) -> CopiedExperts:
     opened = open_model(model)
     assert isinstance(opened.store, SafetensorsExpertStore)
-    store = packed_copy.kept_copy(opened.checkpoint, opened.shape.experts, opened.store)
+    store = packed_copy.open_copy(opened.checkpoint, opened.shape.experts, opened.store)
     assert store is not None
     return store
 

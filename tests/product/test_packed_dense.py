@@ -14,7 +14,7 @@ from torch import Tensor
 from speq import Generator, SpeqError
 from speq.experts import packed_dense
 from speq.files.alignment import ALIGNMENT
-from speq.files.checksums import sealed
+from speq.files.checksums import seal
 from speq.kernels import dense_ops
 from speq.layers.dense_matrix import LosslessMatrix, RawMatrix
 from speq.models import dense as dense_module
@@ -147,7 +147,7 @@ def test_packs_without_them_are_encoded(packed: Path) -> None:
     expected = tokens_of(packed, "lossless")
     entries = json.loads((packed / "experts.json").read_text())
     del entries["crc32"], entries["dense"]
-    (packed / "experts.json").write_text(json.dumps(sealed(entries)))
+    (packed / "experts.json").write_text(json.dumps(seal(entries)))
     (packed / "dense.bin").unlink()
     opened = open_model(packed)
     assert opened.dense is None and opened.packed_dense(torch.bfloat16) == ()

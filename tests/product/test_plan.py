@@ -413,7 +413,7 @@ def test_a_run_begins_with_what_was_planned() -> None:
     assert model.ready and model.draft_token_s == pytest.approx(of.speeds.draft_token_s)
     length = chosen.cycle.draft_length
     for k, missed in ((0, of.missed(DRAFT, 1)), (length, of.missed(DRAFT, length + 1))):
-        [cycle] = model.cycles([k], [1.0])
+        [cycle] = model.estimates([k], [1.0])
         planned = of.cycle(DRAFT, k)
         # Distinct experts are carried over by a formula of two terms.
         assert cycle.verify_s == pytest.approx(planned.verify_s, rel=0.1)

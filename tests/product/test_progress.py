@@ -118,7 +118,7 @@ def test_work_that_is_soon_done_shows_no_bar(monkeypatch: pytest.MonkeyPatch) ->
         progress("quantising experts", 3, 8)
         assert Clockwork.made.delay_s == SHOWN_AFTER_S <= 2
         progress("quantising experts", 8, 8)
-        progress("running texts", 0, 2)
+        progress("running prompts", 0, 2)
         assert screen.getvalue() == ""
     Clockwork.made.strike()
     assert screen.getvalue() == ""
@@ -239,7 +239,7 @@ def test_what_takes_long_is_told_to_its_end(
     assert "reading the INT4 copy" in {what for what, _, _ in again.calls}
 
     checked_on(str(model), 2, checked)
-    assert checked.steps("running texts") == checked.steps("comparing texts") == 2
+    assert checked.steps("running prompts") == checked.steps("comparing prompts") == 2
     assert checked.steps("loading the model with plain transformers") == 1
     speq.pack(model, tmp_path / "packed")
     checked_on(str(tmp_path / "packed"), 1, unpacked)

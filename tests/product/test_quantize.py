@@ -23,7 +23,7 @@ from speq import SpeqError
 from speq.cli import app
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
-from speq.files.alone import alone_in
+from speq.files.alone import lock_folder
 from speq.files.checkpoint import Checkpoint
 from speq.kernels.ops import quantize_int4
 from speq.kernels.windows import words_of
@@ -31,7 +31,7 @@ from speq.machine import PROCESS_BYTES
 from speq.models.opened import open_model
 from speq.quantizing import activations, checkpoint_folder, quantizer
 from speq.quantizing.activations import FileRows, MemoryRows
-from speq.quantizing.calibration import Calibration, calibration_of, read_texts, tokenised
+from speq.quantizing.calibration import Calibration, calibration_of, read_texts, tokenise
 from speq.quantizing.fits import check_sizes, codes_for
 from speq.quantizing.lanes import Lanes
 from speq.quantizing.settings import QuantizeSettings
@@ -565,7 +565,7 @@ def test_folders_that_are_taken(small: Path, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").touch()
         quantise_to(tmp_path / "notes.txt", small)
     with (
-        alone_in(out, ""),
+        lock_folder(out, ""),
         pytest.raises(SpeqError, match=r"another process writes to .*out; wait"),
     ):
         quantise_to(out, small)
@@ -782,11 +782,11 @@ def test_texts_of_files(tmp_path: Path) -> None:
     plain = tmp_path / "plain.txt"
     plain.write_text("x\ny\n")
     assert read_texts(plain) == ["x\ny\n"]
-    encoded = tokenised(["ab", "c"], lambda text: [ord(c) for c in text], 128, 7)
+    encoded = tokenise(["ab", "c"], lambda text: [ord(c) for c in text], 128, 7)
     assert encoded.tolist() == [97, 98, 7, 99, 7]
-    assert tokenised(["ab"], lambda text: [1], 128, None).tolist() == [1]
+    assert tokenise(["ab"], lambda text: [1], 128, None).tolist() == [1]
     with pytest.raises(SpeqError, match="makes token 97 of the calibration text and the model kno"):
-        tokenised(["a"], lambda text: [97], 90, None)
+        tokenise(["a"], lambda text: [97], 90, None)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from speq import SpeqError
 from speq.bench.machine.page_cache import cached_bytes, drop
 from speq.files import range_file
-from speq.files.alignment import ALIGNMENT, aligned, aligned_bytes
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.range_file import ENDS_BYTES, RangeFile
 from tests.helpers.direct_reads import ask_for_blocks, reads_directly
 
@@ -53,7 +53,7 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
 
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "preadv", read)
-    range_file.say_buffered.cache_clear()
+    range_file.warn_buffered.cache_clear()
 
 
 def cut_reads(monkeypatch: pytest.MonkeyPatch, keep: Callable[[int], int]) -> None:
@@ -78,7 +78,7 @@ def random_ranges(count: int) -> list[tuple[int, int]]:
 
 
 def ends_buffer() -> Tensor:
-    return aligned_bytes(1, ENDS_BYTES)[0]
+    return allocate_aligned(1, ENDS_BYTES)[0]
 
 
 def uint8(data: bytes) -> Tensor:
@@ -111,7 +111,7 @@ def test_ranges_are_the_files_bytes(
 
             start = offset // ALIGNMENT * ALIGNMENT
             length = min(length, SIZE - start)
-            block = aligned_bytes(1, aligned(length))[0]
+            block = allocate_aligned(1, align(length))[0]
             assert file.read_aligned(start, length, block) >= length
             assert torch.equal(block[:length], uint8(content[start : start + length]))
 
@@ -127,7 +127,7 @@ def test_reads_cut_inside_a_block_go_on_from_its_start(
         pytest.skip("no direct reads here")
     with RangeFile(path) as file:
         cut_reads(monkeypatch, lambda n: n - 100 if n > ALIGNMENT else n)
-        block = aligned_bytes(1, 4 * ALIGNMENT)[0]
+        block = allocate_aligned(1, 4 * ALIGNMENT)[0]
         file.read_aligned(ALIGNMENT, 4 * ALIGNMENT, block)
     assert torch.equal(block, uint8(content[ALIGNMENT : 5 * ALIGNMENT]))
 
@@ -178,7 +178,7 @@ def test_a_file_system_without_direct_reads_is_named_once(
             (tmp_path / folder / name).write_bytes(bytes(5000))
             with RangeFile(tmp_path / folder / name) as file:
                 for _ in range(3):
-                    file.read_aligned(0, 4096, aligned_bytes(1, 4096)[0])
+                    file.read_aligned(0, 4096, allocate_aligned(1, 4096)[0])
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert str(tmp_path / "one") in said[0] and "slower" in said[0]
@@ -213,7 +213,7 @@ def test_a_read_that_fails_names_the_file(path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(
             SpeqError, match=r"reading 50 bytes at 4096 of .*bytes\.bin failed: Input/output error"
         ):
-            file.read_aligned(4096, 50, aligned_bytes(1, 4096)[0])
+            file.read_aligned(4096, 50, allocate_aligned(1, 4096)[0])
 
 
 @pytest.mark.parametrize("way", ["direct", "open"])
@@ -226,7 +226,7 @@ def test_a_file_that_ends_early_names_the_byte(
         os.truncate(path, 2 * ALIGNMENT + 10)
         message = rf"ended at byte {2 * ALIGNMENT + 10} while it was read; it held {SIZE} bytes"
         with pytest.raises(SpeqError, match=message):
-            file.read_aligned(ALIGNMENT, 3 * ALIGNMENT, aligned_bytes(1, 3 * ALIGNMENT)[0])
+            file.read_aligned(ALIGNMENT, 3 * ALIGNMENT, allocate_aligned(1, 3 * ALIGNMENT)[0])
         out = torch.empty(100, dtype=torch.uint8)
         with pytest.raises(SpeqError, match=message):
             file.read_scattered(2 * ALIGNMENT, out, ends_buffer())
@@ -234,7 +234,7 @@ def test_a_file_that_ends_early_names_the_byte(
 
 @pytest.mark.parametrize("rows", [(1, 1), (3, 4096), (2, 5 << 20)])
 def test_aligned_memory(rows: tuple[int, int]) -> None:
-    made = aligned_bytes(*rows)
+    made = allocate_aligned(*rows)
     assert made.shape == rows
     assert made.is_contiguous()
     assert made.data_ptr() % ALIGNMENT == 0

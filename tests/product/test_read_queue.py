@@ -24,7 +24,7 @@ from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.transfer import Fetch, Priority, State, TransferTicket
-from speq.stats import Event, Recorder
+from speq.stats import Recorder, TimeSpan
 from tests.helpers.fake_transfer import LIMIT_S, Clock, Gates, Reordering
 from tests.helpers.paths import ROOT
 
@@ -66,7 +66,7 @@ class Rig:
     def bytes_at(self, ticket: TransferTicket) -> list[int]:
         return self.slots[ticket.slot].tolist()
 
-    def events(self, kind: str) -> list[Event]:
+    def events(self, kind: str) -> list[TimeSpan]:
         return [event for event in self.step.events if event.kind == kind]
 
 
@@ -458,9 +458,9 @@ def test_times_of_a_read_and_of_waiting_for_it(rig: MakeRig) -> None:
     gates.await_running({key})
     clock.on_wait = lambda: gates.open(key)
     made.engine.wait(ticket)
-    assert made.events("stall") == [Event("stall", 1.0, 4.0, 1, 2)]
+    assert made.events("stall") == [TimeSpan("stall", 1.0, 4.0, 1, 2)]
     assert made.events("transfer") == [
-        Event("transfer", 1.0, 4.0, 1, 2, moved_bytes=SLOT_BYTES, read_bytes=1002, reader=0)
+        TimeSpan("transfer", 1.0, 4.0, 1, 2, moved_bytes=SLOT_BYTES, read_bytes=1002, reader=0)
     ]
 
     # One that has arrived before it is waited for stalls nobody, nor does waiting again.
@@ -473,7 +473,7 @@ def test_times_of_a_read_and_of_waiting_for_it(rig: MakeRig) -> None:
     made.engine.wait(ticket)
     assert len(made.events("stall")) == 1
     assert made.events("transfer")[1:] == [
-        Event("transfer", 4.0, 7.0, 0, 3, moved_bytes=SLOT_BYTES, read_bytes=1003, reader=0)
+        TimeSpan("transfer", 4.0, 7.0, 0, 3, moved_bytes=SLOT_BYTES, read_bytes=1003, reader=0)
     ]
     assert (made.step.stall_s, made.step.transfer_s) == (3.0, 6.0)
 
@@ -515,7 +515,7 @@ def test_waiting_for_a_prefetch_is_a_late_one(rig: MakeRig) -> None:
     gates.await_running({key})
     clock.on_wait = lambda: gates.open(key)
     made.engine.wait(ticket)
-    assert made.events("stall") == [Event("stall", 0.0, 3.0, *key, ahead=True)]
+    assert made.events("stall") == [TimeSpan("stall", 0.0, 3.0, *key, ahead=True)]
     assert (made.step.late_s, made.step.by_layer[2].late_s) == (3.0, 3.0)
 
 

@@ -335,7 +335,7 @@ UP = "model.layers.1.mlp.experts.3.up_proj.weight"
     [
         (
             lambda tensors: tensors.pop(UP),
-            r"lacks up_proj of expert 3 in layer 1; config\.json promises 8 experts",
+            r"lacks up_proj of expert 3 in layer 1; config\.json has 8 experts",
         ),
         (
             lambda tensors: tensors.update({UP: tensors[UP].T.contiguous()[:, :7].contiguous()}),

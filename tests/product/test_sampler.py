@@ -82,17 +82,17 @@ def test_noise_is_sent_once_and_forgotten_with_its_position(
         request = text({"temperature": 1.0, "seed": 7})
         scores = logits_of(1, 0).to(device.torch)
         for drafted in ([], [8], [8, 8]):
-            sampler.chosen(scores, request, [drafted])
+            sampler.choose(scores, request, [drafted])
         assert made == [(7, 4), (7, 5), (7, 6)]
         draft = Draft.chain([8, 8, 8])
         sampler.choices(draft, logits_of(4, 1).to(device.torch), request)
         assert made[3:] == [(7, 7)]
         request.output_token_ids += [8, 8]
-        sampler.chosen(scores, request, [[]])
+        sampler.choose(scores, request, [[]])
         assert len(made) == 4
-        sampler.chosen(scores, text({"temperature": 1.0, "seed": 7}), [[]])
+        sampler.choose(scores, text({"temperature": 1.0, "seed": 7}), [[]])
         assert made[4:] == [(7, 4)]  # another text; positions before the last were let go
-        sampler.chosen(scores, text({"temperature": 1.0, "seed": 8}), [[]])
+        sampler.choose(scores, text({"temperature": 1.0, "seed": 8}), [[]])
         assert made[5:] == [(8, 4)]
 
 

@@ -21,7 +21,7 @@ from speq.layers.arguments import cache_name
 from speq.layers.fused_modules import DecodeBatch, FusedAttention
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models import delta_net, self_test, short_conv
-from speq.models.attention import attend_beside_sinks
+from speq.models.attention import attend_by_group
 from speq.models.families import FAMILIES
 from speq.models.kv_cache import KVCache
 from speq.models.layer_range import LayerRange, MissingLayer
@@ -101,13 +101,13 @@ def test_a_cache_that_ours_are_not_given_is_found(monkeypatch: pytest.MonkeyPatc
 
 def test_experts_of_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if gate and up had changed their places."""
-    given = self_test.with_ours
+    given = self_test.replace_experts
 
     def exchanged(*arguments: Any) -> tuple[Tensor, Tensor]:
         gate_up, down = given(*arguments)
         return gate_up.roll(gate_up.shape[1] // 2, dims=1), down
 
-    monkeypatch.setattr(self_test, "with_ours", exchanged)
+    monkeypatch.setattr(self_test, "replace_experts", exchanged)
     with pytest.raises(SpeqError, match=r"a layer of family mixtral .*a prompt: by"):
         check_transformers(FAMILIES["mixtral"], text_config("mixtral"))
 
@@ -157,28 +157,28 @@ def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
     call, rows = stand_in(mixer), torch.zeros(1, 1, 2)
     with pytest.raises(SpeqError, match="is given the KV cache by no name"):
         call(rows, attention_mask=None)
-    with pytest.raises(SpeqError, match=r"is given state_of_text by transformers .* not know"):
-        call(rows, cache=None, state_of_text=object())
+    with pytest.raises(SpeqError, match=r"transformers .* passes state_of_sequence to .* not know"):
+        call(rows, cache=None, state_of_sequence=object())
     with pytest.raises(SpeqError, match="by cache and past_key_values"):
         call(rows, cache=None, past_key_values=None)
-    with pytest.raises(SpeqError, match="is given seq_idx"):
+    with pytest.raises(SpeqError, match="passes seq_idx to"):
         call(rows, cache=None, seq_idx=torch.zeros(1, 1))
 
 
 def test_other_modules_refuse_what_they_do_not_know() -> None:
     rows = torch.zeros(1, 2, 4)
     assert MissingLayer()(rows, cache=None, attention_mask=None, position_ids=None) is rows
-    with pytest.raises(SpeqError, match="MissingLayer is given second_stream"):
+    with pytest.raises(SpeqError, match="passes second_stream to MissingLayer"):
         MissingLayer()(rows, second_stream=rows)
     with pytest.raises(TypeError):
         OffloadedExperts(None, 3)  # type: ignore[call-arg]
     heads = torch.zeros(1, 2, 1, 4)
     mask, sinks = torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.zeros(2)
-    with pytest.raises(SpeqError, match="attention of gpt_oss is given softcap"):
-        attend_beside_sinks(Mixer(), heads, heads, heads, mask, 0.5, sinks, softcap=3.0)
+    with pytest.raises(SpeqError, match="passes softcap to attention of gpt_oss"):
+        attend_by_group(Mixer(), heads, heads, heads, mask, 0.5, sinks, softcap=3.0)
     linear = torch.nn.Identity()
     attention = FusedAttention((linear,) * 3, linear, Heads(1.0, None, None), 0, lambda: None)
-    with pytest.raises(SpeqError, match="FusedAttention is given cache"):
+    with pytest.raises(SpeqError, match="passes cache to FusedAttention"):
         attention(rows[0], attention_mask=DecodeBatch([], None), cache=None)
     layer = KVCache(1, ((2, 4), (2, 4)), 3, torch.float32, torch.device("cpu")).layers[0]
     with pytest.raises(TypeError):
@@ -201,7 +201,7 @@ def test_caches_are_told_what_attention_is_given() -> None:
 def test_prompts_give_the_rule_as_many_keys_as_values(tiny: Folder) -> None:
     """transformers 5.17 has keys that value heads share repeated in front of its rule."""
     family = FAMILIES["qwen3_next"]
-    model, _, _ = self_test.own_pass(family, text_config("qwen3_next"), 2, 1)
+    model, _, _ = self_test.run_own_pass(family, text_config("qwen3_next"), 2, 1)
     net = delta_net.DeltaNet(model.model.layers[1].linear_attn)
     given: list[torch.Size] = []
     own = net._chunked

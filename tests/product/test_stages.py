@@ -24,23 +24,23 @@ from speq.engine.request import Request
 from speq.errors import EngineLost, SpeqError
 from speq.experts.passes import by_layer
 from speq.files import contents
-from speq.files.alignment import aligned_bytes
+from speq.files.alignment import allocate_aligned
 from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
-from speq.heads.predicted_experts import head_named
+from speq.heads.predicted_experts import open_head
 from speq.measure.probe import verify
 from speq.models import moe_model
 from speq.models.kv_cache import KVCache
 from speq.models.layer_range import LayerRange, layer_ranges
 from speq.models.opened import Opened, open_model
 from speq.models.shape import DTYPES
-from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, part_for, versions
+from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, current_versions, part_for
 from speq.pipeline.first_stage import RingStages, open_first, open_stage
-from speq.pipeline.messages import follow
+from speq.pipeline.messages import apply_changes
 from speq.pipeline.rendezvous import Rendezvous, join_ring, open_ring
 from speq.pipeline.settings import StagesSettings, address_of, counts_of, stage_count, with_stages
 from speq.pipeline.waiting import Waiter
-from speq.pipeline.wire import Message, MessageKind, Ring, sizes_of, unpacked
+from speq.pipeline.wire import MessageKind, Ring, StageMessage, sizes_of, unpack
 from tests.helpers.command import arguments_of
 from tests.helpers.heads import write_random_head
 from tests.helpers.packing import pack_to
@@ -150,7 +150,7 @@ def test_a_stage_reads_its_own_of_a_pack(
     stores: list[Any] = [whole.store, *(opened.store for opened in parts)]
 
     def record(store: Any, layer: int, expert: int) -> bytes:
-        slot = aligned_bytes(1, store.codec.slot_bytes)[0]
+        slot = allocate_aligned(1, store.codec.slot_bytes)[0]
         store.read(layer, expert, slot)
         return bytes(slot[: store.record_bytes(layer, expert)].numpy())
 
@@ -233,7 +233,7 @@ def test_a_head_drafts_over_stages(tiny: Callable[[str], Path], tmp_path: Path) 
     opened = open_stage(str(model), "2", 1)[0]
     for head in ("auto", "mtp"):
         with pytest.raises(SpeqError, match=f"head {head} goes by layers of the whole model"):
-            head_named(head, opened)
+            open_head(head, opened)
     opened.close()
 
 
@@ -287,7 +287,7 @@ def test_a_part_has_no_others_tensors(tiny: Callable[[str], Path]) -> None:
 
 
 def test_a_stage_without_experts_is_refused(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(SpeqError, match=r"layers 1 to 1 of .* no routed experts; give that stage"):
+    with pytest.raises(SpeqError, match=r"layers 1 to 1 of .* no routed experts: give that stage"):
         open_stage(str(tiny("qwen2_moe")), "3", 2)
 
 
@@ -313,38 +313,38 @@ def test_caches_follow_one_another() -> None:
     here[0].rewind(1)
     here[0].known = [1, 2]
     here[1].take(here[0], 2)
-    follow(json.loads(json.dumps(changes)), there)
+    apply_changes(json.loads(json.dumps(changes)), there)
     changes.clear()
     here[1].advance(2)
     there[1].written = 4  # by a pass in between
-    follow(json.loads(json.dumps(changes)), there)
+    apply_changes(json.loads(json.dumps(changes)), there)
     for one, other in zip(here, there, strict=True):
         assert (one.length, one._length.settled) == (other.length, other._length.settled)
         assert all(map(torch.equal, one.tensors(), other.tensors()))
     assert here[0].layers[0].keys.flatten().tolist()[:6] == [0, 1, 2, 3, 5, 6]
     changes.clear()
     here[0].erase()
-    follow(json.loads(json.dumps(changes)), there)
+    apply_changes(json.loads(json.dumps(changes)), there)
     assert not there[0].length and not there[0].tensors()[0].any()
 
 
 def test_messages_come_as_they_went() -> None:
     rows = torch.randn(3, 5, dtype=torch.bfloat16)
-    head, payload = Message(
+    head, payload = StageMessage(
         MessageKind.PASS, {"a": [1, None]}, rows.view(-1).view(torch.uint8)
-    ).packed()
+    ).pack()
     kind, text_bytes, row_bytes = sizes_of(head, MOST_BYTES)
-    message = unpacked(kind, text_bytes, payload)
+    message = unpack(kind, text_bytes, payload)
     assert (message.kind, message.content, row_bytes) == (MessageKind.PASS, {"a": [1, None]}, 30)
     assert torch.equal(message.rows.view(torch.bfloat16).view(3, 5), rows)
     for place, number in ((0, 7), (1, 9), (2, 1 << 40), (3, MOST_BYTES + 1), (3, -1)):
         odd = head.clone()
         odd[place] = number
-        with pytest.raises(SpeqError, match="no message of this version"):
+        with pytest.raises(SpeqError, match="a message of another version"):
             sizes_of(odd, MOST_BYTES)
     for text in (b"{", b"[]", b"\xff"):
         with pytest.raises(SpeqError, match="a stage sent"):
-            unpacked(kind, len(text), torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            unpack(kind, len(text), torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
 
 def test_layers_are_divided() -> None:
@@ -386,24 +386,26 @@ def test_layers_are_divided() -> None:
 )
 def test_options_that_stages_do_not_take(option: str, value: Any) -> None:
     config = RunConfig.of("1GiB", **{option: value})
-    with pytest.raises(SpeqError, match=f"{option} is {value} and the model runs in stages"):
+    with pytest.raises(
+        SpeqError, match=f"{option} is {value} and the model runs in pipeline stages"
+    ):
         with_stages(config)
 
 
-AGREED = ModelFingerprint("f" * 64, versions(), [2, 1])
+AGREED = ModelFingerprint("f" * 64, current_versions(), [2, 1])
 
 
 def test_stages_that_differ_are_refused() -> None:
     for theirs, sentence in (
         (replace(AGREED, model="e" * 64), "another checkpoint"),
-        (replace(AGREED, versions=versions() | {"speq": "0"}), "stage 2 of 2 runs speq 0,"),
+        (replace(AGREED, versions=current_versions() | {"speq": "0"}), "stage 2 of 2 runs speq 0,"),
         (replace(AGREED, counts=[1, 2]), "divides the layers into 1,2 and this one into 2,1"),
     ):
         with pytest.raises(SpeqError, match=sentence):
             AGREED.check(theirs, "stage 2 of 2")
     assert ModelFingerprint.of_json(AGREED.to_json().encode(), "it") == AGREED
     for text in (b"{}", b"7", b'{"model": 1, "versions": {}, "counts": []}', b"\x80"):
-        with pytest.raises(SpeqError, match="nothing that this version understands"):
+        with pytest.raises(SpeqError, match="that this version does not understand"):
             ModelFingerprint.of_json(text, "it")
 
 
@@ -499,7 +501,7 @@ def test_a_rendezvous(host: str) -> None:
         assert shared == SHARED
         answering = threading.Thread(target=pass_on, args=[there])
         answering.start()
-        ring.send(Message(MessageKind.RESERVE, {"context": 3}))
+        ring.send(StageMessage(MessageKind.RESERVE, {"context": 3}))
         assert ring.receive(PATIENCE_S).content == {"context": 3}
         answering.join(PATIENCE_S)
         with pytest.raises(SpeqError, match=r"stage 1 of 2 was silent for 0\.2 s"):
@@ -554,16 +556,16 @@ def test_a_broken_pass_is_not_gone_on_with() -> None:
     class Interrupted:
         number, count = 1, 2
 
-        def send(self, message: Message, wait_s: float | None = None) -> None:
+        def send(self, message: StageMessage, wait_s: float | None = None) -> None:
             raise KeyboardInterrupt
 
-        def receive(self, wait_s: float) -> Message:
+        def receive(self, wait_s: float) -> StageMessage:
             raise AssertionError
 
     stages = RingStages(Interrupted(), 1.0)
     with pytest.raises(KeyboardInterrupt):
         stages.reserve(8)
-    with pytest.raises(SpeqError, match="broken off; start all of them again"):
+    with pytest.raises(SpeqError, match="interrupted; start all of them again"):
         stages.reserve(8)
     stages.close()  # says nothing more
 

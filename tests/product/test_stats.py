@@ -14,13 +14,13 @@ from speq.stats import (
     LAYER_FIGURES,
     MAX_EVENTS,
     ApproximationStats,
-    Event,
     LayerStats,
     Recorder,
     RunStats,
     StepStats,
+    TimeSpan,
     length,
-    merged,
+    merge,
     overlap,
     ratio,
 )
@@ -96,8 +96,8 @@ def test_timed_block_says_what_it_was_about() -> None:
             clock.now = 14.0
         clock.now = 15.0
     assert step.events == [
-        Event("transfer", 11.0, 14.0, layer=3, expert=7, moved_bytes=640),
-        Event("verify", 10.0, 15.0),
+        TimeSpan("transfer", 11.0, 14.0, layer=3, expert=7, moved_bytes=640),
+        TimeSpan("verify", 10.0, 15.0),
     ]
     assert step.moved_bytes == 640
 
@@ -115,10 +115,10 @@ def test_block_that_fails_is_timed_all_the_same() -> None:
 def test_events_belong_to_the_step_under_way() -> None:
     recorder = Recorder(Clock())
     first = recorder.begin("prefill")
-    recorder.add(Event("transfer", 1.0, 2.0, moved_bytes=5))
+    recorder.add(TimeSpan("transfer", 1.0, 2.0, moved_bytes=5))
     second = recorder.begin("decode")
-    recorder.add(Event("transfer", 2.0, 4.0, moved_bytes=7))
-    recorder.add(Event("transfer", 4.0, 5.0, moved_bytes=8))
+    recorder.add(TimeSpan("transfer", 2.0, 4.0, moved_bytes=7))
+    recorder.add(TimeSpan("transfer", 4.0, 5.0, moved_bytes=8))
     assert (first.moved_bytes, len(first.events), first.transfer_s) == (5, 1, 1.0)
     assert (second.moved_bytes, len(second.events), second.transfer_s) == (15, 2, 3.0)
 
@@ -140,13 +140,13 @@ def test_requests_and_hits_by_layer() -> None:
 def test_bytes_and_waits_by_layer_and_by_cause() -> None:
     recorder = Recorder(Clock())
     step = recorder.begin("decode")
-    recorder.add(Event("transfer", 0.0, 1.0, 2, 5, moved_bytes=10, read_bytes=12, reader=0))
-    recorder.add(Event("transfer", 0.0, 2.0, 2, 6, moved_bytes=20, ahead=True, reader=1))
-    recorder.add(Event("transfer", 2.0, 3.0, 4, 5, moved_bytes=40, ahead=True, reader=1))
-    recorder.add(Event("stall", 0.0, 0.5, 2, 5))
-    recorder.add(Event("stall", 0.5, 2.0, 2, 6, ahead=True))
-    recorder.add(Event("stall", 2.5, 3.0, 4, 5, ahead=True))
-    recorder.add(Event("layer", 0.0, 9.0, 2))  # moves nothing
+    recorder.add(TimeSpan("transfer", 0.0, 1.0, 2, 5, moved_bytes=10, read_bytes=12, reader=0))
+    recorder.add(TimeSpan("transfer", 0.0, 2.0, 2, 6, moved_bytes=20, ahead=True, reader=1))
+    recorder.add(TimeSpan("transfer", 2.0, 3.0, 4, 5, moved_bytes=40, ahead=True, reader=1))
+    recorder.add(TimeSpan("stall", 0.0, 0.5, 2, 5))
+    recorder.add(TimeSpan("stall", 0.5, 2.0, 2, 6, ahead=True))
+    recorder.add(TimeSpan("stall", 2.5, 3.0, 4, 5, ahead=True))
+    recorder.add(TimeSpan("layer", 0.0, 9.0, 2))  # moves nothing
     recorder.used(2)
     recorder.used(4, 3)
     recorder.wasted(4, 2)
@@ -164,8 +164,8 @@ def test_bytes_for_rejected_tokens() -> None:
     recorder = Recorder(Clock())
     step = recorder.begin("decode")
     for layer, expert in [(0, 1), (0, 2), (1, 1), (0, 1)]:
-        recorder.add(Event("transfer", 0.0, 1.0, layer, expert, moved_bytes=1 << expert))
-    recorder.add(Event("stall", 0.0, 1.0, 0, 1))
+        recorder.add(TimeSpan("transfer", 0.0, 1.0, layer, expert, moved_bytes=1 << expert))
+    recorder.add(TimeSpan("stall", 0.0, 1.0, 0, 1))
     recorder.rejected({(0, 1), (1, 2), (7, 7)})
     assert step.rejected_bytes == 2 + 2
     assert {layer: figures.rejected_bytes for layer, figures in step.by_layer.items()} == {
@@ -175,10 +175,10 @@ def test_bytes_for_rejected_tokens() -> None:
 
 
 def test_spans_are_merged_where_they_touch() -> None:
-    assert merged([]) == []
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
-    assert merged([(0, 9), (2, 3), (4, 5)]) == [(0, 9)]
-    assert merged([(3.0, 4.0), (0.0, 1.0), (1.0, 2.0), (3.5, 3.7)]) == [(0.0, 2.0), (3.0, 4.0)]
+    assert merge([]) == []
+    assert merge([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
+    assert merge([(0, 9), (2, 3), (4, 5)]) == [(0, 9)]
+    assert merge([(3.0, 4.0), (0.0, 1.0), (1.0, 2.0), (3.5, 3.7)]) == [(0.0, 2.0), (3.0, 4.0)]
 
 
 def test_overlap_by_hand() -> None:
@@ -195,7 +195,7 @@ def test_overlap_against_counting_ticks() -> None:
             starts = [rng.randint(0, 30) for _ in range(rng.randint(0, 6))]
             lists.append([(at, at + rng.randint(1, 5)) for at in starts])
         ticks = [{tick for span in spans for tick in range(*span)} for spans in lists]
-        one, other = (merged(spans) for spans in lists)
+        one, other = (merge(spans) for spans in lists)
         shared = overlap(one, other)
         assert shared == overlap(other, one)
         for found, expected in zip(
@@ -212,9 +212,9 @@ def test_link_time_and_how_much_of_it_was_waited_for() -> None:
     recorder = Recorder(Clock())
     recorder.begin("decode")
     for start_s, end_s in [(0, 4), (2, 6), (10, 12)]:
-        recorder.add(Event("transfer", start_s, end_s))
+        recorder.add(TimeSpan("transfer", start_s, end_s))
     for start_s, end_s in [(3, 5), (5, 8), (11, 11.5)]:
-        recorder.add(Event("stall", start_s, end_s, 0, 0))
+        recorder.add(TimeSpan("stall", start_s, end_s, 0, 0))
     step = recorder.finish()
     assert (step.transfer_s, step.link_s) == (4 + 4 + 2, 6 + 2)
     assert (step.stall_s, step.exposed_s) == (5.5, 3 + 0.5)
@@ -454,7 +454,7 @@ def test_events_of_old_steps_are_dropped() -> None:
     for at in range(fitting + extra):
         step = StepStats("decode", emitted=1, moved_bytes=2, start_s=at, end_s=at + 0.5)
         # Layers count as an event each.
-        step.events += [Event("layer", at, at + 0.5)] * (each - 2)
+        step.events += [TimeSpan("layer", at, at + 0.5)] * (each - 2)
         step.layer(0).add(LayerStats(hits=1))
         step.layer(1).add(LayerStats(hits=2))
         stats.record(step)

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from speq.text.stream import Piece, TextStream
+from speq.text.stream import TextPiece, TextStream
 from speq.text.vocabulary import Vocabulary
 from tests.helpers.paths import BUNDLED
 from tests.helpers.tiny_models import VOCAB, write_tokenizer
@@ -81,7 +81,7 @@ def pieces_of(stream: TextStream, ids: list[int]) -> list[str]:
     return pieces
 
 
-def texts_of(pieces: list[Piece]) -> list[str]:
+def texts_of(pieces: list[TextPiece]) -> list[str]:
     return [piece.text for piece in pieces]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from speq import Generator, SpeqError
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
-from speq.files.text_part import TextPart
+from speq.files.text_part import TextModelPart
 from speq.models.families import FAMILIES
 from speq.models.opened import open_model
 from tests.helpers.fp8_files import write_fp8
@@ -148,7 +148,7 @@ def test_a_configuration_without_its_part_is_refused(
     if given is not ...:
         config["text_config"] = given
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SpeqError, match=r"has text_config .*; it must describe the part"):
+    with pytest.raises(SpeqError, match=r"has text_config .*; it must describe the text model"):
         open_model(path)
 
 
@@ -176,7 +176,7 @@ def test_drafts_of_other_sizes_are_refused_by_what_their_part_says(
 
 
 def test_another_field_and_another_prefix(tmp_path: Path) -> None:
-    part = TextPart("words", "text.model.", ("image.",), field="words_config")
+    part = TextModelPart("words", "text.model.", ("image.",), field="words_config")
     words = {"model_type": "words", "hidden_size": 4}
     assert part.config({"model_type": "both", "words_config": words}, tmp_path) == words
     assert part.config(words, tmp_path) is words

@@ -11,7 +11,7 @@ import torch
 
 from speq import Generator, SpeqError
 from speq.measure.timeline import Link, trace_events, write_trace
-from speq.stats import Event, Forecast, RunStats, StepStats
+from speq.stats import Forecast, RunStats, StepStats, TimeSpan
 from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.tiny_models import write_model
 from tests.helpers.trace_format import crossing, faults, nanoseconds
@@ -25,7 +25,7 @@ ALWAYS = ["steps", "draft", "verify", "verify by layer", "stalls", "governor"]
 
 def run_by_hand() -> RunStats:
     prefill = StepStats("prefill", emitted=1, start_s=10.0, end_s=11.0)
-    prefill.events.append(Event("prefill", 10.0, 11.0))
+    prefill.events.append(TimeSpan("prefill", 10.0, 11.0))
     decode = StepStats(
         "decode",
         draft_length=2,
@@ -44,12 +44,14 @@ def run_by_hand() -> RunStats:
         end_s=14.5,
     )
     decode.events += [
-        Event("transfer", 12.25, 13.0, 1, 7, moved_bytes=100, read_bytes=128, ahead=True, reader=1),
-        Event("draft", 12.0, 12.5),
-        Event("stall", 12.75, 13.0, 1, 7, ahead=True),
-        Event("layer", 12.5, 13.5, 1),
-        Event("verify", 12.5, 14.5),
-        Event("transfer", 13.0, 13.5, 0, 2, moved_bytes=200, reader=0),
+        TimeSpan(
+            "transfer", 12.25, 13.0, 1, 7, moved_bytes=100, read_bytes=128, ahead=True, reader=1
+        ),
+        TimeSpan("draft", 12.0, 12.5),
+        TimeSpan("stall", 12.75, 13.0, 1, 7, ahead=True),
+        TimeSpan("layer", 12.5, 13.5, 1),
+        TimeSpan("verify", 12.5, 14.5),
+        TimeSpan("transfer", 13.0, 13.5, 0, 2, moved_bytes=200, reader=0),
     ]
     run = RunStats(9.5, {})
     run.record(prefill)
@@ -150,13 +152,13 @@ def test_a_run_over_pcie_has_copy_streams(tmp_path: Path) -> None:
     """Transfers of a reader and the stream behind it overlap: no lane has spans that cross."""
     step = StepStats("decode", start_s=1.0, end_s=6.0)
     step.events += [
-        Event("transfer", 2.0, 2.5, 0, 1, moved_bytes=1),
-        Event("transfer", 2.5, 3.0, 0, 2, moved_bytes=1),
-        Event("transfer", 1.0, 3.0, 1, 1, moved_bytes=1, read_bytes=512, reader=0),
-        Event("transfer", 2.0, 4.0, 1, 2, moved_bytes=1, read_bytes=512, reader=0),
-        Event("transfer", 3.0, 5.0, 1, 3, moved_bytes=1, read_bytes=512, reader=0),
-        Event("transfer", 1.5, 5.0, 1, 4, moved_bytes=1, read_bytes=512, reader=10),
-        Event("transfer", 1.5, 5.0, 1, 5, moved_bytes=1, read_bytes=512, reader=1),
+        TimeSpan("transfer", 2.0, 2.5, 0, 1, moved_bytes=1),
+        TimeSpan("transfer", 2.5, 3.0, 0, 2, moved_bytes=1),
+        TimeSpan("transfer", 1.0, 3.0, 1, 1, moved_bytes=1, read_bytes=512, reader=0),
+        TimeSpan("transfer", 2.0, 4.0, 1, 2, moved_bytes=1, read_bytes=512, reader=0),
+        TimeSpan("transfer", 3.0, 5.0, 1, 3, moved_bytes=1, read_bytes=512, reader=0),
+        TimeSpan("transfer", 1.5, 5.0, 1, 4, moved_bytes=1, read_bytes=512, reader=10),
+        TimeSpan("transfer", 1.5, 5.0, 1, 5, moved_bytes=1, read_bytes=512, reader=1),
     ]
     run = RunStats(1.0, {})
     run.record(step)
@@ -177,7 +179,7 @@ def test_a_run_over_pcie_has_copy_streams(tmp_path: Path) -> None:
 
 def test_a_transfer_of_before_begins_at_zero(tmp_path: Path) -> None:
     run = run_by_hand()
-    run.steps[0].events.append(Event("transfer", 9.0, 10.5, 0, 1, moved_bytes=1, reader=0))
+    run.steps[0].events.append(TimeSpan("transfer", 9.0, 10.5, 0, 1, moved_bytes=1, reader=0))
     events = written(run, tmp_path / "trace.json")
     spans = {(e["name"], e["cat"]): e["ts"] for e in events if e["ph"] == "X"}
     assert spans["0.1", "transfer"] == 0

@@ -87,7 +87,7 @@ def test_two_beginnings_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureF
         for text in ("<s>the dog", "<s>the", "<s>"):
             assert encoder.encode(text)[:2] == [tokenizer.bos_token_id] * 2
     (sentence,) = caplog.messages
-    assert "begins with '<s>', which the tokenizer puts before texts by itself" in sentence
+    assert "begins with '<s>', which the tokenizer adds to texts itself" in sentence
 
 
 def test_tokens_that_a_model_has_no_embeddings_of(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import speq
 from speq import Generator, SpeqError
 from speq.cli import app
-from speq.files.alone import alone_in
+from speq.files.alone import lock_folder
 from speq.files.journal import Journal
 from speq.heads.head_file import read_head
 from speq.heads.head_shape import HeadShape, NamedLayers
@@ -24,7 +24,7 @@ from speq.heads.moe_head import rotations
 from speq.stats import StepStats
 from speq.training import acceptance, routes
 from speq.training import train_head as command
-from speq.training.acceptance import Acceptance
+from speq.training.acceptance import ChainAcceptance
 from speq.training.features import (
     FEATURES,
     FeatureFile,
@@ -41,8 +41,8 @@ from speq.training.trainer import (
     WARMUP_STEPS,
     TrainedAttention,
     Trainer,
-    Vocabulary,
-    rate_share,
+    TrainingVocabulary,
+    learning_rate_share,
 )
 from tests.helpers.heads import head_in_numpy, random_head
 from tests.helpers.tiny_models import greedy_tokens, load_plain
@@ -122,7 +122,7 @@ def test_texts_have_names(texts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(None, "is no folder; give one"), ({}, "holds no .txt file"), ({"a.txt": " "}, "holds no")],
+    [(None, "is not a folder; give one"), ({}, "holds no .txt file"), ({"a.txt": " "}, "holds no")],
 )
 def test_folders_without_texts(
     content: dict[str, str] | None, sentence: str, tmp_path: Path
@@ -232,10 +232,10 @@ def test_damaged_windows_are_made_again(damage: str, tmp_path: Path) -> None:
 # Steps.
 
 
-def vocabulary(width: int = 8) -> Vocabulary:
+def vocabulary(width: int = 8) -> TrainingVocabulary:
     generator = torch.Generator().manual_seed(8)
     table = torch.randn(40, width, generator=generator)
-    return Vocabulary(table, table * 0.5, None)
+    return TrainingVocabulary(table, table * 0.5, None)
 
 
 def trainer(folder: Path, **settings: Any) -> Trainer:
@@ -343,14 +343,16 @@ def test_second_rows_see_what_drafts_see(window: int) -> None:
 
 
 def test_rates_rise_and_fall() -> None:
-    assert rate_share(0, 100) == rate_share(0, None) == 1 / WARMUP_STEPS
-    assert rate_share(WARMUP_STEPS - 1, None) == 1
-    assert rate_share(WARMUP_STEPS, 100) == pytest.approx(1)
+    assert learning_rate_share(0, 100) == learning_rate_share(0, None) == 1 / WARMUP_STEPS
+    assert learning_rate_share(WARMUP_STEPS - 1, None) == 1
+    assert learning_rate_share(WARMUP_STEPS, 100) == pytest.approx(1)
     middle = (WARMUP_STEPS + 100) // 2
-    assert rate_share(middle, 100) == pytest.approx((1 + FINAL_RATE_SHARE) / 2)
-    assert rate_share(100, 100) == pytest.approx(FINAL_RATE_SHARE)
+    assert learning_rate_share(middle, 100) == pytest.approx((1 + FINAL_RATE_SHARE) / 2)
+    assert learning_rate_share(100, 100) == pytest.approx(FINAL_RATE_SHARE)
     # What comes before the number of steps is known does not depend on it.
-    assert all(rate_share(at, None) == rate_share(at, 7000) for at in range(WARMUP_STEPS))
+    assert all(
+        learning_rate_share(at, None) == learning_rate_share(at, 7000) for at in range(WARMUP_STEPS)
+    )
 
 
 # Names of experts.
@@ -418,18 +420,18 @@ def test_layers_in_which_others_find_more_are_left_out() -> None:
     found = Recalls(10, [0.9, 0.7, 0.8, 0.7], [1.0] * 4, [None, 0.7, 0.6, 0.5], [0.4] * 3 + [0.7])
     assert found.won() == (0, 2)
     head, weight = random_head(HeadShape(8, 12)), torch.randn(4, 5, 16)
-    kept = routes.naming(head, weight, found.won(), top_k=3)
+    kept = routes.with_predictions(head, weight, found.won(), top_k=3)
     assert kept.shape.named == NamedLayers((0, 2), 5, 3)
     assert torch.equal(kept.weight("routes"), weight[[0, 2]])
     assert all(torch.equal(kept.weight(name), w) for name, w in head.weights().items())
-    assert routes.naming(head, weight, (), top_k=3) is head
+    assert routes.with_predictions(head, weight, (), top_k=3) is head
 
 
 def test_names_are_learnt(tmp_path: Path) -> None:
     """Where a token's experts follow from the token alone."""
     generator = torch.Generator().manual_seed(5)
     table = torch.rand(40, 2, 5, generator=generator).argsort(-1)[..., :3]
-    words = Vocabulary(torch.randn(40, 32, generator=generator), torch.zeros(40, 32), None)
+    words = TrainingVocabulary(torch.randn(40, 32, generator=generator), torch.zeros(40, 32), None)
     folder = tmp_path / "work"
     folder.mkdir()
     journal = Journal(folder / "training.journal", {"f": 1}, command.is_ours)
@@ -441,7 +443,7 @@ def test_names_are_learnt(tmp_path: Path) -> None:
 
     features.append([window() for _ in range(8)])
     head = random_head(HeadShape(32, 12))
-    weight = routes.fitted(head, features, words, num_experts=5, steps=150, seed=0)
+    weight = routes.fit(head, features, words, num_experts=5, steps=150, seed=0)
     found = routes.recalls(head, weight, [HeldOut(window(), [])], words)
     assert min(found.drafted) > max(found.most_used) + 0.1
 
@@ -455,11 +457,11 @@ def test_acceptance_by_depth() -> None:
         stats = StepStats("decode")
         stats.draft_length, stats.accepted = drafted, accepted
         steps.append(stats)
-    found = Acceptance.of(steps)
+    found = ChainAcceptance.of(steps)
     assert (found.steps, found.tried, found.stood) == (4, [4, 3, 1], [3, 1, 1])
     assert found.by_depth == pytest.approx([3 / 4, 1 / 3, 1.0])
     assert found.accept_length == (4 + 1 + 2 + 2) / 4
-    assert Acceptance.of([]).to_json()["by_depth"] == []
+    assert ChainAcceptance.of([]).to_json()["by_depth"] == []
 
 
 # The whole command.
@@ -498,7 +500,7 @@ def test_the_command_trains_a_head_that_drafts(model: Path, texts: Path) -> None
         assert found["tried"][0] == found["steps"] > 4
     # What runs go by is the lesser of both.
     greedy, drawn = (report["acceptance"][name]["by_depth"] for name in ("greedy", "drawn"))
-    stand = read_head(folder / "head.safetensors", report["model"], 64).stand
+    stand = read_head(folder / "head.safetensors", report["model"], 64).acceptance_rates
     assert stand == tuple(min(pair) for pair in zip(greedy, drawn, strict=True))
     prompt = [*range(40, 60)]
     expected = greedy_tokens(load_plain(model), prompt, 40)
@@ -575,9 +577,9 @@ def test_minutes_choose_windows_and_steps(
 def test_two_trainings_do_not_share_a_folder(model: Path, texts: Path, tmp_path: Path) -> None:
     work, refused = tmp_path / "out" / "training", "another process trains a head in"
     work.mkdir(parents=True)
-    with alone_in(work, "never said"), pytest.raises(SpeqError, match=refused):
+    with lock_folder(work, "never said"), pytest.raises(SpeqError, match=refused):
         speq.train_head(model, texts, out=tmp_path / "out")
-    with alone_in(work, "never said"):
+    with lock_folder(work, "never said"):
         assert [*work.iterdir()] == []
 
 

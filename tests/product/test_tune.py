@@ -121,9 +121,9 @@ def test_every_phase_is_told_of(
     told = Told()
     given = {"memory_budget": BUDGET, "prompts": prompts, "num_prompts": 1, "max_new_tokens": 40}
     settings = build(TuneSettings, given | {"device": "cpu"})
-    tune.measured(tiny_bfloat16("qwen2_moe"), settings, told)
+    tune.measure_profile(tiny_bfloat16("qwen2_moe"), settings, told)
     assert told.steps("timing kernels of each codec") == 3
-    assert told.steps("timing what encodes") == 2
+    assert told.steps("timing encoders") == 2
     assert told.steps("measuring the link") == 2
     cycles = [call[1:] for call in told.calls if call[0] == "measuring drafts and verifications"]
     assert (cycles[0], cycles[-1]) == ((0, 39), (39, 39))

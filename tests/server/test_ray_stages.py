@@ -12,7 +12,7 @@ import pytest
 from speq.config import RunConfig
 from speq.errors import EngineLost, SpeqError
 from speq.generator import Generator
-from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, versions
+from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, current_versions
 from speq.pipeline.rendezvous import open_ring
 from speq.pipeline.settings import StagesSettings
 from speq.ray.cluster import cluster
@@ -73,7 +73,7 @@ def test_a_killed_stage_ends_the_run(bundled: Path) -> None:
 
 def test_a_stage_that_cannot_begin_is_not_waited_for() -> None:
     run = RunConfig.of("24MiB")
-    agreed, shared = ModelFingerprint("f" * 64, versions(), [1, 1]), RunSettings.of(run)
+    agreed, shared = ModelFingerprint("f" * 64, current_versions(), [1, 1]), RunSettings.of(run)
     with (
         cluster(RaySettings(True).of_stages(2)),
         ray_stages("/no/such/model", run, "2", 1, PATIENCE_S) as rendezvous,

@@ -1,1 +1,1 @@
-"""Pictures of a run, one file each; `run_page` has them together."""
+"""Panels of a run's page, one file each; `run_page` puts them together."""

@@ -1,4 +1,4 @@
-"""Bytes by the cause they were moved for."""
+"""Bytes moved, by cause."""
 
 from speq.dashboard.figures import bars, layout
 from speq.dashboard.panel import Panel, Table
@@ -11,17 +11,17 @@ def panel(run: RunRecord) -> Panel:
     decode = [step for step in run.steps if step.phase == "decode"]
     numbers = [step.number for step in decode]
     figures = [step.figures for step in decode]
-    # A rejected expert may have been asked for at either time: it is told apart as a line.
+    # An expert of rejected tokens may have been prefetched or loaded on demand: it has markers.
     ahead = [each["ahead_bytes"] / MIB for each in figures]
     demand = [(each["moved_bytes"] - each["ahead_bytes"]) / MIB for each in figures]
     rejected = [each["rejected_bytes"] / MIB for each in figures]
     moved = sum(ahead) + sum(demand)
     data = [
-        bars("asked for ahead", numbers, ahead, "hidden", ""),
-        bars("asked for when needed", numbers, demand, "stall", "/"),
+        bars("prefetched", numbers, ahead, "hidden", ""),
+        bars("on demand", numbers, demand, "stall", "/"),
         {
             "type": "scatter",
-            "name": "of both, for rejected tokens alone",
+            "name": "of both, for rejected tokens only",
             "x": numbers,
             "y": rejected,
             "mode": "markers",
@@ -31,14 +31,14 @@ def panel(run: RunRecord) -> Panel:
     return Panel(
         "bytes",
         "Bytes moved by cause",
-        "A bar is what one step moved into slots; the marks show how much of it was only for "
-        "tokens of the draft that were rejected.",
+        "A bar shows the bytes that one step loaded into slots; a mark shows how many of them were "
+        "only for rejected tokens of the draft.",
         data if moved else [],
         layout("step", "MiB moved", barmode="stack", bargap=0.15),
         Table(
             (
-                *("step", "ahead (bytes)", "when needed (bytes)"),
-                *("for rejected tokens (bytes)", "read from the disk (bytes)", "emitted tokens"),
+                *("step", "prefetched (bytes)", "on demand (bytes)"),
+                *("for rejected tokens (bytes)", "read from disk (bytes)", "emitted tokens"),
             ),
             [
                 [
@@ -54,5 +54,5 @@ def panel(run: RunRecord) -> Panel:
         ),
         absent=""
         if moved
-        else "No expert was moved behind the prompt: all that was asked for lay in slots.",
+        else "No expert was moved in decode: all requested experts were in slots.",
     )

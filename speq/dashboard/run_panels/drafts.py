@@ -1,4 +1,4 @@
-"""Draft lengths step by step, and what drafts know by position."""
+"""Draft lengths by step, and acceptance and route recall by position."""
 
 from collections import Counter
 
@@ -6,12 +6,12 @@ from speq.dashboard.figures import bars, layout, line, points
 from speq.dashboard.panel import Panel, Table
 from speq.dashboard.run_record import RunRecord
 
-# Of grounds that a governor gives (`speq.governor.draft_length.DecisionReason`).
+# Text for each `speq.governor.draft_length.DecisionReason`.
 GROUNDS = {
-    "best": "the best expected",
-    "probe": "to learn what it costs",
-    "bound": "a bound left no better",
-    "fixed": "as asked for",
+    "best": "best estimate",
+    "probe": "probe, to measure its cost",
+    "bound": "limited by an objective or the request's end",
+    "fixed": "fixed length",
 }
 
 
@@ -20,13 +20,15 @@ def lengths(run: RunRecord) -> Panel:
     numbers = [step.number for step in decode]
     accepted = [step.figures["accepted"] for step in decode]
     drafted = [step.figures["draft_length"] for step in decode]
-    rejected = [each - stood for each, stood in zip(drafted, accepted, strict=True)]
-    said = [f"{GROUNDS.get(step.ground, step.ground)}: {step.reason}" for step in decode]
+    rejected = [length - good for length, good in zip(drafted, accepted, strict=True)]
+    reasons = [f"{GROUNDS.get(step.ground, step.ground)}: {step.reason}" for step in decode]
     hover = "step %{x}: %{y}<br>%{customdata}<extra>%{fullData.name}</extra>"
     probes = [step for step in decode if step.ground == "probe"]
     data = [
-        bars("accepted", numbers, accepted, "accepted", "", customdata=said, hovertemplate=hover),
-        bars("rejected", numbers, rejected, "stall", "/", customdata=said, hovertemplate=hover),
+        bars(
+            "accepted", numbers, accepted, "accepted", "", customdata=reasons, hovertemplate=hover
+        ),
+        bars("rejected", numbers, rejected, "stall", "/", customdata=reasons, hovertemplate=hover),
         points(
             "a probe",
             [step.number for step in probes],
@@ -37,9 +39,9 @@ def lengths(run: RunRecord) -> Panel:
     ]
     return Panel(
         "draft-lengths",
-        "Draft lengths and what became of them",
-        "A bar is as high as a step's draft was long; a triangle marks a length that the governor "
-        "tried to learn its cost.",
+        "Draft lengths and accepted tokens",
+        "A bar shows the length of a step's draft; a triangle marks a probe, a length that the "
+        "governor tried to measure its cost.",
         data if any(drafted) else [],
         layout("step", "drafted tokens", barmode="stack", bargap=0.15, yaxis_dtick=1),
         Table(
@@ -56,40 +58,40 @@ def lengths(run: RunRecord) -> Panel:
                 for step in decode
             ],
         ),
-        absent="" if any(drafted) else "No step drafted anything; the table has the reasons.",
+        absent="" if any(drafted) else "No step had a draft; the table has the reasons.",
     )
 
 
 def positions(run: RunRecord) -> Panel:
-    """Position 0 is the pending token, whose route a draft names as well."""
+    """Show acceptance and route recall by position; 0 is the pending token, which has a route."""
     tried: Counter[int] = Counter()
-    stood: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
     named: Counter[int] = Counter()
     choices: Counter[int] = Counter()
     for step in run.steps:
-        reached = True
+        all_accepted = True
         for at, (kept, names, chosen) in enumerate(step.positions):
             named[at] += names
             choices[at] += chosen
-            # A token behind a rejected one had no chance.
-            if at and reached:
+            # A token after a rejected one does not count.
+            if at and all_accepted:
                 tried[at] += 1
-                stood[at] += kept
-            reached = reached and kept
+                accepted[at] += kept
+            all_accepted = all_accepted and kept
     drafted = sorted(tried)
     known = sorted(at for at in choices if choices[at])
-    accepted = [stood[at] / tried[at] for at in drafted]
+    rates = [accepted[at] / tried[at] for at in drafted]
     recall = [named[at] / choices[at] for at in known]
     data = [
-        line("token accepted, if all before it were", drafted, accepted, "accepted", "solid"),
+        line("token accepted, if all before it were", drafted, rates, "accepted", "solid"),
         line("experts named by the draft's route", known, recall, "draft", "dash", "square"),
     ]
     rows = sorted({*drafted, *known})
     return Panel(
         "positions",
-        "What a draft knows, by position",
-        "The solid line is how often a drafted token stood, and the dashed one how many of the "
-        "exact model's experts the draft's route had named.",
+        "Acceptance and route recall by position",
+        "The solid line shows how often a drafted token was accepted, the dashed one the share of "
+        "the exact model's experts that the draft's route had named.",
         data if drafted else [],
         layout(
             "position in the draft (0 is the pending token)",
@@ -104,8 +106,8 @@ def positions(run: RunRecord) -> Panel:
                 [
                     at,
                     tried[at] or None,
-                    stood[at] if at in tried else None,
-                    stood[at] / tried[at] if at in tried else None,
+                    accepted[at] if at in tried else None,
+                    accepted[at] / tried[at] if at in tried else None,
                     choices[at] or None,
                     named[at] if choices[at] else None,
                     named[at] / choices[at] if choices[at] else None,
@@ -113,5 +115,5 @@ def positions(run: RunRecord) -> Panel:
                 for at in rows
             ],
         ),
-        absent="" if drafted else "No step drafted anything.",
+        absent="" if drafted else "No step had a draft.",
     )

@@ -1,4 +1,4 @@
-"""What planner and governor expected, beside what happened."""
+"""Estimates of planner and governor, compared with the run."""
 
 from speq.dashboard.figures import bars, layout, points
 from speq.dashboard.panel import Panel, Table
@@ -9,28 +9,28 @@ MIB = 1 << 20
 
 
 def plan(run: RunRecord) -> Panel:
-    title = "What was planned, and what happened"
+    title = "Plan and run"
     aid = (
-        "A bar is a figure of the run as a share of what the planner expected: at 100% it was "
-        "right, and above it the run took more."
+        "A bar shows a figure of the run as a share of the planner's estimate: at 100% the "
+        "estimate was right, and above it the run took more."
     )
     table = Table(("figure", "expected", "happened", "of expected"), [])
     axes = layout("", "happened, of expected", yaxis_tickformat=".0%", yaxis_rangemode="tozero")
     axes["xaxis"]["title"]["text"] = "figure"
     if run.expected is None:
-        absent = "Nothing was weighed: options left one way to hold the experts."
+        absent = "There was nothing to plan: the options left one candidate."
         return Panel("plan", title, aid, [], axes, table, absent)
-    stats, hoped = run.stats, run.expected
+    stats, estimate = run.stats, run.expected
     pairs = {
-        "ms per token": (hoped["tpot_ms"], stats["tpot_ms"]),
+        "ms per token": (estimate["tpot_ms"], stats["tpot_ms"]),
         "MiB moved per token": (
-            hoped["moved_bytes_per_token"] / MIB,
+            estimate["moved_bytes_per_token"] / MIB,
             None
             if stats["moved_bytes_per_token"] is None
             else stats["moved_bytes_per_token"] / MIB,
         ),
-        "tokens of a step": (hoped["tokens"], stats["accept_length_mean"]),
-        "drafted tokens of a step": (hoped["draft_length"], stats["draft_length_mean"]),
+        "tokens of a step": (estimate["tokens"], stats["accept_length_mean"]),
+        "drafted tokens of a step": (estimate["draft_length"], stats["draft_length_mean"]),
     }
     for name, (expected, happened) in pairs.items():
         share = None if happened is None else ratio(happened, expected)
@@ -49,11 +49,11 @@ def plan(run: RunRecord) -> Panel:
             "line": {"color": "@text", "dash": "dash", "width": 1},
         }
     ]
-    absent = "" if names else "The run ended with its prompt."
+    absent = "" if names else "The run ended after prefill."
     return Panel("plan", title, aid, data if names else [], axes, table, absent, height_px=320)
 
 
-def cycles(run: RunRecord) -> Panel:
+def forecasts(run: RunRecord) -> Panel:
     found = [
         (step, step.forecast)
         for step in run.steps
@@ -61,12 +61,12 @@ def cycles(run: RunRecord) -> Panel:
         and step.forecast["draft_length"] == step.figures["draft_length"]
     ]
     times = [round(step.end_ms - step.start_ms, 3) for step, _ in found]
-    hoped = [forecast["cycle_ms"] for _, forecast in found]
-    top = max([*times, *hoped], default=1.0) * 1.05
+    expected = [forecast["cycle_ms"] for _, forecast in found]
+    top = max([*times, *expected], default=1.0) * 1.05
     data = [
         points(
             "a step",
-            hoped,
+            expected,
             times,
             "verify",
             "circle-open",
@@ -86,8 +86,8 @@ def cycles(run: RunRecord) -> Panel:
     return Panel(
         "forecasts",
         "The governor's forecasts",
-        "A circle is a step: on the dashed line it took as long as the governor expected, and "
-        "above it longer.",
+        "A circle is a step: on the dashed line it took as long as the governor expected, above "
+        "the line longer.",
         data if found else [],
         layout("expected (ms)", "took (ms)", xaxis_rangemode="tozero", yaxis_rangemode="tozero"),
         Table(

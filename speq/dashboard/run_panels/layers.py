@@ -6,13 +6,13 @@ from speq.dashboard.run_record import RunRecord
 
 # Places in `StepRecord.layers`.
 REQUESTS, HITS, LATE, USED, WASTED, STALL_MS = range(6)
-KINDS = ("in a slot", "on its way", "missing", "fetched ahead, used", "fetched ahead, wasted")
-# Numbers are written into cells of so many layers at most.
+KINDS = ("in a slot", "being loaded", "missing", "prefetched, used", "prefetched, wasted")
+# Most layers for which cells have numbers.
 LEGIBLE = 32
 
 
 def sums_of(run: RunRecord) -> list[list[float]]:
-    """Of each layer, `StepRecord.layers` over all steps behind the prompt that are kept."""
+    """Sum `StepRecord.layers` by layer over all decode steps that are kept."""
     decode = [step for step in run.steps if step.phase == "decode"]
     return [
         [sum(step.layers[layer][at] for step in decode) for at in range(STALL_MS + 1)]
@@ -39,26 +39,26 @@ def shares(run: RunRecord) -> Panel:
     written = {"texttemplate": "%{z:.0%}"} if run.layers <= LEGIBLE else {}
     return Panel(
         "layers",
-        "Where each layer found its experts",
-        "Each row is a layer, and each cell a share of the experts that it asked for; the first "
+        "Requests of each layer",
+        "Each row is a layer, and each cell a share of the experts that it requested; the first "
         "three add up to all.",
         [heat(KINDS, list(range(run.layers)), cells, "share of requests", ".0%", zmin=0, **written)]
         if asked
         else [],
         layout(
-            "what became of requests",
+            "result of requests",
             "MoE layer",
             yaxis_autorange="reversed",
             yaxis_dtick=tick(run.layers),
         ),
         Table(
             (
-                *("layer", "asked for", "in a slot", "on its way", "fetched ahead, used"),
-                *("fetched ahead, wasted", "waiting (ms)"),
+                *("layer", "requested", "in a slot", "being loaded", "prefetched, used"),
+                *("prefetched, wasted", "waiting (ms)"),
             ),
             rows,
         ),
-        absent="" if asked else "No layer was asked for experts behind the prompt.",
+        absent="" if asked else "No layer requested experts in decode.",
         height_px=max(300, 120 + 14 * run.layers),
     )
 
@@ -73,7 +73,7 @@ def misses(run: RunRecord) -> Panel:
     any_missed = any(map(any, cells))
     return Panel(
         "misses",
-        "Experts that were not there in time",
+        "Experts that were not loaded in time",
         "Each row is a layer and each column a step; the brighter a cell, the more experts the "
         "layer had to wait for.",
         [heat(numbers, list(range(run.layers)), cells, "experts", "d", zmin=0)]
@@ -87,11 +87,11 @@ def misses(run: RunRecord) -> Panel:
                 for at, step in enumerate(decode)
             ],
         ),
-        absent="" if any_missed else "Every expert lay in a slot when its layer asked for it.",
+        absent="" if any_missed else "Every requested expert was in a slot.",
         height_px=max(300, 120 + 10 * run.layers),
     )
 
 
 def tick(layers: int) -> int:
-    """Between the numbers of an axis of layers."""
+    """Return the interval between numbers on an axis of layers."""
     return max(1, layers // 12)

@@ -1,4 +1,4 @@
-"""What experts come over, in words."""
+"""Names of the link that loads experts."""
 
 from speq.dashboard.run_record import RunRecord
 

@@ -5,17 +5,17 @@ from speq.dashboard.panel import Cell, Panel, Table
 from speq.dashboard.run_record import RunRecord
 
 MIB = 1 << 20
-# Beside the budget, not of it.
-BESIDE = ("host_records", "host_pinned")
+# Items outside the budget.
+OUTSIDE = ("host_records", "host_pinned")
 
 
 def panel(run: RunRecord) -> Panel:
     items = {
         name: size
         for name, size in run.memory.items()
-        if size and name != "budget" and name not in BESIDE
+        if size and name != "budget" and name not in OUTSIDE
     }
-    beside = {name: run.memory[name] for name in BESIDE if run.memory.get(name)}
+    outside = {name: run.memory[name] for name in OUTSIDE if run.memory.get(name)}
     data = [
         {
             **bars(
@@ -34,11 +34,13 @@ def panel(run: RunRecord) -> Panel:
     rows: list[list[Cell]] = [
         [name.replace("_", " "), size, size / budget] for name, size in items.items()
     ]
-    rows += [[f"{name.replace('_', ' ')}, beside it", size, None] for name, size in beside.items()]
+    rows += [
+        [f"{name.replace('_', ' ')}, outside it", size, None] for name, size in outside.items()
+    ]
     return Panel(
         "memory",
         "The memory budget, item by item",
-        "The bar is the whole budget, and each part of it is what one item takes.",
+        "The bar is the whole budget, and each part of it is one item.",
         data,
         layout("MiB", "the device's memory", barmode="stack", yaxis_showticklabels=False),
         Table(("item", "bytes", "of the budget"), rows),

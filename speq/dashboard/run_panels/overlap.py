@@ -1,4 +1,4 @@
-"""Transfer against compute over time: the picture that the project is known by."""
+"""Transfer against compute over time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from speq.dashboard.figures import layout
 from speq.dashboard.panel import Cell, Panel, Table
 from speq.dashboard.run_panels.link import act_of
 from speq.dashboard.run_record import RunRecord
-from speq.stats import TimeSpan, merged, overlap
+from speq.stats import Interval, merge, overlap
 
 BINS = 240
 Shares = NDArray[np.float64]
@@ -21,8 +21,8 @@ class Overlap:
     """Shares of the time of each bin, from 0 to 1.
 
     edges_ms  of the bins: one more than there are bins
-    compute   the processor computed: some step was under way, and it did not wait
-    transfer  the link was busy; exposed: and the computation waited meanwhile
+    compute   a step was under way and did not wait
+    transfer  the link was busy; exposed: it was busy while the computation waited
     waited    the computation waited
     """
 
@@ -38,11 +38,11 @@ class Overlap:
 
 
 def overlap_of(run: RunRecord, bins: int = BINS) -> Overlap:
-    """Of the steps that are kept, in bins of equal length."""
+    """Compute the shares over the steps that are kept, in bins of equal length."""
     edges_ms = np.linspace(run.steps[0].start_ms, run.steps[-1].end_ms, bins + 1)
-    transfers = merged((span[0], span[1]) for step in run.steps for span in step.transfers)
-    stalls = merged((start_ms, end_ms) for step in run.steps for start_ms, end_ms in step.stalls)
-    steps = merged((step.start_ms, step.end_ms) for step in run.steps)
+    transfers = merge((span[0], span[1]) for step in run.steps for span in step.transfers)
+    stalls = merge((start_ms, end_ms) for step in run.steps for start_ms, end_ms in step.stalls)
+    steps = merge((step.start_ms, step.end_ms) for step in run.steps)
     waited = busy(stalls, edges_ms)
     return Overlap(
         edges_ms,
@@ -53,8 +53,8 @@ def overlap_of(run: RunRecord, bins: int = BINS) -> Overlap:
     )
 
 
-def busy(spans: Sequence[TimeSpan], edges_ms: Shares) -> Shares:
-    """The share of each bin that lies within separate intervals."""
+def busy(spans: Sequence[Interval], edges_ms: Shares) -> Shares:
+    """Return the share of each bin that lies within separate intervals."""
     if not spans:
         return np.zeros(len(edges_ms) - 1)
     ends = np.array(spans).reshape(-1)
@@ -68,9 +68,9 @@ def busy(spans: Sequence[TimeSpan], edges_ms: Shares) -> Shares:
 def panel(run: RunRecord) -> Panel:
     title = "Transfer against compute"
     aid = (
-        "Above the line is the share of time in which the processor computed, and below it the "
-        "share in which the link moved experts; what is dotted was hidden behind computation, and "
-        "what is hatched made it wait."
+        "Above the line is the share of time in which the processor computed, below it the share "
+        "in which the link moved experts. Dotted parts were hidden behind computation; hatched "
+        "parts made it wait."
     )
     found = overlap_of(run)
     middles = (found.edges_ms[:-1] + found.edges_ms[1:]) / 2e3

@@ -1,4 +1,4 @@
-"""Which experts lay where, step by step."""
+"""Resident experts, step by step."""
 
 from speq.dashboard.figures import layout
 from speq.dashboard.panel import Frames, Panel, Table
@@ -14,9 +14,9 @@ def panel(run: RunRecord) -> Panel:
     ]
     return Panel(
         "residency",
-        "Which experts lay in slots",
-        "Each row is a layer and each cell an expert, as one step left them; the slider goes "
-        "through the steps, and the second map counts how often each was asked for up to then.",
+        "Experts in slots",
+        "Each row is a layer and each cell an expert, after one step; the slider goes through the "
+        "steps, and the second map counts how often each expert was requested so far.",
         [],
         layout("expert", "MoE layer"),
         # The page makes the table of the step that is chosen.

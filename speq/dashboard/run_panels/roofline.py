@@ -11,8 +11,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """intensity in tokens per MiB moved; tokens_per_s; roof: tokens per second of computing alone,
-    without any wait; None: not known. steps: how many the point sums up; 0: an expectation.
+    """A draft length on the roofline.
+
+    intensity  tokens per MiB moved
+    roof       tokens per second of computing alone, without waits; None: unknown
+    steps      number of steps that the point sums up; 0: an estimate
     """
 
     draft_length: int
@@ -22,8 +25,8 @@ class Point:
     steps: int
 
 
-def measured(run: RunRecord) -> list[Point]:
-    """Of each draft length that the run used and moved anything with."""
+def measured_points(run: RunRecord) -> list[Point]:
+    """Make a point for each draft length with which the run moved experts."""
     found = []
     decode = [step for step in run.steps if step.phase == "decode"]
     for length in sorted({int(step.figures["draft_length"]) for step in decode}):
@@ -41,23 +44,23 @@ def measured(run: RunRecord) -> list[Point]:
     return found
 
 
-def expected(run: RunRecord) -> list[Point]:
-    """Of each draft length that the governor weighed last."""
+def expected_points(run: RunRecord) -> list[Point]:
+    """Make a point for each draft length of the governor's last estimates."""
     return [
         Point(
-            int(cycle["draft_length"]),
-            cycle["tokens"] / cycle["moved_bytes"] * MIB,
-            cycle["tokens"] / cycle["cycle_s"],
-            cycle["tokens"] / cycle["compute_s"] if cycle["compute_s"] > 0 else None,
+            int(step["draft_length"]),
+            step["tokens"] / step["moved_bytes"] * MIB,
+            step["tokens"] / step["cycle_s"],
+            step["tokens"] / step["compute_s"] if step["compute_s"] > 0 else None,
             0,
         )
-        for cycle in run.cycles
-        if cycle["moved_bytes"] > 0 and cycle["cycle_s"] > 0
+        for step in run.cycles
+        if step["moved_bytes"] > 0 and step["cycle_s"] > 0
     ]
 
 
 def bandwidth_of(run: RunRecord) -> float:
-    """MiB per second of the link while it was busy behind the prompt; 0 where it never was."""
+    """MiB per second of the link while it was busy in decode; 0 if it never was."""
     decode = [step for step in run.steps if step.phase == "decode"]
     link_ms = sum(step.figures["link_ms"] for step in decode)
     moved = sum(step.figures["moved_bytes"] for step in decode)
@@ -68,14 +71,15 @@ def panel(run: RunRecord) -> Panel:
     title = "Amortization-Roofline"
     aid = (
         "A point is a draft length k: the more tokens it yields for each MiB moved, the farther "
-        "right it lies; it cannot lie above the slanted line, which the link sets, nor above the "
-        "level one of its k, which computing sets."
+        "right it is. It cannot be above the slanted line, which the link sets, nor above the "
+        "horizontal one of its k, which computing sets."
     )
-    ran, hoped, bandwidth = measured(run), expected(run), bandwidth_of(run)
+    measured, expected = measured_points(run), expected_points(run)
+    bandwidth = bandwidth_of(run)
     data: list[Trace] = []
-    if ran and bandwidth:
-        ends = [each.intensity for each in ran + hoped]
-        roofs = [each.roof for each in ran + hoped if each.roof is not None]
+    if measured and bandwidth:
+        ends = [each.intensity for each in measured + expected]
+        roofs = [each.roof for each in measured + expected if each.roof is not None]
         low, high = min(ends) / 2, max(*ends, *(roof / bandwidth for roof in roofs)) * 2
         data.append(
             line(
@@ -87,7 +91,7 @@ def panel(run: RunRecord) -> Panel:
                 None,
             )
         )
-        for at, each in enumerate(ran):
+        for at, each in enumerate(measured):
             if each.roof is not None:
                 data.append(
                     line(
@@ -99,20 +103,20 @@ def panel(run: RunRecord) -> Panel:
                         None,
                     )
                 )
-        if hoped:
+        if expected:
             data.append(
                 points(
                     "expected by the governor",
-                    [each.intensity for each in hoped],
-                    [each.tokens_per_s for each in hoped],
+                    [each.intensity for each in expected],
+                    [each.tokens_per_s for each in expected],
                     "expected",
                     "circle-open",
                     mode="markers+text",
-                    text=[f"k={each.draft_length}" for each in hoped],
+                    text=[f"k={each.draft_length}" for each in expected],
                     textposition="bottom center",
                 )
             )
-        for at, each in enumerate(ran):
+        for at, each in enumerate(measured):
             data.append(
                 points(
                     f"measured, k={each.draft_length} ({each.steps} steps)",
@@ -135,7 +139,7 @@ def panel(run: RunRecord) -> Panel:
             each.roof,
             each.intensity * bandwidth if bandwidth else None,
         ]
-        for each in ran + hoped
+        for each in measured + expected
     ]
     return Panel(
         "roofline",
@@ -155,9 +159,6 @@ def panel(run: RunRecord) -> Panel:
             ),
             rows,
         ),
-        absent=""
-        if data
-        else "The run moved no expert behind its prompt: the link sets no roof, and computing "
-        "alone decides.",
+        absent="" if data else "The run moved no expert in decode, so only computing limits it.",
         height_px=460,
     )

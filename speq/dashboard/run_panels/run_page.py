@@ -1,4 +1,4 @@
-"""A run as a page: its pictures in their order, and what stands above and below them."""
+"""The page of a run: facts, panels in order, and notes."""
 
 from speq.dashboard.panel import Page, Panel
 from speq.dashboard.run_panels import (
@@ -19,7 +19,7 @@ from speq.units import format_bytes
 
 
 def panels_of(run: RunRecord) -> list[Panel]:
-    """All pictures of a run; what it has nothing to show of says so."""
+    """Make all panels of a run; one without data says why."""
     return [
         overlap.panel(run),
         steps.panel(run),
@@ -33,12 +33,12 @@ def panels_of(run: RunRecord) -> list[Panel]:
         residency.panel(run),
         memory.panel(run),
         expectations.plan(run),
-        expectations.cycles(run),
+        expectations.forecasts(run),
     ]
 
 
 def facts_of(run: RunRecord) -> list[tuple[str, str]]:
-    """What stands above the pictures."""
+    """List the facts above the panels."""
     stats = run.stats
     found = [
         ("model", run.model),
@@ -48,12 +48,12 @@ def facts_of(run: RunRecord) -> list[tuple[str, str]]:
         ("experts", f"{run.experts} in each of {run.layers} layers, as {stats['codec']}"),
         ("prompt", f"{run.prompt_tokens} tokens"),
         ("generated", f"{stats['new_tokens']} tokens"),
-        ("time per output token (TPOT)", shown(stats["tpot_ms"], "{:.1f} ms")),
-        ("time to first token (TTFT)", shown(stats["ttft_ms"], "{:.0f} ms")),
-        ("experts found in slots", shown(stats["hit_rate"], "{:.1%}")),
-        ("moved per token", amount(stats["moved_bytes_per_token"])),
-        ("of the link's time hidden", shown(stats["hidden_share"], "{:.1%}")),
-        ("drafted tokens accepted", shown(stats["acceptance_rate"], "{:.1%}")),
+        ("time per output token (TPOT)", format_figure(stats["tpot_ms"], "{:.1f} ms")),
+        ("time to first token (TTFT)", format_figure(stats["ttft_ms"], "{:.0f} ms")),
+        ("experts found in slots", format_figure(stats["hit_rate"], "{:.1%}")),
+        ("loaded per token", amount(stats["moved_bytes_per_token"])),
+        ("transfer time hidden", format_figure(stats["hidden_share"], "{:.1%}")),
+        ("drafted tokens accepted", format_figure(stats["acceptance_rate"], "{:.1%}")),
         ("speq", run.version if run.commit is None else f"{run.version} at {run.commit}"),
     ]
     options = [f"{name}={value}" for name, value in run.options.items() if name != "memory_budget"]
@@ -65,19 +65,19 @@ def facts_of(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def page_of(run: RunRecord) -> Page:
-    """A page of a run."""
-    notes = ["Times are of the machine above, while it did whatever else it did."]
+    """Make the page of a run."""
+    notes = ["Times were measured on the machine above, with all its other load."]
     if run.stats.get("budget") is not None:
         notes.insert(0, approximate(run.stats["budget"]) + ".")
     if run.left_out:
         notes.append(
-            f"The pictures of steps show the last {len(run.steps)}; {run.left_out} steps before "
-            "them are left out. The figures above are of all steps."
+            f"Panels by step show the last {len(run.steps)} steps and leave out the {run.left_out} "
+            "before. The figures above cover all steps."
         )
     return Page(f"speq: {run.model}", facts_of(run), panels_of(run), notes)
 
 
-def shown(value: float | None, form: str) -> str:
+def format_figure(value: float | None, form: str) -> str:
     return "none" if value is None else form.format(value)
 
 

@@ -1,4 +1,4 @@
-"""Where each step's time went, and its link's."""
+"""Time of each step by activity, and of its link."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from speq.dashboard.run_record import RunRecord, StepRecord
 class Parts:
     """A step's milliseconds: of the computation, which add up to the step, and of the link.
 
-    draft, verify  without waiting that fell into the verification; a prompt's step has neither
-    prompt         running the prompt, without waiting
+    draft, verify  without stalls of the verification; prefill has neither
+    prompt         prefill, without stalls
     """
 
     draft: float
@@ -26,7 +26,7 @@ class Parts:
 
 
 def parts_of(step: StepRecord) -> Parts:
-    """Waiting happens while verifying, or while a prompt is run."""
+    """Divide a step's time. Stalls occur in verification and in prefill."""
     figures, whole_ms = step.figures, step.end_ms - step.start_ms
     stall_ms = min(figures["stall_ms"], whole_ms)
     hidden_ms = max(figures["link_ms"] - figures["exposed_ms"], 0.0)
@@ -73,8 +73,8 @@ def panel(run: RunRecord) -> Panel:
     return Panel(
         "steps",
         "Time of each step",
-        "A bar above the line is one step's time by what was done, and the bar below it is the "
-        "time in which the link was busy meanwhile.",
+        "A bar above the line is one step's time by activity; the bar below it is the time in "
+        "which the link was busy.",
         data if decode else [],
         layout(
             "step",
@@ -108,6 +108,6 @@ def panel(run: RunRecord) -> Panel:
                 for step, each in zip(decode, parts, strict=True)
             ],
         ),
-        absent="" if decode else "The run has no step behind its prompt.",
+        absent="" if decode else "The run has no decode step.",
         height_px=420,
     )

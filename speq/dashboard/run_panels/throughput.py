@@ -1,4 +1,4 @@
-"""How fast the link moved experts, over time."""
+"""Throughput of the link over time."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,9 @@ MIB = 1 << 20
 
 
 def rates_of(run: RunRecord, bins: int = BINS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(edges of the bins in ms, bytes per second in each). The bytes of a transfer count evenly
-    over its time.
+    """Return the bins' edges in ms and the bytes per second in each bin.
+
+    The bytes of a transfer count evenly over its time.
     """
     edges_ms = np.linspace(run.steps[0].start_ms, run.steps[-1].end_ms, bins + 1)
     moved = np.zeros(bins)
@@ -46,8 +47,8 @@ def panel(run: RunRecord) -> Panel:
     return Panel(
         "throughput",
         f"Throughput of {NAMES[run.link]}",
-        "The line is how much came over the link in each stretch of time; where it lies below the "
-        "dashed one, the link was idle for a part of it.",
+        "The line shows the rate of the link in each interval; where it is below the dashed line, "
+        "the link was idle for a part of the interval.",
         data if busy_s else [],
         layout(
             "time since the request (s)", f"MiB per second, {run.link}", yaxis_rangemode="tozero"

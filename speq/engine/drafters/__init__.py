@@ -1,1 +1,1 @@
-"""What proposes tokens: a file for each drafter, and a line of `speq.registries.DRAFTERS`."""
+"""Drafters, which propose tokens: one file and one line of `speq.registries.DRAFTERS` each."""

@@ -1,7 +1,7 @@
-"""The exact model as draft, with the experts that lie in slots: it takes no memory, moves no bytes.
+"""Drafts with the exact model and its resident experts: it takes no memory and moves no bytes.
 
-SS-MoE's conservative form. What the routers would rather have had is reported as the draft's
-routes, so that it is fetched for the verification.
+SS-MoE's conservative form. The routers' own choices are reported as the draft's routes, so they are
+loaded for the verification.
 """
 
 from typing import ClassVar
@@ -10,17 +10,17 @@ from speq.engine.drafter import DraftContext
 from speq.engine.drafters.self_drafter import SelfDrafter
 from speq.errors import present
 
-# What its leads mean at first, as `Confidence.assume` has it: it errs by whole experts.
+# Scale of its logit margins, see `Confidence.assume`: it errs by whole experts.
 LEAD_SCALE = 1.0
 
 
 class CachedDrafter(SelfDrafter):
-    """Drafts with what lies in slots, which changes from layer to layer as experts arrive."""
+    """Drafts with the resident experts, which may change from layer to layer."""
 
     needs_int4: ClassVar[bool] = False
 
     def __init__(self, context: DraftContext) -> None:
-        residents = present(context.residents, "drafter cached begins without slots")
+        residents = present(context.residents, "drafter cached has no slots")
         context.confidence.assume(LEAD_SCALE)
-        # The host has its part in each layer: passes are launched, not recorded.
+        # The host takes part in each layer, so passes are launched, not recorded.
         super().__init__(context, residents, None)

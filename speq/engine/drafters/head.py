@@ -1,10 +1,8 @@
-"""A head as draft: one layer over the exact model's hidden states, with entries of its own, in
-place of a second copy of the experts.
+"""Drafts with a head: one layer over the exact model's hidden states, with KV of its own.
 
-Tokens are ranked by what the head says under the noise that the exact model draws with, so that any
-tree is lossless as it stands. Where a head says the token after the next as well, as Jakiro's does
-by the contrast of its branches (CEPD), the last token of a path comes from the same pass as the one
-before it.
+Tokens are ranked by the head's logits with the noise that the exact model samples with, so any tree
+is lossless. If a head also predicts the token after the next, as Jakiro's does by the contrast of
+its branches (CEPD), the last token of a path comes from the same pass as the one before it.
 """
 
 from typing import ClassVar
@@ -23,25 +21,25 @@ from speq.layers.draft_experts import OnRoute
 
 # Tokens that may follow a node besides the likeliest: a head is less certain than an INT4 copy.
 OTHERS = 7
-# What its leads mean at first, as `Confidence.assume` has it.
+# Scale of its logit margins, see `Confidence.assume`.
 LEAD_SCALE = 1.0
 
 
 class HeadDrafter:
-    """Drafts a chain or a tree, one token to each pass over the head.
+    """Drafts a chain or a tree, one token in each pass of the head.
 
-    next_tokens  chooses what follows each; measurements may put another one in its place
-    shape       of the head
-    says_after  whether a path's last token comes from the pass before it; measurements may have
-                it take a pass of its own
+    next_tokens  chooses the next tokens; measurements may replace it
+    shape        of the head
+    says_after   True if a path's last token comes from the pass before it; measurements may change
+                 it
     """
 
     needs_int4: ClassVar[bool] = False
 
     def __init__(self, context: DraftContext) -> None:
-        head = present(context.head, "drafter head begins without a head")
+        head = present(context.head, "drafter head has no head")
         self._context = HeadContext(context.model, head, context.cache.capacity)
-        self.shape, self.says_after = head.shape, head.beyond
+        self.shape, self.says_after = head.shape, head.predicts_two
         self._confidence = context.confidence
         self._confidence.assume(LEAD_SCALE)
         self.next_tokens = next_tokens_on(context.sampler, OTHERS)
@@ -62,9 +60,10 @@ class HeadDrafter:
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Draft:
-        """Draft up to an end of text or as far as `continue_draft` lets it. Where the head predicts
-        experts, on_route is told those of the pending token, and of each that follows one which was
-        run.
+        """Draft up to an end token or until `continue_draft` stops it.
+
+        If the head predicts experts, `on_route` is called with those of the pending token and of
+        each token after one that was run.
         """
         if not limits.length:
             return Draft()
@@ -72,8 +71,8 @@ class HeadDrafter:
         tokens = len(request.prompt_token_ids) + len(request.output_token_ids) - 1
         if context.verified_count != tokens:
             raise Broken(
-                f"a head has heard {context.verified_count} of the {tokens} tokens that it drafts "
-                "behind"
+                f"a head has observed {context.verified_count} of the {tokens} tokens before its "
+                "draft"
             )
         state = context.root(request.pending_id)
         root = context.cache.length
@@ -86,7 +85,7 @@ class HeadDrafter:
             context.forget(root)
 
     def _name(self, node: int, token_id: int, feature: Tensor | None, on_route: OnRoute) -> None:
-        """Tell what a node will want, as far as the head names it. feature: as of `HeadContext`."""
+        """Report the experts that the head predicts for a node. feature: see `HeadContext`"""
         if self._context.predicts_experts:
             for layer, route in self._context.routes(token_id, feature):
                 on_route(node, layer, route)
@@ -105,7 +104,7 @@ class HeadDrafter:
         while True:
             chosen = self._after(state, request, tokens)
             passes += 1
-            if chosen is None:  # a damaged head must not end what needs no draft
+            if chosen is None:  # a damaged head must not end a run, which needs no draft
                 break
             tokens.append(chosen.token_id)
             logit_margins.append(chosen.logit_margin)
@@ -130,7 +129,7 @@ class HeadDrafter:
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Draft:
-        """Nodes that are run are the first of the tree, in the order in which they are run."""
+        """Draft a tree. Its first nodes are those that were run, in that order."""
         growing = BestFirst(self._confidence.probability)
         draft, node, states = growing.draft, 0, {0: state}
         says_after = self.says_after and length > 1
@@ -160,13 +159,11 @@ class HeadDrafter:
         return draft
 
     def _after(self, state: HeadState, request: Request, ahead: list[int]) -> Chosen | None:
-        """What follows the sequence and `ahead`, drafted tokens; None where it is not finite."""
+        """Choose the token after the drafted tokens `ahead`; None if logits are not finite."""
         return self._choose(self._context.next_scores(state), request, ahead)
 
     def _beyond(self, state: HeadState, request: Request, ahead: list[int]) -> list[int]:
-        """The token after the next, by the state that the last of `ahead` was chosen by; none where
-        the head tells none.
-        """
+        """Choose the token after the next from the same state; empty if the head predicts none."""
         if not self.says_after:
             return []
         chosen = self._choose(self._context.after_scores(state), request, ahead)
@@ -178,4 +175,4 @@ class HeadDrafter:
 
 
 def ignore_route(layer: int, route: object) -> None:
-    """A head has no routes to tell."""
+    """Ignore routes: a head's pass has none."""

@@ -1,6 +1,6 @@
-"""The token that a draft's pass chooses, and its routes: on the host, or read from a device once.
+"""Chooses the next tokens of a draft pass, and reports its routes.
 
-An accelerator is given the whole pass and the choice before the host waits for any of it.
+On an accelerator the host launches the whole pass and the choice, and then reads once.
 """
 
 import math
@@ -17,24 +17,21 @@ from speq.engine.sampler import DeviceSampler, Sampler
 from speq.engine.sampling import runners_up, standings
 from speq.routing import Route
 
-# Runs a pass, given who is told its routes; logits [1, V].
+# Runs a pass, which reports its routes to the argument; returns logits [B, V].
 Run = Callable[[OnLayer], Tensor]
-# Tokens that may follow in a tree, besides the one that is chosen.
+# Tokens besides the chosen one that may follow in a tree.
 OTHERS = 2
 
 
 class Alternative(NamedTuple):
-    """behind: by how much, in logits, the token is behind the one that is chosen."""
+    """A token that was not chosen. behind: its difference in logits from the chosen one"""
 
     token_id: int
     behind: float
 
 
 class Chosen(NamedTuple):
-    """lead: by how much, in logits, the token leads the next one; None: not known.
-
-    others  those that come next, which the exact model may choose in its place; perhaps none
-    """
+    """A chosen token, its logit margin (None: unknown), and the next best tokens."""
 
     token_id: int
     logit_margin: float | None
@@ -42,9 +39,9 @@ class Chosen(NamedTuple):
 
 
 class SamplePosition(NamedTuple):
-    """A request that wants to know what follows its tokens and the drafted ones behind them.
+    """A position to sample: after a request's tokens and the drafted ones.
 
-    on_layer  told (layer, route) of its row of a pass, routes that the host has read or can
+    on_layer  called with (layer, route) of its row of the pass; the host can read these routes
     """
 
     request: Request
@@ -54,20 +51,18 @@ class SamplePosition(NamedTuple):
 
 class NextTokens(Protocol):
     def __call__(self, run: Run, positions: Sequence[SamplePosition]) -> list[Chosen | None]:
-        """The token at each position, whose row of one pass it is; None where its logits are not
-        finite.
-        """
+        """Choose the token at each position, a row of one pass; None if logits are not finite."""
 
 
 def next_tokens_on(sampler: Sampler, others: int = OTHERS) -> NextTokens:
-    """others: tokens besides the one that is chosen, at most."""
+    """Choose on the sampler's device. others: most tokens besides the chosen one"""
     if isinstance(sampler, DeviceSampler):
         return read_tokens(sampler, others)
     return host_tokens(others)
 
 
 def host_tokens(others: int = OTHERS) -> NextTokens:
-    """Routes are told in the midst of the pass, while the next layers are still to come."""
+    """Choose on the host. Routes are reported during the pass, before the next layers."""
 
     def choose(run: Run, positions: Sequence[SamplePosition]) -> list[Chosen | None]:
         def on_layer(layer: int, route: Route) -> None:
@@ -83,7 +78,7 @@ def host_tokens(others: int = OTHERS) -> NextTokens:
 def host_choice(
     logits: Tensor, request: Request, drafted: list[int], others: int = OTHERS
 ) -> Chosen | None:
-    """By logits [V] in host memory."""
+    """Choose from logits [V] in host memory."""
     if not logits.isfinite().all():
         return None
     standing = standings(logits, request, drafted)
@@ -91,7 +86,7 @@ def host_choice(
 
 
 def read_tokens(sampler: DeviceSampler, others: int = OTHERS) -> NextTokens:
-    """Routes, where there are any, and tokens in one read, when the pass is through."""
+    """Choose on a device. Tokens and routes, if any, are read together after the pass."""
     readback = Readback(sampler.device)
 
     def read(run: Run, positions: Sequence[SamplePosition]) -> list[Chosen | None]:
@@ -103,7 +98,7 @@ def read_tokens(sampler: DeviceSampler, others: int = OTHERS) -> NextTokens:
             choices.append(standing.argmax(-1)[None])
             choices.extend(runners_up(standing, each.request.sampling, others))
         lowest, highest, *found = readback.read(
-            scores.amin(-1), scores.amax(-1), *choices, *stacked_routes(routes)
+            scores.amin(-1), scores.amax(-1), *choices, *stack_routes(routes)
         )
         count = len(positions)
         by_layer = zip(*(part.split(count) for part in found[3 * count :]), strict=True)
@@ -111,7 +106,7 @@ def read_tokens(sampler: DeviceSampler, others: int = OTHERS) -> NextTokens:
             rows = zip(*(part.split(1) for part in parts), strict=True)
             for each, row_parts in zip(positions, rows, strict=True):
                 each.on_layer(layer, Route(*row_parts))
-        # Neither bound is finite where any logit is not a number.
+        # Both bounds are NaN if any logit is.
         finite = (lowest.isfinite() & highest.isfinite()).tolist()
         triples = [found[3 * at : 3 * at + 3] for at in range(count)]
         return [
@@ -122,8 +117,8 @@ def read_tokens(sampler: DeviceSampler, others: int = OTHERS) -> NextTokens:
     return read
 
 
-def stacked_routes(routes: list[Route]) -> list[Tensor]:
-    """Ids and weights of all layers [L, K], as two tensors; none where there are no routes."""
+def stack_routes(routes: list[Route]) -> list[Tensor]:
+    """Stack the ids and weights of all layers, [L, K] each; empty without routes."""
     if not routes:
         return []
     ids = torch.cat([route.topk_ids for route in routes])
@@ -131,8 +126,8 @@ def stacked_routes(routes: list[Route]) -> list[Tensor]:
 
 
 def chosen_token(token_id: int, ids: Tensor, behind: Tensor) -> Chosen:
-    """ids, behind: of `runners_up`. Of equals the one that is chosen may be among them."""
-    following = [Alternative(*pair) for pair in zip(ids.tolist(), behind.tolist(), strict=True)]
-    drawable = (each for each in following if math.isfinite(each.behind))
-    others = tuple(each for each in drawable if each.token_id != token_id)
-    return Chosen(token_id, following[0].behind if following else None, others)
+    """Make a Chosen. ids, behind: of `runners_up`; with ties, the chosen token may be in them"""
+    runners = [Alternative(*pair) for pair in zip(ids.tolist(), behind.tolist(), strict=True)]
+    possible = (each for each in runners if math.isfinite(each.behind))
+    others = tuple(each for each in possible if each.token_id != token_id)
+    return Chosen(token_id, runners[0].behind if runners else None, others)

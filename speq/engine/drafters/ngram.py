@@ -1,7 +1,7 @@
-"""Prompt lookup: the last few tokens stood somewhere before, and what followed them is proposed.
+"""Prompt lookup: finds the last few tokens earlier in the sequence and proposes their continuation.
 
-Costs no memory and no pass; pays where a text repeats itself or its prompt. After Saxena's prompt
-lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
+It takes no memory and no pass, and pays if a sequence repeats itself or its prompt. After Saxena's
+prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from array import array
@@ -12,9 +12,9 @@ from speq.engine.drafter import ContinueDraft, DraftContext, DraftLimits
 from speq.engine.request import Request
 from speq.layers.draft_experts import OnRoute
 
-# Tokens that have to match, and the most that are compared. One alone says too little.
+# Fewest tokens that must match, and most that are compared. One alone says too little.
 SHORTEST_MATCH, LONGEST_MATCH = 2, 4
-# Places of the last two tokens that are looked at, the latest ones: some pairs stand everywhere.
+# Latest places of the last two tokens that are compared: some pairs are very frequent.
 PLACES = 256
 
 
@@ -29,8 +29,8 @@ class NgramDrafter:
 
     def _begin(self) -> None:
         self._tokens: list[int] = []
-        # Where the token behind a pair lies, the latest place of each pair; and by such a place the
-        # one before it of the same pair, or -1. It takes about 70 bytes a token.
+        # By pair: the latest place of the token after it. By place: the previous place of the same
+        # pair, or -1. Together about 70 bytes per token.
         self._latest: dict[int, int] = {}
         self._before = array("i")
 
@@ -44,7 +44,7 @@ class NgramDrafter:
         at = self._match(request)
         if at is None:
             return Draft()
-        # A text that repeats itself up to its end is taken to go on so.
+        # A sequence that repeats itself up to its end is assumed to continue so.
         period = len(self._tokens) - at
         tokens = [self._tokens[at + i % period] for i in range(limits.length)]
         return self._chain(request, tokens)
@@ -53,8 +53,9 @@ class NgramDrafter:
         return self._match(request) is not None
 
     def _match(self, request: Request) -> int | None:
-        """Where the tokens behind the text's last ones begin; None where these are new. Of several
-        places the one that most tokens match at, and of these the latest.
+        """Find the place after an earlier match of the last tokens; None if there is none.
+
+        The longest match wins, and among equals the latest.
         """
         self._read(request)
         tokens, found, longest = self._tokens, None, 0
@@ -76,19 +77,19 @@ class NgramDrafter:
 
     @staticmethod
     def _chain(request: Request, tokens: list[int]) -> Draft:
-        """The tokens up to the first that ends the text."""
+        """Make a draft of the tokens up to the first that ends the sequence."""
         ends = [at for at, token_id in enumerate(tokens, start=1) if request.ends(token_id)]
         kept = tokens[: ends[0]] if ends else tokens
         return Draft.chain(kept)
 
     def _read(self, request: Request) -> None:
-        """Note what has been added since the last draft; another sequence begins anew."""
+        """Note tokens added since the last draft; begin again for another sequence."""
         if request is not self._sequence:
             self._sequence = request
             self._begin()
         known, prompt = len(self._tokens), request.prompt_token_ids
         self._tokens += prompt[known:] + request.output_token_ids[max(known - len(prompt), 0) :]
-        # A pair is worth noting once something has followed it.
+        # A pair is noted once a token has followed it.
         for end in range(len(self._before), len(self._tokens)):
             if end < SHORTEST_MATCH:
                 self._before.append(-1)
@@ -99,5 +100,5 @@ class NgramDrafter:
 
 
 def pair(tokens: list[int], end: int) -> int:
-    """The two tokens in front of a place, as one number."""
+    """Encode the two tokens before a place as one number."""
     return tokens[end - 2] << 32 | tokens[end - 1]

@@ -1,4 +1,4 @@
-"""The model itself with other experts as draft: same network, same KV cache (MoE-SpeQ 3.4.1)."""
+"""Self-speculation: the model drafts with other experts and the same KV cache (MoE-SpeQ 3.4.1)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,10 +21,10 @@ from speq.models.packed_batch import SequenceTokens
 
 
 class SelfDrafter:
-    """Drafts a chain or a tree, one token to each pass over a bank of experts.
+    """Drafts a chain or a tree, one token in each pass over an expert backend.
 
-    graphs_on   the device that passes are recorded on; None: they are launched
-    next_tokens  chooses what follows each; measurements may put another one in its place
+    graphs_on    device to record passes on; None: they are launched
+    next_tokens  chooses the next tokens; measurements may replace it
     """
 
     def __init__(
@@ -42,13 +42,12 @@ class SelfDrafter:
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Draft:
-        """Draft as the exact model chooses, by the same noise, up to an end of text or as far as
-        `continue_draft` lets it.
+        """Draft with the exact model's noise, to an end token or until `continue_draft` stops it.
 
-        The draft's KV entries are forgotten again: verification writes exact ones in their place.
+        The draft's KV is dropped afterwards: verification writes exact KV in its place.
         """
-        asked = DraftRequest(request, limits, on_route, continue_draft)
-        (draft,) = self.propose_together([self], [asked])
+        arguments = DraftRequest(request, limits, on_route, continue_draft)
+        (draft,) = self.propose_together([self], [arguments])
         return draft
 
     def drafting(
@@ -58,7 +57,7 @@ class SelfDrafter:
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Drafting:
-        """Draft pass by pass: yields what each wants run."""
+        """Draft pass by pass: yield the token that each pass runs."""
         before = self._cache.length
         try:
             if limits.nodes is None or not limits.length:
@@ -86,7 +85,7 @@ class SelfDrafter:
             chosen = yield ForwardRequest(last, tokens, partial(on_route, len(tokens)))
             self._cache.advance(1)
             passes += 1
-            if chosen is None:  # damaged experts must not end what needs no draft
+            if chosen is None:  # damaged experts must not end a run, which needs no draft
                 break
             tokens.append(chosen.token_id)
             logit_margins.append(chosen.logit_margin)
@@ -100,7 +99,7 @@ class SelfDrafter:
         on_route: OnRoute,
         continue_draft: ContinueDraft,
     ) -> Drafting:
-        """Nodes that are run are the first of the tree, in the order in which they are run."""
+        """Draft a tree. Its first nodes are those that were run, in that order."""
         growing = BestFirst(self._confidence.probability)
         draft, node, last = growing.draft, 0, request.pending_id
         while True:
@@ -124,8 +123,8 @@ class SelfDrafter:
     ) -> list[Draft]:
         """Run position j of all drafts in one pass."""
 
-        def answer(indexes: list[int], asked: list[ForwardRequest]) -> list[Chosen | None]:
-            pairs = [*zip(indexes, asked, strict=True)]
+        def answer(indexes: list[int], forwards: list[ForwardRequest]) -> list[Chosen | None]:
+            pairs = [*zip(indexes, forwards, strict=True)]
             batch = [
                 SequenceTokens(drafters[index]._cache, [each.token_id], each.tree)
                 for index, each in pairs
@@ -134,7 +133,7 @@ class SelfDrafter:
                 SamplePosition(requests[index].request, each.drafted, each.on_layer)
                 for index, each in pairs
             ]
-            # Of those that are left: a pass of one may be recorded over its own cache.
+            # The first one left: a pass of one sequence may be recorded over its own cache.
             drafter = drafters[indexes[0]]
             return drafter.next_tokens(partial(drafter.draft_pass.run, batch), positions)
 

@@ -1,4 +1,4 @@
-"""Drafts of several texts side by side: position j of all of them is run in one pass."""
+"""Drafts of a batch: position j of all drafts is run in one pass."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from speq.models.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """A token that a draft wants run, and a choice of what follows it.
+    """A token to run for a draft, after which the next one is chosen.
 
-    drafted   tokens between those of the text and the one that is chosen
-    on_layer  told the token's route of every layer
-    tree      whose last node the token is; None: it follows the entries of the cache
+    drafted   tokens between those of the sequence and the chosen one
+    on_layer  called with the token's route in every layer
+    tree      whose last node the token is; None: it follows the cached tokens
     """
 
     token_id: int
@@ -24,31 +24,31 @@ class ForwardRequest:
     tree: Tree | None = None
 
 
-# Asks for passes, is sent what follows (None: nothing that can be used), and returns the draft.
+# Yields passes to run, is sent the chosen tokens (None: not finite), and returns the draft.
 Drafting = Generator[ForwardRequest, Chosen | None, Draft]
-# What follows the tokens that some texts, by number, ask for.
+# Chooses the tokens after those that drafts, given by index, have yielded.
 Answer = Callable[[list[int], list[ForwardRequest]], list[Chosen | None]]
 
 
 def draft_together(draftings: Sequence[Drafting], answer: Answer) -> list[Draft]:
-    """Let drafts go on pass by pass, all that have not ended in each of them."""
+    """Run drafts pass by pass; each pass runs all drafts that have not ended."""
     drafts = [Draft() for _ in draftings]
-    asked: dict[int, ForwardRequest] = {}
+    waiting: dict[int, ForwardRequest] = {}
 
-    def go_on(index: int, chosen: Chosen | None) -> None:
+    def advance(index: int, chosen: Chosen | None) -> None:
         try:
-            asked[index] = draftings[index].send(chosen)
+            waiting[index] = draftings[index].send(chosen)
         except StopIteration as ended:
             drafts[index] = ended.value
 
     try:
         for index in range(len(draftings)):
-            go_on(index, None)
-        while asked:
-            sequences, asks = [*asked], [*asked.values()]
-            asked.clear()
-            for index, chosen in zip(sequences, answer(sequences, asks), strict=True):
-                go_on(index, chosen)
+            advance(index, None)
+        while waiting:
+            indexes, forwards = [*waiting], [*waiting.values()]
+            waiting.clear()
+            for index, chosen in zip(indexes, answer(indexes, forwards), strict=True):
+                advance(index, chosen)
     finally:
         for drafting in draftings:
             drafting.close()
