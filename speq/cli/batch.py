@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from speq.offline.batch_run import Answerer, BatchSummary
     from speq.offline.request_file import RequestFile
 
-# Nobody waits for a single text.
+# Nobody waits for a single request.
 SIDE_BY_SIDE = But(defaults=(("max_batch", 8),))
 
 
@@ -32,11 +32,11 @@ def batch(
     machines: StagesSettings,
     output: opt.Output,
 ) -> None:
-    """AnswerLine a file of requests, as many side by side as --max-batch says.
+    """Answer a file of requests, at most --max-batch of them at a time.
 
     A request is {"prompt": text} or {"messages": [...]}, with options of sampling of its own, or
     one of OpenAI's Batch API. Interrupted, it leaves a folder with what is done; the same command
-    goes on from there. It fails where a request has failed. The JSON object has what was done.
+    continues from there. It fails if a request has failed. The JSON object has what was done.
     """
     from speq.errors import SpeqError
     from speq.offline.answer_folder import JOURNAL
@@ -80,7 +80,7 @@ class BatchJob:
 
 
 def answer_file(job: BatchJob, requests: "RequestFile") -> "BatchSummary":
-    """AnswerLine what has no answer yet, and write the files."""
+    """Answer what has no answer yet, and write the files."""
     from speq.offline.answer_folder import open_answers
     from speq.offline.batch_run import BatchSummary, answer_all, header_of
 

@@ -72,7 +72,7 @@ def chat(
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation that goes on whatever becomes of a turn.
+    """A conversation, which outlives a turn that fails.
 
     stats    of the last answer
     refused  lines that could not be obeyed: turns that did not fit, files that exist

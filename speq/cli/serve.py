@@ -31,8 +31,8 @@ def serve(
     """Serve chats and completions as OpenAI's API has them; Ctrl-C ends it.
 
     It prints the base URL for clients, then the address of the page that shows what is generated,
-    if there is one. So many requests run side by side as --max-batch says, by each replica with
-    --ray; others wait.
+    if there is one. At most --max-batch requests run at a time, in each replica with --ray; others
+    wait.
     """
     from speq.server.needed import check_serve
 

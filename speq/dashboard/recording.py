@@ -101,7 +101,7 @@ class Recording:
         """Note where a token is from that the generator has just given out: each, once and in
         their order.
 
-        origin  where it is known; a step of several texts does not tell
+        origin  where it is known; a step of a batch does not tell
         """
         noted = self._noted[-1]
         if origin is None:

@@ -122,7 +122,7 @@ class EngineThread:
             ahead = len(self._waiting) + len(self._taken)
             if ahead >= self.capacity:
                 raise QueueFull(
-                    f"{ahead} requests are under way or waiting, and no more are taken; ask again "
+                    f"{ahead} requests are running or waiting, and no more are taken; ask again "
                     "later",
                     self._retry_after_s(ahead),
                 )

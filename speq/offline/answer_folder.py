@@ -26,7 +26,7 @@ from speq.offline.request_file import RequestFile
 logger = logging.getLogger("speq")
 
 JOURNAL, ANSWERS = "journal", "answers.jsonl"
-REMEDY = "free some space: answers so far are kept, and the same command goes on from there"
+REMEDY = "free some space: answers so far are kept, and the same command continues from there"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Answers a file of requests, and goes on where an earlier run of the same was ended."""
+"""Answers a file of requests, and continues where an earlier run ended."""
 
 import time
 from collections.abc import Generator, Iterable
@@ -16,7 +16,7 @@ from speq.version import __version__
 
 FORMAT = 1
 # Options that may differ from those of the run before: what the machine gives, and not what is
-# asked. A run that was out of memory goes on with less of it.
+# asked. A run that was out of memory continues with less of it.
 MAY_DIFFER = ("memory_budget", "host_budget", "max_batch", "reader_threads")
 
 
@@ -31,9 +31,9 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """requests: of the file; failed: of them; kept: those that an earlier run had answered.
+    """Counts of a run. kept: requests that an earlier run had answered
 
-    prompt_tokens, new_tokens, seconds  of the others
+    prompt_tokens, new_tokens, seconds  of this run
     """
 
     requests: int
@@ -80,7 +80,7 @@ def answer_all(
     progress: Progress = no_progress,
     clock: Clock = time.perf_counter,
 ) -> BatchSummary:
-    """AnswerLine the requests that have no answer yet, into the folder.
+    """Answer the requests that have no answer yet, into the folder.
 
     progress  told (what, done, total)
 

@@ -115,7 +115,7 @@ def replicas_on_ray(
 ) -> Iterator[str]:
     """Serve as long as the block lasts, on a cluster that we are connected to; the base URL.
 
-    A Serve that runs already goes on, with all that others have there. Raises SpeqError where it
+    A Serve that runs already stays, with all that others have there. Raises SpeqError where it
     listens elsewhere or has another application in our place, where the port is not to be had, and
     where no replica can be made.
     """

@@ -90,7 +90,7 @@ class ChatFormat:
     parser: CallParser | None = None
     _said: list[str] = field(default_factory=list, init=False)
     _calls: list[Call] = field(default_factory=list, init=False)
-    _odds: list[Chunk] = field(default_factory=list, init=False)
+    _logprobs: list[Chunk] = field(default_factory=list, init=False)
 
     def opening(self) -> Iterator[Chunk]:
         yield self._chunk({"role": "assistant", "content": ""})
@@ -98,7 +98,7 @@ class ChatFormat:
     def chunks(self, token: Token) -> Iterator[Chunk]:
         piece = ParsedText(token.text) if self.parser is None else self.parser.hear(token)
         logprobs = [] if token.logprobs is None else [chat_entry(self.vocabulary, token)]
-        self._odds += logprobs
+        self._logprobs += logprobs
         yield from self._told(piece, logprobs)
 
     def closing(self, end: End) -> Iterator[Chunk]:
@@ -118,7 +118,7 @@ class ChatFormat:
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": {"content": self._odds} if self._odds else None,
+            "logprobs": {"content": self._logprobs} if self._logprobs else None,
             "finish_reason": self._reason(end),
         }
         return self.heading.chunk("chat.completion", [choice], usage)
@@ -149,7 +149,7 @@ class ChatFormat:
 
 @dataclass(slots=True)
 class CompletionFormat:
-    """An answer that goes on from a text."""
+    """An answer that continues a text."""
 
     heading: Heading
     vocabulary: Vocabulary

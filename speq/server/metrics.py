@@ -77,27 +77,25 @@ class Metrics(Observer):
 
         self._prompt = of_model("vllm:prompt_tokens", "Tokens of prompts that were run.")
         self._looked_up = of_model(
-            "vllm:prefix_cache_queries", "Tokens of prompts whose entries were looked for."
+            "vllm:prefix_cache_queries", "Tokens of prompts whose KV was looked for."
         )
-        self._found = of_model(
-            "vllm:prefix_cache_hits", "Of these, those whose entries an earlier text had made."
-        )
+        self._found = of_model("vllm:prefix_cache_hits", "Of these, tokens whose KV was reused.")
         self._generated = of_model("vllm:generation_tokens", "Tokens generated.")
         self._success = counter(
             "vllm:request_success", "Requests that ended, by the reason.", REASON
         )
         self._running = Gauge(
-            "vllm:num_requests_running", "Requests under way.", (MODEL,), registry=self.registry
+            "vllm:num_requests_running", "Running requests.", (MODEL,), registry=self.registry
         ).labels(model_name)
         self._waiting = Gauge(
             "vllm:num_requests_waiting",
-            "Requests that wait for their turn.",
+            "Waiting requests.",
             (MODEL,),
             registry=self.registry,
         ).labels(model_name)
         self._cached = Gauge(
             "vllm:kv_cache_usage_perc",
-            "Of the room in KV caches, what texts under way take: 1 is all of it.",
+            "Share of KV-cache capacity that running requests use: 1 is all of it.",
             (MODEL,),
             registry=self.registry,
         ).labels(model_name)

@@ -2,11 +2,12 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.errors import SpeqError
+from speq.generator import Generator
 from speq.options.declared import build
 from speq.server.answer_formats import ChatFormat, CompletionFormat, Heading
 from speq.server.api_error import ApiError
@@ -21,7 +22,6 @@ from speq.server.fields import (
 )
 from speq.server.tool_calls import CallParser
 from speq.text.prompts import Prompt, Tools
-from speq.text.vocabulary import Vocabulary
 
 # Of a completion that does not say, as in OpenAI's API.
 COMPLETION_TOKENS = 16
@@ -34,28 +34,6 @@ SAMPLED = (
 )
 
 
-class Model(Protocol):
-    """What is asked of a model beside text: `speq.Generator`."""
-
-    tokenizer: Any
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-
-    @property
-    def max_context(self) -> int: ...
-
-    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]: ...
-
-    def request(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        continues_text: bool = False,
-        top_logprobs: int | None = None,
-    ) -> Request: ...
-
-
 @dataclass(slots=True)
 class Service:
     """What is known of the model that is served.
@@ -64,7 +42,7 @@ class Service:
     defaults  of sampling, where a request says nothing: the model's own
     """
 
-    model: Model
+    model: Generator
     name: str
     default_max_tokens: int
     defaults: dict[str, Any] = field(default_factory=dict)

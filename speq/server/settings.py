@@ -53,7 +53,7 @@ class ServerSettings(Options):
     max_body: Annotated[int, Option("Size of a request at most.", Size())] = 4 << 20
     shutdown_seconds: Annotated[
         float,
-        Option("Time that a request under way has to finish once the server ends.", Number(3600)),
+        Option("Time that running requests have to finish once the server ends.", Number(3600)),
     ] = 30.0
     dashboard: Annotated[
         bool,

@@ -14,7 +14,7 @@ from speq.engine.engine_thread import BatchEngine, EngineThread
 from speq.server.access import Access, Keys
 from speq.server.metrics import Metrics
 from speq.server.server import ApiServer, ServedModel, listen
-from speq.server.service import Model, Service
+from speq.server.service import Service
 from speq.server.settings import ServerSettings
 from tests.helpers.command import PATIENCE_S
 
@@ -125,7 +125,7 @@ JSON = "application/json"
 @contextmanager
 def api_server(
     engine: BatchEngine,
-    model: Model,
+    model: Any,
     keys: Keys | None = None,
     metrics: Metrics | None = None,
     defaults: dict[str, Any] | None = None,

@@ -114,7 +114,7 @@ def test_a_full_queue_refuses() -> None:
 
     async def ask(worker: EngineThread) -> None:
         streams = [worker.submit(request_of()) for _ in range(3)]
-        with pytest.raises(QueueFull, match="3 requests are under way or waiting") as full:
+        with pytest.raises(QueueFull, match="3 requests are running or waiting") as full:
             worker.submit(request_of())
         assert 1 <= full.value.retry_after_s <= 60
         # Who leaves the queue makes room.
@@ -462,7 +462,7 @@ def test_when_to_ask_again() -> None:
             assert await texts_of(stream) == ["a"]
             go.clear()
             streams = [worker.submit(request_of()) for _ in range(3)]
-            with pytest.raises(QueueFull, match="3 requests are under way or waiting") as full:
+            with pytest.raises(QueueFull, match="3 requests are running or waiting") as full:
                 worker.submit(request_of())
             assert full.value.retry_after_s == 15  # three of 10 s, two at a time
             go.set()

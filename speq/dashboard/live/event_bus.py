@@ -142,7 +142,7 @@ class EventBus:
 
     @property
     def _current(self) -> RequestEvents:
-        return present(self._events, "a request goes on that has not begun")
+        return present(self._events, "an event came before its request began")
 
     def _wake(self) -> None:
         # Under the lock: a subscriber that has left may have taken with it what `wake` needs.
