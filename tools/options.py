@@ -21,7 +21,7 @@ from speq.measure.settings import PlanSettings, TuneSettings
 from speq.options.declared import Declared, declared
 from speq.pipeline.settings import StagesSettings
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 from speq.training.settings import HeadSettings, TrainingSettings
 
 ROOT = Path(__file__).parent.parent

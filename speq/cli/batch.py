@@ -8,40 +8,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli import options as opt
 from speq.cli.from_dataclass import But
-from speq.cli.machines import check_machines, loaded
-from speq.cli.serve import name_of, terminated_as_interrupted
+from speq.cli.machines import check_machines, open_generator
+from speq.cli.serve import model_name, sigterm_as_interrupt
 from speq.config import Model, RunConfig, SamplingParams
-from speq.offline.settings import BatchSettings
+from speq.offline.settings import BatchFileSettings
 from speq.pipeline.settings import StagesSettings
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 
 if TYPE_CHECKING:
     from speq.offline.batch_run import Answerer, BatchSummary
     from speq.offline.request_file import RequestFile
 
-# Nobody waits for a single text.
+# Nobody waits for a single request.
 SIDE_BY_SIDE = But(defaults=(("max_batch", 8),))
 
 
 def batch(
     model: Model,
-    settings: BatchSettings,
+    settings: BatchFileSettings,
     run: Annotated[RunConfig, SIDE_BY_SIDE],
     sampling: SamplingParams,
     replicas: RaySettings,
     machines: StagesSettings,
     output: opt.Output,
 ) -> None:
-    """Answer a file of requests, as many side by side as --max-batch says.
+    """Answer a file of requests, at most --max-batch of them at a time.
 
     A request is {"prompt": text} or {"messages": [...]}, with options of sampling of its own, or
     one of OpenAI's Batch API. Interrupted, it leaves a folder with what is done; the same command
-    goes on from there. It fails where a request has failed. The JSON object has what was done.
+    continues from there. It fails if a request has failed. The JSON object has what was done.
     """
     from speq.errors import SpeqError
     from speq.offline.answer_folder import JOURNAL
     from speq.offline.request_file import RequestFile
-    from speq.server.ray_cluster import check_ray
+    from speq.ray.cluster import check_ray
 
     check_machines(machines, replicas)
     output.check()
@@ -49,9 +49,9 @@ def batch(
         output.check(settings.answers, settings.failed)
     if replicas.ray:
         check_ray()
-    with opt.log_of(output.quiet), terminated_as_interrupted():
-        job = Job(model, settings, run, sampling, replicas, machines, output)
-        summary = answered(job, RequestFile.of(settings.requests))
+    with opt.log_of(output.quiet), sigterm_as_interrupt():
+        job = BatchJob(model, settings, run, sampling, replicas, machines, output)
+        summary = answer_file(job, RequestFile.of(settings.requests))
     output.write(as_json(summary))
     if not output.printed:
         output.note(sentence_of(summary, settings))
@@ -62,11 +62,11 @@ def batch(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchJob:
     """What the command was given."""
 
     model: str
-    settings: BatchSettings
+    settings: BatchFileSettings
     run: RunConfig
     sampling: SamplingParams
     replicas: RaySettings
@@ -76,22 +76,21 @@ class Job:
     @property
     def name(self) -> str:
         """What requests in OpenAI's form call the model."""
-        return self.settings.served_model_name or name_of(self.model)
+        return self.settings.served_model_name or model_name(self.model)
 
 
-def answered(job: Job, requests: "RequestFile") -> "BatchSummary":
+def answer_file(job: BatchJob, requests: "RequestFile") -> "BatchSummary":
     """Answer what has no answer yet, and write the files."""
-    from speq.offline.answer_folder import taken_up
+    from speq.offline.answer_folder import open_answers
     from speq.offline.batch_run import BatchSummary, answer_all, header_of
 
     settings = job.settings
     header = header_of(requests, digest_of(job), job.run, job.sampling, settings)
-    with taken_up(settings.unfinished, header) as folder:
+    with open_answers(settings.unfinished, header) as folder:
         summary = BatchSummary.of(requests, folder)
-        left = len(requests) - len(folder.kept)
-        if left:
+        if len(folder.kept) < len(requests):
             replicas = job.replicas.ray and not job.machines.wanted
-            answerer = on_ray(job, left) if replicas else here(job)
+            answerer = answer_on_ray(job) if replicas else answer_here(job)
             with answerer as made, opt.progress_bar(job.output.quiet) as progress:
                 summary = answer_all(requests, folder, made, progress)
         folder.write(requests, settings.answers, settings.failed)
@@ -99,29 +98,33 @@ def answered(job: Job, requests: "RequestFile") -> "BatchSummary":
 
 
 @contextmanager
-def here(job: Job) -> "Iterator[Answerer]":
+def answer_here(job: BatchJob) -> "Iterator[Answerer]":
     """One generator, in this process; other machines may hold some of its layers."""
     from speq.offline.batch_answerer import BatchAnswerer
+    from speq.offline.line_reader import LineReader
 
     quiet = job.output.quiet
-    with loaded(job.model, job.run, job.machines, job.replicas, quiet=quiet) as generator:
-        yield BatchAnswerer(generator, job.sampling, job.name)
+    with open_generator(job.model, job.run, job.machines, job.replicas, quiet=quiet) as generator:
+        yield BatchAnswerer(LineReader(generator, job.sampling, job.name))
 
 
 @contextmanager
-def on_ray(job: Job, left: int) -> "Iterator[Answerer]":
-    """Several, on the machines of a Ray cluster. left: requests that have no answer."""
-    from speq.offline.in_blocks import InBlocks, block_requests
-    from speq.offline.ray_workers import RayWorkers, WorkerSpec
-    from speq.server.ray_cluster import cluster
+def answer_on_ray(job: BatchJob) -> "Iterator[Answerer]":
+    """Answer with replicas on the machines of a Ray cluster."""
+    from speq.ray.batch import QUEUE_DEPTH, answerer_on_ray
+    from speq.ray.cluster import cluster
+    from speq.ray.replicas import ReplicaSpec
+    from speq.server.needed import check_serve
+    from speq.server.settings import ServerSettings
 
-    spec = WorkerSpec(job.model, job.name, job.run, job.sampling)
-    with cluster(job.replicas):
-        workers = RayWorkers(spec, job.replicas)
-        yield InBlocks(workers, block_requests(left, job.replicas.replicas, job.run.max_batch))
+    check_serve()
+    settings = ServerSettings(max_waiting=QUEUE_DEPTH * job.run.max_batch)
+    spec = ReplicaSpec(job.model, job.name, job.run, settings)
+    with cluster(job.replicas), answerer_on_ray(spec, job.sampling, job.replicas) as answerer:
+        yield answerer
 
 
-def digest_of(job: Job) -> str:
+def digest_of(job: BatchJob) -> str:
     """What tells a model from others: answers of two are not mixed. It is read once for it."""
     from speq.files.checkpoint import Checkpoint, locate
     from speq.files.contents import content_digest
@@ -134,7 +137,7 @@ def as_json(summary: "BatchSummary") -> dict[str, Any]:
     return asdict(summary) | {"tokens_per_s": summary.tokens_per_s}
 
 
-def sentence_of(summary: "BatchSummary", settings: BatchSettings) -> str:
+def sentence_of(summary: "BatchSummary", settings: BatchFileSettings) -> str:
     """What a run came to."""
     before = f" ({summary.kept} of an earlier run)" if summary.kept else ""
     text = f"{settings.answers}: {summary.requests} requests{before}, {summary.failed} failed"

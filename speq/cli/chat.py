@@ -10,8 +10,8 @@ import typer
 from speq.cli import options as opt
 from speq.cli.conversation import Command, Conversation, Turn, help_text, parse
 from speq.cli.from_dataclass import But
-from speq.cli.live import Live, check_live, live_view
-from speq.cli.machines import ONE_MODEL, check_machines, loaded
+from speq.cli.live import Live, check_live, text_writer
+from speq.cli.machines import ONE_MODEL, check_machines, open_generator
 from speq.cli.run_report import print_summary
 from speq.config import Model, RunConfig, SamplingParams
 from speq.errors import SpeqError
@@ -19,7 +19,7 @@ from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
 from speq.options.kinds import Text
 from speq.pipeline.settings import StagesSettings
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def chat(
     first = conversation.messages("Hello"), 1
     with (
         opt.log_of(output.quiet),
-        loaded(model, run, machines, cluster, first, output.quiet) as generator,
+        open_generator(model, run, machines, cluster, first, output.quiet) as generator,
     ):
         if not output.quiet:
             budget = format_bytes(run.memory_budget)
@@ -72,12 +72,12 @@ def chat(
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation that goes on whatever becomes of a turn.
+    """A conversation, which outlives a turn that fails.
 
     stats    of the last answer
     refused  lines that could not be obeyed: turns that did not fit, files that exist
     quiet    no progress and no figures behind answers
-    live     a view of each answer while it comes
+    live     a line below each answer while it comes
     """
 
     generator: "Generator"
@@ -169,7 +169,7 @@ class Talk:
         turn: Turn | None = None
         with (
             opt.progress_bar(self.quiet) as progress,
-            live_view(self.generator, self.live) as wrote,
+            text_writer(self.generator, self.live) as write,
         ):
             stream = self.generator.stream(
                 prompt_token_ids,
@@ -184,9 +184,7 @@ class Talk:
                         turn = Turn(question)
                         self.conversation.turns.append(turn)
                     turn.answer += token.text
-                    sys.stdout.write(token.text)
-                    sys.stdout.flush()
-                    wrote(token.text)
+                    write(token.text)
         if turn is None:
             tell("\nstopped before the answer began; the question was taken back")
         else:

@@ -59,12 +59,12 @@ class Conversation:
     def undo(self) -> str:
         if not self.turns:
             return "nothing was asked yet"
-        return f"taken back: {shortened(self.turns.pop().question)}"
+        return f"taken back: {shorten(self.turns.pop().question)}"
 
     def drop(self) -> str:
         if not self.turns:
             return "nothing was asked yet"
-        return f"forgotten: {shortened(self.turns.pop(0).question)}"
+        return f"forgotten: {shorten(self.turns.pop(0).question)}"
 
     def instruct(self, text: str) -> str:
         self.system = text or None
@@ -87,7 +87,7 @@ class Conversation:
         return f"saved in {path}"
 
 
-def shortened(text: str, width: int = 60) -> str:
+def shorten(text: str, width: int = 60) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

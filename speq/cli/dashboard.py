@@ -1,4 +1,4 @@
-"""`speq dashboard`: a page on this machine that shows a generation while it runs."""
+"""`speq dashboard`: a server whose clients are pages on this machine."""
 
 import contextlib
 import threading
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from speq.cli import options as opt
+from speq.cli.serve import model_name
 from speq.config import Model, RunConfig
-from speq.dashboard.live.guard import LOOPBACK
 from speq.options.declared import Option, Options
 from speq.options.kinds import Choice, Switch, Whole
+
+LOOPBACK = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings(Options):
-    """Where the page is served."""
+    """The address of the page."""
 
     host: Annotated[
         str,
@@ -34,35 +36,31 @@ def dashboard(
     run: RunConfig,
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
-    """Serve a page that generates text and shows how; Ctrl-C ends it.
+    """Serve a page that asks for text and shows how it is generated; Ctrl-C ends it.
 
     It prints the page's address. Who has the address may use the page: keep it to yourself.
     """
-    from speq.dashboard.live.needed import check_serve
+    from speq.server.needed import check_serve
 
     check_serve()
-    from speq.dashboard.live.metrics import Metrics
-    from speq.dashboard.live.server import LiveServer, bound
-    from speq.dashboard.live.session import Session
-    from speq.dashboard.recording import Recording
-    from speq.dashboard.run_panels.run_page import panels_of
+    from speq.server.server import ApiServer, listen, serve_model
+    from speq.server.settings import ServerSettings
 
-    metrics = Metrics(model)
     with (
         opt.log_of(output.quiet),
         # First: a port that is not to be had is refused before a model is loaded.
-        contextlib.closing(bound(settings.host, settings.port)) as listening,
+        contextlib.closing(listen(settings.host, settings.port)) as listening,
         contextlib.closing(opt.load_generator(model, run, quiet=output.quiet)) as generator,
-        metrics.listening(generator.runtime.recorder),
-        Recording(generator) as recording,
-        contextlib.closing(Session(recording, panels_of, metrics)) as session,
+        serve_model(
+            generator, model_name(model), ServerSettings(shutdown_seconds=0), watched=True
+        ) as served,
         contextlib.suppress(KeyboardInterrupt),
     ):
-        server = LiveServer(session, metrics, listening)
-        print(server.url, flush=True)
+        server = ApiServer(served, None, None, listening)
+        print(server.page_url, flush=True)
         if settings.open:
             # Some browsers run in the terminal, and `open` returns when they have ended.
-            arguments = server.url, output
+            arguments = server.page_url, output
             threading.Thread(target=open_browser, args=arguments, daemon=True).start()
         server.run()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from speq.cli import options as opt
-from speq.cli.live import Live, check_live, live_view
-from speq.cli.machines import ONE_MODEL, check_machines, loaded
+from speq.cli.live import Live, check_live, text_writer, write_text
+from speq.cli.machines import ONE_MODEL, check_machines, open_generator
 from speq.cli.run_report import (
     print_approximation,
     print_explanation,
@@ -22,7 +22,7 @@ from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch, Text
 from speq.pipeline.settings import StagesSettings
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -45,7 +45,7 @@ PromptFile = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class GenerateSettings(Options):
-    """Where the prompt comes from, and what is shown of the run."""
+    """The prompt, and what is shown of the run."""
 
     prompt: PromptText = None
     prompt_file: PromptFile = None
@@ -87,7 +87,7 @@ def generate(
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
-        with loaded(model, run, machines, cluster, first, output.quiet) as generator:
+        with open_generator(model, run, machines, cluster, first, output.quiet) as generator:
             shown = not output.printed
             echoed = prompt if settings.echo else ""
             answer = _answer(generator, prompt, sampling, echoed, live, output)
@@ -152,7 +152,7 @@ def _answer(
     pieces, ids = [], []
     with (
         opt.progress_bar(output.quiet) as progress,
-        live_view(generator, live) as wrote,
+        text_writer(generator, live) as write,
         contextlib.closing(
             generator.stream(
                 prompt,
@@ -168,11 +168,8 @@ def _answer(
             pieces.append(token.text)
             ids.append(token.id)
             if shown:
-                sys.stdout.write(text + token.text)
-                sys.stdout.flush()
-                wrote(text + token.text)
+                write(text + token.text)
             text = ""
     if shown:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write_text("\n")
     return {"text": "".join(pieces), "token_ids": ids, **finished}

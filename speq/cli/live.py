@@ -1,7 +1,8 @@
-"""`--live` of the commands that write text: whether it can be shown, and the view itself."""
+"""`--live` of the commands that write text."""
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,6 @@ from speq.options.declared import Option
 from speq.options.kinds import Switch
 
 if TYPE_CHECKING:
-    from speq.dashboard.terminal import Wrote
     from speq.generator import Generator
 
 logger = logging.getLogger("speq")
@@ -18,15 +18,15 @@ logger = logging.getLogger("speq")
 Live = Annotated[
     bool,
     Option(
-        "Show below the text, while it comes, how fast it comes and where the time goes. Needs "
-        "standard error to be a terminal.",
+        "Show a line below the text, while it comes: pace, drafts, experts moved. Needs standard "
+        "output to be a terminal.",
         Switch(),
     ),
 ]
 
 
 def check_live(live: bool, quiet: bool) -> bool:
-    """Whether the view is shown. Says so where it was asked for and there is no terminal.
+    """Return whether the line is shown. Warn where it was asked for and there is no terminal.
 
     Raises SpeqError where nothing but results was asked for as well.
     """
@@ -34,21 +34,26 @@ def check_live(live: bool, quiet: bool) -> bool:
         return False
     if quiet:
         raise SpeqError("--live and --quiet were both given; leave one of them out")
-    from speq.dashboard.terminal import is_terminal
+    from speq.dashboard.status_line import is_terminal
 
     if not is_terminal():
-        logger.warning("--live shows nothing: standard error is no terminal to show it on")
+        logger.warning("--live shows nothing: standard output is no terminal to show it on")
         return False
     return True
 
 
 @contextmanager
-def live_view(generator: "Generator", live: bool) -> "Iterator[Wrote]":
-    """The view of what is generated in this block, which tells of each text it writes."""
+def text_writer(generator: "Generator", live: bool) -> Iterator[Callable[[str], None]]:
+    """What writes text to standard output, with a line below it if it is live."""
     if not live:
-        yield lambda text: None
+        yield write_text
         return
-    from speq.dashboard.terminal import shown
+    from speq.dashboard.status_line import status_line
 
-    with shown(generator.runtime.recorder) as wrote:
-        yield wrote
+    with status_line(generator.runtime.recorder) as line:
+        yield line.write
+
+
+def write_text(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

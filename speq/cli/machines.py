@@ -1,4 +1,4 @@
-"""Where a command's model runs: on this machine, or in stages on several, which Ray may place."""
+"""The machines of a command's model: this one, or several with a stage each."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -9,7 +9,7 @@ from speq.cli.from_dataclass import But
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.pipeline.settings import StagesSettings, stage_count
-from speq.server.ray_settings import RayServeSettings, RaySettings
+from speq.ray.settings import RayServeSettings, RaySettings
 
 if TYPE_CHECKING:
     from speq.generator import Generator
@@ -54,7 +54,7 @@ def check_machines(machines: StagesSettings, cluster: RaySettings, replicas: boo
 
 
 @contextmanager
-def loaded(
+def open_generator(
     model: str,
     run: RunConfig,
     machines: StagesSettings,
@@ -66,19 +66,19 @@ def loaded(
     with ExitStack() as stack:
         rendezvous = None
         if machines.wanted and cluster.ray:
-            rendezvous = stack.enter_context(placed(model, run, machines, cluster))
+            rendezvous = stack.enter_context(place_stages(model, run, machines, cluster))
         made = opt.load_generator(model, run, first_request, quiet, machines, rendezvous)
         yield stack.enter_context(closing(made))
 
 
 @contextmanager
-def placed(
+def place_stages(
     model: str, run: RunConfig, machines: StagesSettings, cluster: RaySettings
 ) -> Iterator["Rendezvous"]:
     """Stages on a Ray cluster, and where they come to."""
-    from speq.pipeline.placement import ray_stages
-    from speq.server.ray_cluster import check_ray
-    from speq.server.ray_cluster import cluster as connected
+    from speq.ray.cluster import check_ray
+    from speq.ray.cluster import cluster as connected
+    from speq.ray.stages import ray_stages
 
     check_ray()
     stages = str(machines.stages)

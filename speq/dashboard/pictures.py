@@ -131,8 +131,9 @@ def _figures(place: str, row: Row, picture: Picture) -> Row:
         value = row.get(axis.key)
         if value is not None and not isinstance(value, str | bool) and not is_number(value):
             raise wrong(f"{place}.{axis.key}", value, "a name or a number")
-        scaled = value is not None and is_number(value) and axis.scale != 1.0
-        found[axis.key] = value * axis.scale if scaled else value
+        if value is not None and is_number(value) and axis.scale != 1.0:
+            value *= axis.scale
+        found[axis.key] = value
     ends = [Axis(key, "", picture.y[0].scale) for key in (picture.low, picture.high) if key]
     for axis in (*picture.y, *ends):
         value = row.get(axis.key)

@@ -90,18 +90,18 @@ class Recording:
         stream = self._generator.stream(prompt, on_finish=on_finish, progress=progress, **sampling)
         with contextlib.closing(stream):
             for token in stream:
-                yield self.placed(token)
+                yield self.place_token(token)
 
     def begin(self, prompt_tokens: int, sampling: dict[str, Any]) -> None:
         """A text is about to begin: what a record says of it beside the steps."""
         with self._lock:
             self._prompt_tokens, self._sampling, self._tokens = prompt_tokens, sampling, []
 
-    def placed(self, token: Token, origin: Origin | None = None) -> TokenRecord:
-        """Where a token is from that the generator has just given out. To be asked of each, once
-        and in their order.
+    def place_token(self, token: Token, origin: Origin | None = None) -> TokenRecord:
+        """Note where a token is from that the generator has just given out: each, once and in
+        their order.
 
-        origin  where it is known; a step of several texts does not tell
+        origin  where it is known; a step of a batch does not tell
         """
         noted = self._noted[-1]
         if origin is None:
@@ -169,7 +169,7 @@ class Recording:
             machine=self._machine,
             device=str(runtime.device),
             link=runtime.link,
-            options=given(runtime.config, RunConfig),
+            options=options_given(runtime.config, RunConfig),
             sampling={name: value for name, value in self._sampling.items() if value is not None},
             prompt_tokens=self._prompt_tokens,
             layers=layers,
@@ -215,7 +215,7 @@ class Recording:
         )
 
 
-def given(config: Options, kind: type[Options]) -> dict[str, Any]:
+def options_given(config: Options, kind: type[Options]) -> dict[str, Any]:
     """The options that are not their defaults, as JSON has them."""
     values = config.as_json()
     return {
@@ -226,7 +226,7 @@ def given(config: Options, kind: type[Options]) -> dict[str, Any]:
 
 
 def origin_of(step: StepStats, of_step: int) -> Origin:
-    """Where the token at place `of_step` of those that a step emitted is from."""
+    """The origin of the token at place `of_step` of those that a step emitted."""
     if step.phase != "decode":
         return "prompt"
     return "accepted" if of_step < step.accepted else "exact"
@@ -275,7 +275,7 @@ def step_record(noted: Noted, start_s: float, layers: int) -> StepRecord:
 
 
 def layer_row(figures: LayerStats | None) -> list[float]:
-    """As `StepRecord.layers` has it."""
+    """Figures of a layer as `StepRecord.layers` has them."""
     if figures is None:
         return [0, 0, 0, 0, 0, 0.0]
     counts = (figures.requests, figures.hits, figures.late, figures.used, figures.wasted)

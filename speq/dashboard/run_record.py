@@ -112,12 +112,12 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Of a file that `RunRecord.write` wrote. Raises SpeqError for any other."""
+    """Read a file that `RunRecord.write` wrote. Raises SpeqError for any other."""
     return run_of(read_json(path), str(path))
 
 
 def run_of(content: Any, source: str) -> RunRecord:
-    """Of the object in such a file. Raises SpeqError, naming `source`, for any other."""
+    """The run in the object of such a file. Raises SpeqError, naming `source`, for any other."""
     try:
         given = dict(content)
         if given.pop("format") != FORMAT:

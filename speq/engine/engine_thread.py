@@ -31,7 +31,7 @@ RETRY_AFTER_S = (1.0, 60.0)
 CLOSING = "the server is ending; ask again when it is back"
 
 
-class Engine(Protocol):
+class BatchEngine(Protocol):
     """Generates: `speq.Generator`, or what does as it does."""
 
     @property
@@ -43,38 +43,26 @@ class Engine(Protocol):
         """Raise EngineLost where nothing more can be generated."""
 
 
-class Observer(Protocol):
-    """Counts requests: `speq.dashboard.live.metrics.Metrics`."""
+class Observer:
+    """Hears of requests, in the engine's thread if nothing else is said. This one does nothing."""
 
-    def waiting(self, requests: int) -> None: ...
-    def begun(self, queued_s: float) -> None: ...
-    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None: ...
-    def cached(self, share: float) -> None:
-        """Share of KV-cache capacity in use by running requests."""
+    def on_queue(self, waiting: int) -> None:
+        """So many requests wait; in any thread."""
 
-    def ended(self, reason: str) -> None:
-        """reason: "eos", "length", "stop", "stopped" or "failed"."""
+    def on_start(self, stream: TokenStream) -> None:
+        """A batch has taken a request."""
 
+    def on_prefill(self, stream: TokenStream, done: int, total: int) -> None:
+        """So many tokens of its prompt were run."""
 
-class Uncounted:
-    """Counts nothing."""
+    def on_tokens(self, stream: TokenStream, tokens: list[Token], origins: list[Origin]) -> None:
+        """Tokens have come; where the first of a request are, their origin is "prompt"."""
 
-    def waiting(self, requests: int) -> None: ...
-    def begun(self, queued_s: float) -> None: ...
-    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None: ...
-    def cached(self, share: float) -> None: ...
-    def ended(self, reason: str) -> None: ...
+    def on_cache(self, share: float) -> None:
+        """Running requests use this share of KV-cache capacity."""
 
-
-class Viewer(Protocol):
-    """Sees tokens come, in the engine's thread: `speq.server.watched.Watched`."""
-
-    def begun(self, stream: TokenStream) -> None: ...
-    def reading(self, stream: TokenStream, done: int, total: int) -> None:
-        """Note that `done` tokens of its prompt were run."""
-
-    def told(self, stream: TokenStream, tokens: list[Token], origins: list[Origin]) -> None: ...
-    def ended(self, stream: TokenStream, end: End | SpeqError) -> None: ...
+    def on_end(self, stream: TokenStream, end: End | SpeqError) -> None:
+        """A request that a batch had taken is over."""
 
 
 class Cancelled(Exception):
@@ -95,24 +83,23 @@ class EngineThread:
     All methods but `close` are called in event loops, and none of these waits.
 
     max_waiting  requests that may wait; None: any number
-    viewers      see all requests
+    observers    hear of all requests
     closing      why a request is refused, or ended, after `drain` or `abort`
     clock        gives seconds
     """
 
     def __init__(
         self,
-        engine: Engine,
-        observer: Observer | None = None,
+        engine: BatchEngine,
+        observers: Sequence[Observer] = (),
         max_waiting: int | None = None,
-        viewers: Sequence[Viewer] = (),
         closing: str = CLOSING,
         clock: Clock = time.perf_counter,
     ) -> None:
         self.failure: str | None = None
         self.capacity = sys.maxsize if max_waiting is None else max_waiting + engine.max_batch
-        self._engine, self._observer, self._clock = engine, observer or Uncounted(), clock
-        self._viewers, self._closing = viewers, closing
+        self._engine, self._observers, self._clock = engine, observers, clock
+        self._closing = closing
         self._changed = threading.Condition()
         self._waiting: deque[TokenStream] = deque()
         self._taken: list[TokenStream] = []
@@ -135,7 +122,7 @@ class EngineThread:
             ahead = len(self._waiting) + len(self._taken)
             if ahead >= self.capacity:
                 raise QueueFull(
-                    f"{ahead} requests are under way or waiting, and no more are taken; ask again "
+                    f"{ahead} requests are running or waiting, and no more are taken; ask again "
                     "later",
                     self._retry_after_s(ahead),
                 )
@@ -191,7 +178,8 @@ class EngineThread:
         self._report_waiting()
 
     def _report_waiting(self) -> None:
-        self._observer.waiting(len(self._waiting))
+        for observer in self._observers:
+            observer.on_queue(len(self._waiting))
         self._changed.notify_all()
 
     # --- the engine's thread ---
@@ -236,9 +224,8 @@ class EngineThread:
             stream.start_s = self._clock()
             self._taken.append(stream)
             self._report_waiting()
-        self._observer.begun(stream.queued_s)
-        for viewer in self._viewers:
-            viewer.begun(stream)
+        for observer in self._observers:
+            observer.on_start(stream)
         return stream
 
     def _run(self, first: TokenStream) -> None:
@@ -249,7 +236,7 @@ class EngineThread:
                 while not batch.idle and self.failure is None:
                     outputs = batch.step(self._engine.fixed_draft_length, self._show_prefill)
                     self._drop_unwanted(batch)
-                    self._observer.cached(batch.cached_share)
+                    self._report_cache(batch.cached_share)
                     for output in outputs:
                         self._deliver(output)
                     # A request that comes when all have left begins a batch with its own records.
@@ -260,7 +247,11 @@ class EngineThread:
         except SpeqError as error:
             self._fail(error)
         finally:
-            self._observer.cached(0.0)
+            self._report_cache(0.0)
+
+    def _report_cache(self, share: float) -> None:
+        for observer in self._observers:
+            observer.on_cache(share)
 
     def _join(self, batch: Batch, stream: TokenStream) -> None:
         """Have a request join, if the engine can hold it."""
@@ -281,23 +272,20 @@ class EngineThread:
         stream = self._streams[request]
         if len(self._taken) == 1 and self._unwanted(stream):
             raise Cancelled
-        for viewer in self._viewers:
-            viewer.reading(stream, done, total)
+        for observer in self._observers:
+            observer.on_prefill(stream, done, total)
 
     def _deliver(self, output: StepOutput) -> None:
-        request, metrics = output.request, output.request.metrics
+        request = output.request
         stream = self._streams.get(request)
         if stream is None:  # it was dropped, or the device was lost
             return
         if output.error is not None:
             self._end(stream, failure_of(output.error))
             return
-        if output.origins[:1] == ["prompt"]:
-            prompt_tokens = len(request.prompt_token_ids)
-            self._observer.prompted(prompt_tokens, metrics.cached_tokens, metrics.ttft_s)
         stream.put(output.tokens)
-        for viewer in self._viewers:
-            viewer.told(stream, output.tokens, output.origins)
+        for observer in self._observers:
+            observer.on_tokens(stream, output.tokens, output.origins)
         if request.finish_reason is not None:
             self._end(stream, End(request.finish_reason, request.figures, stream.queued_s))
 
@@ -316,9 +304,8 @@ class EngineThread:
             self._taken.remove(stream)
         self._streams.pop(stream.request, None)
         self._took_s = self._clock() - stream.start_s
-        self._observer.ended(end.finish_reason if isinstance(end, End) else FAILED)
-        for viewer in self._viewers:
-            viewer.ended(stream, end)
+        for observer in self._observers:
+            observer.on_end(stream, end)
         if isinstance(end, SpeqError):
             # Before its client hears of it, which may ask again at once.
             if is_fatal(end.__cause__):

@@ -20,17 +20,17 @@ from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, replacing, writing
 from speq.files.journal import Journal
 from speq.files.json_file import parse_json
-from speq.offline.answer import Answer
+from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestFile
 
 logger = logging.getLogger("speq")
 
 JOURNAL, ANSWERS = "journal", "answers.jsonl"
-REMEDY = "free some space: answers so far are kept, and the same command goes on from there"
+REMEDY = "free some space: answers so far are kept, and the same command continues from there"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredAnswer:
     """An answer in the folder. offset, nbytes: where its line lies in the file of answers."""
 
     offset: int
@@ -46,12 +46,12 @@ class AnswerFolder:
 
     folder: Path
     journal: Journal
-    kept: dict[int, Kept] = field(default_factory=dict)
+    kept: dict[int, StoredAnswer] = field(default_factory=dict)
     _end: int = 0
 
     @classmethod
     def of(cls, folder: Path, header: dict[str, Any]) -> "AnswerFolder":
-        """Of a folder that is empty, or that an earlier run left.
+        """Open a folder that is empty, or that an earlier run left.
 
         header  what answers depend on: "requests", "model" and "options", by name
 
@@ -84,10 +84,10 @@ class AnswerFolder:
 
     def _note(self, entry: list[Any]) -> None:
         number, nbytes, _, prompt_tokens, new_tokens, error = entry
-        self.kept[number] = Kept(self._end, nbytes, prompt_tokens, new_tokens, error)
+        self.kept[number] = StoredAnswer(self._end, nbytes, prompt_tokens, new_tokens, error)
         self._end += nbytes
 
-    def add(self, answers: list[Answer]) -> None:
+    def add(self, answers: list[AnswerLine]) -> None:
         """Keep answers: they are on the disk when this returns. Raises SpeqError where it is
         full.
         """
@@ -144,7 +144,7 @@ class AnswerFolder:
                     told = {
                         "line": request.line,
                         "error": self.kept[request.number].error,
-                        "request": as_read(request.content),
+                        "request": parse_or_text(request.content),
                     }
                     out.write(json.dumps(told).encode() + b"\n")
 
@@ -157,7 +157,7 @@ def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def taken_up(path: Path, header: dict[str, Any]) -> Iterator[AnswerFolder]:
+def open_answers(path: Path, header: dict[str, Any]) -> Iterator[AnswerFolder]:
     """The folder at a path, new or left by an earlier run, for this process alone.
 
     Raises SpeqError as `AnswerFolder.of`, and where another process has it.
@@ -171,7 +171,7 @@ def taken_up(path: Path, header: dict[str, Any]) -> Iterator[AnswerFolder]:
         yield AnswerFolder.of(path, header)
 
 
-def as_read(content: bytes) -> Any:
+def parse_or_text(content: bytes) -> Any:
     """A request as it was given: a JSON value, or a text where it is none."""
     try:
         return parse_json(content)

@@ -1,4 +1,4 @@
-"""Answers a file of requests, and goes on where an earlier run of the same was ended."""
+"""Answers a file of requests, and continues where an earlier run ended."""
 
 import time
 from collections.abc import Generator, Iterable
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from speq.config import RunConfig, SamplingParams
-from speq.offline.answer import Answer
 from speq.offline.answer_folder import AnswerFolder
+from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestFile, RequestLine
-from speq.offline.settings import BatchSettings
+from speq.offline.settings import BatchFileSettings
 from speq.units import Clock, Progress, no_progress
 from speq.version import __version__
 
 FORMAT = 1
 # Options that may differ from those of the run before: what the machine gives, and not what is
-# asked. A run that was out of memory goes on with less of it.
+# asked. A run that was out of memory continues with less of it.
 MAY_DIFFER = ("memory_budget", "host_budget", "max_batch", "reader_threads")
 
 
 class Answerer(Protocol):
     """Answers requests: with one generator, or with those of several machines."""
 
-    def answers(self, lines: Iterable[RequestLine]) -> Generator[list[Answer], None, None]:
+    def answers(self, lines: Iterable[RequestLine]) -> Generator[list[AnswerLine], None, None]:
         """Answers as they come, in any order, one for each request. Raises SpeqError where no more
         can be had.
         """
@@ -31,9 +31,9 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """requests: of the file; failed: of them; kept: those that an earlier run had answered.
+    """Counts of a run. kept: requests that an earlier run had answered
 
-    prompt_tokens, new_tokens, seconds  of the others
+    prompt_tokens, new_tokens, seconds  of this run
     """
 
     requests: int
@@ -45,7 +45,7 @@ class BatchSummary:
 
     @classmethod
     def of(cls, requests: RequestFile, folder: AnswerFolder) -> "BatchSummary":
-        """Of a run that has nothing left to do."""
+        """The summary of a run that has nothing left to do."""
         return cls(len(requests), len(folder.failed), len(folder.kept), 0, 0, 0.0)
 
     @property
@@ -59,7 +59,7 @@ def header_of(
     model: str,
     run: RunConfig,
     sampling: SamplingParams,
-    settings: BatchSettings,
+    settings: BatchFileSettings,
 ) -> dict[str, Any]:
     """What answers depend on. model: a digest of all that the checkpoint holds."""
     options = run.as_json() | sampling.as_json()

@@ -10,7 +10,7 @@ from speq.options.kinds import File, Text
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSettings(Options):
+class BatchFileSettings(Options):
     """Which requests, and where their answers go."""
 
     requests: Annotated[
@@ -41,7 +41,7 @@ class BatchSettings(Options):
 
     @property
     def failed(self) -> Path:
-        """Where requests that failed go."""
+        """The file of requests that failed."""
         return self.answers.with_name(f"{self.answers.stem}.failed{self.answers.suffix}")
 
     @property

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Iterable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from speq.dashboard.live.event_stream import left
+from speq.dashboard.live.event_stream import run_while_connected
 from speq.engine.engine_thread import EngineThread
 from speq.engine.token_stream import End, TokenStream
 from speq.errors import SpeqError, present
 from speq.generator import Token
+from speq.server.answer_formats import AnswerFormat, Chunk, usage_of
 from speq.server.api_error import ApiError, error_of
-from speq.server.forms import Chunk, Form, usage_of
 
 # A line that says nothing, where there is nothing to say for so long: proxies cut silent lines.
 HEARTBEAT_S = 15.0
@@ -29,21 +29,15 @@ def frames(chunks: Iterable[Chunk]) -> bytes:
 class Answer(Response):
     """Sends an answer and ends; where the client leaves before, cancels its stream."""
 
-    def __init__(self, worker: EngineThread, stream: TokenStream, form: Form) -> None:
+    def __init__(self, thread: EngineThread, stream: TokenStream, format: AnswerFormat) -> None:
         super().__init__()
-        self._worker, self._stream, self._form = worker, stream, form
+        self._thread, self._stream, self._format = thread, stream, format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.ensure_future(self._tell(send)), asyncio.ensure_future(left(receive))]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # raises what went wrong, which would be lost
+            await run_while_connected(self._tell(send), receive)
         finally:
-            self._worker.cancel(self._stream)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._thread.cancel(self._stream)
 
     async def _tell(self, send: Send) -> None:
         raise NotImplementedError
@@ -63,28 +57,28 @@ class WholeAnswer(Answer):
     async def _tell(self, send: Send) -> None:
         try:
             async for token in self._stream:
-                for _ in self._form.chunks(token):
+                for _ in self._format.chunks(token):
                     continue
         except SpeqError as error:
             await respond(error_of(error), send)
             return
         end = self._end
-        for _ in self._form.closing(end):
+        for _ in self._format.closing(end):
             continue
-        body = json.dumps(self._form.whole(end, self._usage())).encode()
+        body = json.dumps(self._format.whole(end, self._usage())).encode()
         await complete(200, body, {}, send)
 
 
 class StreamedAnswer(Answer):
-    """As server-sent events. includes_usage: the last of them says what it took.
+    """Server-sent events. includes_usage: the last of them says what it took.
 
     An error before the first token is a response of its own, as long as no line was sent.
     """
 
     def __init__(
-        self, worker: EngineThread, stream: TokenStream, form: Form, includes_usage: bool
+        self, thread: EngineThread, stream: TokenStream, format: AnswerFormat, includes_usage: bool
     ) -> None:
-        super().__init__(worker, stream, form)
+        super().__init__(thread, stream, format)
         self._includes_usage = includes_usage
 
     async def _tell(self, send: Send) -> None:
@@ -110,16 +104,16 @@ class StreamedAnswer(Answer):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        opening = frames(self._form.opening())
+        opening = frames(self._format.opening())
         async for token in with_heartbeats(self._stream):
             if token is None:
                 yield opening + HEARTBEAT
             else:
-                yield opening + frames(self._form.chunks(token))
+                yield opening + frames(self._format.chunks(token))
             opening = b""
-        last = frames(self._form.closing(self._end))
+        last = frames(self._format.closing(self._end))
         if self._includes_usage:
-            last += frames([self._form.usage(self._usage())])
+            last += frames([self._format.usage(self._usage())])
         yield opening + last + DONE
 
 

@@ -62,9 +62,11 @@ def error_of_fields(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first of the faults that pydantic found in a body. Where a field may be of several kinds,
     the kind that fits furthest counts.
     """
-    first = place(faults[0])[:1]
-    fault = max((f for f in faults if place(f)[:1] == first), key=lambda f: len(place(f)))
-    name = written(place(fault))
+    first = location_of(faults[0])[:1]
+    fault = max(
+        (f for f in faults if location_of(f)[:1] == first), key=lambda f: len(location_of(f))
+    )
+    name = field_path(location_of(fault))
     if not name:
         return ApiError(400, "the body is no object of fields; send one as JSON")
     if fault["type"] == UNKNOWN:
@@ -84,16 +86,16 @@ def error_of_fields(faults: Sequence[Mapping[str, Any]]) -> ApiError:
 UNKNOWN, MISSING = "extra_forbidden", "missing"
 
 
-def place(fault: Mapping[str, Any]) -> list[str | int]:
-    """Where a fault is: names of fields and numbers, without names of types."""
+def location_of(fault: Mapping[str, Any]) -> list[str | int]:
+    """The place of a fault: names of fields and numbers, without names of types."""
     location = list(fault["loc"])
     behind = location[1:] if location[:1] == ["body"] else location
     last = [behind.pop()] if behind and fault["type"] in (UNKNOWN, MISSING) else []
     return [part for part in behind if isinstance(part, int) or part in FIELD_NAMES] + last
 
 
-def written(parts: Sequence[str | int]) -> str:
-    """As clients write it: messages[0].content."""
+def field_path(parts: Sequence[str | int]) -> str:
+    """The name of a field as clients write it: messages[0].content."""
     text = ""
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)[:80]

@@ -7,21 +7,21 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as Unanswered
 from starlette.requests import ClientDisconnect
 
-from speq.dashboard.live.metrics import Metrics
 from speq.engine.engine_thread import EngineThread
 from speq.engine.request import Request as EngineRequest
 from speq.errors import SpeqError
 from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
+from speq.server.answer_formats import AnswerFormat
 from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
-from speq.server.forms import Form
 from speq.server.gate import OWNER_KEY
+from speq.server.metrics import Metrics
 from speq.server.service import Service
 from speq.version import __version__
 
 OWNER = "speq"
-# For the page that describes the routes; answers are written by `speq.server.forms`.
+# For the page that describes the routes; answers are written by `speq.server.answer_formats`.
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer: one object, or chunks of it where `stream` is true.",
@@ -35,8 +35,8 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def application(service: Service, worker: EngineThread, metrics: Metrics) -> FastAPI:
-    """An ASGI application: what clients ask for, without a gate before it."""
+def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAPI:
+    """Make an ASGI application of what clients ask for, without a gate before it."""
     app = FastAPI(
         title="speq", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -49,12 +49,14 @@ def application(service: Service, worker: EngineThread, metrics: Metrics) -> Fas
         "max_model_len": service.max_context,
     }
 
-    def answer(body: SampledBody, asked: Request, request: EngineRequest, form: Form) -> Answer:
+    def answer(
+        body: SampledBody, asked: Request, request: EngineRequest, format: AnswerFormat
+    ) -> Answer:
         request.owner = asked.scope.get(OWNER_KEY, "")
-        stream = worker.submit(request)
+        stream = thread.submit(request)
         if body.stream:
-            return StreamedAnswer(worker, stream, form, body.includes_usage)
-        return WholeAnswer(worker, stream, form)
+            return StreamedAnswer(thread, stream, format, body.includes_usage)
+        return WholeAnswer(thread, stream, format)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -83,13 +85,15 @@ def application(service: Service, worker: EngineThread, metrics: Metrics) -> Fas
 
     @app.get("/health")
     async def health() -> Response:
-        if worker.failure is not None:
-            return refusal(ApiError(503, worker.failure, code="unavailable"))
-        stats = worker.queue_lengths
-        return JSONResponse({"status": "ok", "running": stats.running, "waiting": stats.waiting})
+        if thread.failure is not None:
+            return refusal(ApiError(503, thread.failure, code="unavailable"))
+        lengths = thread.queue_lengths
+        return JSONResponse(
+            {"status": "ok", "running": lengths.running, "waiting": lengths.waiting}
+        )
 
     @app.get("/metrics")
-    async def numbers() -> Response:
+    async def get_metrics() -> Response:
         return Response(metrics.text(), headers={"content-type": metrics.content_type})
 
     @app.exception_handler(ApiError)

@@ -17,7 +17,7 @@ SHORT_BYTES = 16 << 10
 
 
 class BodyRoute(APIRoute):
-    """Of an endpoint (body, request), whose body is a `Body`. Other endpoints are FastAPI's own."""
+    """Routes to endpoints (body, request) whose body is a `Body`; others are FastAPI's own."""
 
     _long = asyncio.Lock()
 
@@ -27,22 +27,22 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            written = await request.body()
-            if len(written) <= SHORT_BYTES:
-                body = validated(kind, written)
+            content = await request.body()
+            if len(content) <= SHORT_BYTES:
+                body = validate_body(kind, content)
             else:
                 async with self._long:
-                    body = await asyncio.to_thread(validated, kind, written)
+                    body = await asyncio.to_thread(validate_body, kind, content)
             response: Response = await self.endpoint(body, request)
             return response
 
         return handler
 
 
-def validated(kind: type[Body], written: bytes) -> Body:
+def validate_body(kind: type[Body], content: bytes) -> Body:
     """A body as a request wrote it. Raises ApiError for what is no JSON, or has another field."""
     try:
-        given = json.loads(written or b"null")
+        given = json.loads(content or b"null")
     except (ValueError, RecursionError):
         sentence = "the body is no JSON; send an object"
         raise ApiError(400, sentence, code="invalid_json") from None

@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 from speq.errors import SpeqError
-from speq.server.fields import Message, TextPart, Tool
+from speq.server.fields import ChatMessage, TextContent, Tool
 
 # What a template that calls tools in Hermes' form has in it, and what other forms have.
 HERMES, OTHERS = "<tool_call>", ("<function=", "<arg_key>", "<|channel|>", "[TOOL_CALLS]")
 
 
-def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as OpenAI's API has them, without what templates do not know.
 
     Raises SpeqError for arguments that are no object, and for a message without content.
@@ -18,7 +18,7 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     return [template_message(f"messages[{at}]", each) for at, each in enumerate(messages)]
 
 
-def template_message(name: str, message: Message) -> dict[str, Any]:
+def template_message(name: str, message: ChatMessage) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
         raise SpeqError(f"{name}.content is null; give a text")
     made: dict[str, Any] = {
@@ -37,7 +37,7 @@ def template_message(name: str, message: Message) -> dict[str, Any]:
     return made
 
 
-def content_of(content: str | list[TextPart] | None) -> str | list[dict[str, str]] | None:
+def content_of(content: str | list[TextContent] | None) -> str | list[dict[str, str]] | None:
     if isinstance(content, list):
         return [{"type": part.type, "text": part.text} for part in content]
     return content

@@ -26,7 +26,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _first_unknown(cls, given: Any) -> Any:
-        """Of many fields that are unknown, one: each would be a fault of its own."""
+        """Keep one of many unknown fields: each would be a fault of its own."""
         if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
             return given
         unknown = next(name for name in given if name not in cls.model_fields)
@@ -80,11 +80,11 @@ class SampledBody(Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with what it took."""
+        """True where a stream ends with what it took."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class TextPart(Body):
+class TextContent(Body):
     type: Literal["text"]
     text: str
 
@@ -102,11 +102,11 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-class Message(Body):
+class ChatMessage(Body):
     """The fields behind `tool_call_id` stand in messages that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FIRST] | None = None
+    content: str | Annotated[list[TextContent], FIRST] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST] | None = None
     tool_call_id: str | None = None
@@ -135,7 +135,7 @@ class ResponseFormat(Body):
 
 
 class ChatBody(SampledBody):
-    messages: Annotated[list[Message], Field(min_length=1), FIRST]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -171,12 +171,21 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1), FIRST] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST] | None = None
     tools: Annotated[list[Tool], Field(max_length=256), FIRST] | None = None
 
 
 BODIES: tuple[type[Body], ...] = (
-    *(StreamOptions, SampledBody, TextPart, CalledFunction, ToolCall, Message, Function, Tool),
+    *(
+        StreamOptions,
+        SampledBody,
+        TextContent,
+        CalledFunction,
+        ToolCall,
+        ChatMessage,
+        Function,
+        Tool,
+    ),
     *(ResponseFormat, ChatBody, CompletionBody, TokenizeBody),
 )
 # Tells names of fields from names of types in where pydantic found a fault.

@@ -7,7 +7,7 @@ for longest gives way to the next one.
 import asyncio
 from dataclasses import dataclass, field
 
-from speq.dashboard.live.guard import Message, Receive
+from starlette.types import Message, Receive
 
 # What a body may take, and for each byte of it: 100 kB in a second.
 PATIENCE_S, BYTE_S = 10.0, 1e-5

@@ -2,19 +2,26 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.errors import SpeqError
+from speq.generator import Generator
 from speq.options.declared import build
+from speq.server.answer_formats import ChatFormat, CompletionFormat, Heading
 from speq.server.api_error import ApiError
 from speq.server.chat_prompt import template_messages, template_tools
-from speq.server.fields import ChatBody, CompletionBody, Message, SampledBody, TokenizeBody, Tool
-from speq.server.forms import ChatForm, CompletionForm, Heading
+from speq.server.fields import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    SampledBody,
+    TokenizeBody,
+    Tool,
+)
 from speq.server.tool_calls import CallParser
 from speq.text.prompts import Prompt, Tools
-from speq.text.vocabulary import Vocabulary
 
 # Of a completion that does not say, as in OpenAI's API.
 COMPLETION_TOKENS = 16
@@ -27,28 +34,6 @@ SAMPLED = (
 )
 
 
-class Model(Protocol):
-    """What is asked of a model beside text: `speq.Generator`."""
-
-    tokenizer: Any
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-
-    @property
-    def max_context(self) -> int: ...
-
-    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]: ...
-
-    def request(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        continues_text: bool = False,
-        top_logprobs: int | None = None,
-    ) -> Request: ...
-
-
 @dataclass(slots=True)
 class Service:
     """What is known of the model that is served.
@@ -57,7 +42,7 @@ class Service:
     defaults  of sampling, where a request says nothing: the model's own
     """
 
-    model: Model
+    model: Generator
     name: str
     default_max_tokens: int
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +52,7 @@ class Service:
     def max_context(self) -> int:
         return self.model.max_context
 
-    async def chat(self, body: ChatBody) -> tuple[Request, ChatForm]:
+    async def chat(self, body: ChatBody) -> tuple[Request, ChatFormat]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
         self.check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
@@ -83,9 +68,9 @@ class Service:
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
         parser = CallParser() if called else None
-        return request, ChatForm(Heading(self.name, "chatcmpl"), self.model.vocabulary, parser)
+        return request, ChatFormat(Heading(self.name, "chatcmpl"), self.model.vocabulary, parser)
 
-    async def completion(self, body: CompletionBody) -> tuple[Request, CompletionForm]:
+    async def completion(self, body: CompletionBody) -> tuple[Request, CompletionFormat]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
         self.check_model(body.model)
         prompt = one_prompt(body.prompt)
@@ -96,7 +81,7 @@ class Service:
         sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
         continues_text = isinstance(prompt, str)
         request = self.model.request(ids, sampling, continues_text, top_logprobs=body.logprobs)
-        return request, CompletionForm(Heading(self.name, "cmpl"), self.model.vocabulary)
+        return request, CompletionFormat(Heading(self.name, "cmpl"), self.model.vocabulary)
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text, or of messages as a chat would have them."""
@@ -110,7 +95,7 @@ class Service:
             raise SpeqError("tools are given without messages; give messages")
         return await self._encode(body.prompt or "")
 
-    async def chat_ids(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
+    async def chat_ids(self, messages: list[ChatMessage], tools: list[Tool] | None) -> list[int]:
         described = template_tools(self.model.tokenizer, tools)
         return await self._encode(template_messages(messages), described)
 

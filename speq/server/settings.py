@@ -14,8 +14,8 @@ ANY_PORT = Whole(0, 65535)
 
 
 @dataclass(frozen=True, slots=True)
-class ServeSettings(Options):
-    """Where requests come in, and how many and how large they may be."""
+class ServerSettings(Options):
+    """The address of the server, and how many and how large requests may be."""
 
     host: Annotated[
         str,
@@ -53,7 +53,7 @@ class ServeSettings(Options):
     max_body: Annotated[int, Option("Size of a request at most.", Size())] = 4 << 20
     shutdown_seconds: Annotated[
         float,
-        Option("Time that a request under way has to finish once the server ends.", Number(3600)),
+        Option("Time that running requests have to finish once the server ends.", Number(3600)),
     ] = 30.0
     dashboard: Annotated[
         bool,
@@ -63,7 +63,7 @@ class ServeSettings(Options):
 
     @property
     def loopback(self) -> bool:
-        """Whether no other machine reaches the server."""
+        """True where no other machine reaches the server."""
         return address_of(self.host).is_loopback
 
     def check_together(self) -> None:

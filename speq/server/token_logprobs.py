@@ -1,4 +1,4 @@
-"""The odds of tokens as OpenAI's API has them, in the form of chats and in that of completions."""
+"""Log-probabilities of tokens as OpenAI's API has them, for chats and for completions."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from speq.text.vocabulary import Vocabulary
 
 def chat_entry(vocabulary: Vocabulary, token: Token) -> dict[str, Any]:
     """One of `logprobs.content`."""
-    logprobs = _odds(token)
-    top = [_named(vocabulary, token_id, logprob) for token_id, logprob in logprobs.top]
-    return _named(vocabulary, token.id, logprobs.logprob) | {"top_logprobs": top}
+    logprobs = _logprobs_of(token)
+    top = [_token_entry(vocabulary, token_id, logprob) for token_id, logprob in logprobs.top]
+    return _token_entry(vocabulary, token.id, logprobs.logprob) | {"top_logprobs": top}
 
 
-def _odds(token: Token) -> TokenLogprobs:
+def _logprobs_of(token: Token) -> TokenLogprobs:
     return present(token.logprobs, "a token of an answer with log-probabilities has none")
 
 
-def _named(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+def _token_entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
     data = [*vocabulary.data(token_id)]
     return {"token": vocabulary.name(token_id), "logprob": finite(logprob), "bytes": data}
 
@@ -32,7 +32,7 @@ def completion_lists(vocabulary: Vocabulary, tokens: list[Token], offset: int) -
         offset += len(token.text)
     return {
         "tokens": [vocabulary.name(token.id) for token in tokens],
-        "token_logprobs": [finite(_odds(token).logprob) for token in tokens],
+        "token_logprobs": [finite(_logprobs_of(token).logprob) for token in tokens],
         "top_logprobs": [_table(vocabulary, token) for token in tokens],
         "text_offset": offsets,
     }
@@ -42,7 +42,7 @@ def _table(vocabulary: Vocabulary, token: Token) -> dict[str, float]:
     """The likeliest tokens, and the one that was drawn, which is called as in `tokens`. Of others
     that are called alike, all but the likeliest go by their ids.
     """
-    logprobs, own = _odds(token), vocabulary.name(token.id)
+    logprobs, own = _logprobs_of(token), vocabulary.name(token.id)
     table: dict[str, float] = {}
     for token_id, logprob in logprobs.top:
         name = vocabulary.name(token_id)

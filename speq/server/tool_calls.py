@@ -28,13 +28,13 @@ class Call:
 
     @property
     def content(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """The call as OpenAI's API has it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParsedText:
     """Text and calls that are certain; of both, text comes first."""
 
     text: str = ""
@@ -62,15 +62,15 @@ class CallParser:
     _spoke: bool = field(default=False, init=False)
     _behind_call: bool = field(default=False, init=False)
 
-    def hear(self, token: Token) -> Piece:
+    def hear(self, token: Token) -> ParsedText:
         """What is certain with a token, special ones before it included."""
         parts, at = [], 0
         for place, name in token.special:
             parts += [self.feed(token.text[at:place]), self.mark(name)]
             at = place
-        return joined([*parts, self.feed(token.text[at:])])
+        return join_texts([*parts, self.feed(token.text[at:])])
 
-    def mark(self, name: str) -> Piece:
+    def mark(self, name: str) -> ParsedText:
         """What is certain with a special token of this text."""
         if name == BEGIN and self._begin is None:
             before, self._held = self._held, ""
@@ -78,9 +78,9 @@ class CallParser:
         if name == END and self._begin is not None:
             inside, self._held = self._held, ""
             return self._closed(inside, "")
-        return Piece()
+        return ParsedText()
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> ParsedText:
         """What is certain with these characters."""
         self._held += text
         parts = []
@@ -94,27 +94,27 @@ class CallParser:
             parts.append(close(before, found))
         if self._begin is None:
             certain = len(self._held) - open_end(self._held)
-            parts.append(Piece(self._text(self._held[:certain])))
+            parts.append(ParsedText(self._text(self._held[:certain])))
             self._held = self._held[certain:]
-        return joined(parts)
+        return join_texts(parts)
 
-    def finish(self) -> Piece:
+    def finish(self) -> ParsedText:
         """What was held back, once no more text comes."""
         rest, self._held = self._held, ""
-        return Piece(self._text(rest)) if self._begin is None else self._closed(rest, "")
+        return ParsedText(self._text(rest)) if self._begin is None else self._closed(rest, "")
 
-    def _opened(self, before: str, mark: str) -> Piece:
+    def _opened(self, before: str, mark: str) -> ParsedText:
         told = before.rstrip()
         self._begin = before[len(told) :] + mark
-        return Piece(self._text(told))
+        return ParsedText(self._text(told))
 
-    def _closed(self, inside: str, mark: str) -> Piece:
+    def _closed(self, inside: str, mark: str) -> ParsedText:
         begin, self._begin = self._begin or "", None
         calls = calls_of(inside, self.make_id)
         if not calls:
-            return Piece(self._text(begin + inside + mark))
+            return ParsedText(self._text(begin + inside + mark))
         self._behind_call = True
-        return Piece("", calls)
+        return ParsedText("", calls)
 
     def _text(self, text: str) -> str:
         """Text to tell: what follows a call begins a line."""
@@ -127,8 +127,8 @@ class CallParser:
         return text
 
 
-def joined(pieces: list[Piece]) -> Piece:
-    return Piece(
+def join_texts(pieces: list[ParsedText]) -> ParsedText:
+    return ParsedText(
         "".join(piece.text for piece in pieces),
         tuple(call for piece in pieces for call in piece.calls),
     )
@@ -172,7 +172,7 @@ def refuse(name: str) -> NoReturn:
 
 
 def name_of(given: Any) -> str:
-    """Of what is called. Raises ValueError where there is none."""
+    """The name of what is called. Raises ValueError where there is none."""
     name = given.get("name") if isinstance(given, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("a call has a name")

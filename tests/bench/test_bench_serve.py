@@ -11,7 +11,7 @@ from speq.bench.runs import serve
 from speq.bench.runs.http_client import Heard, Target
 from speq.bench.runs.serve import arrivals_at, load, percentile, summed_up
 from speq.bench.settings import ServeSettings
-from speq.server.keys import Keys
+from speq.server.access import Keys
 from tests.helpers.api_server import NAME, Rig, api_server
 from tests.helpers.command import PATIENCE_S, Command
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces
@@ -135,7 +135,7 @@ def test_keys_are_given(tmp_path: Path) -> None:
     path.touch(0o600)
     path.write_text("a-key-of-this-server\n")
     engine = ScriptedEngine(pieces(*TEXTS))
-    with api_server(engine, ScriptedModel(max_context=4000), Keys.of(path)) as rig:
+    with api_server(engine, ScriptedModel(max_context=4000), Keys.read(path)) as rig:
         few = {"num_requests": 1, "rates": (100.0,), "max_new_tokens": 2}
         with pytest.raises(SpeqError, match="answers with 401"):
             serve.run(rig.url, ServeSettings(**few))  # type: ignore[arg-type]

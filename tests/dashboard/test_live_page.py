@@ -1,24 +1,23 @@
 """The live page in a browser, with a real generator behind it."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from speq import Generator
-from speq.dashboard.live.metrics import Metrics
-from speq.dashboard.live.server import LiveServer, bound
-from speq.dashboard.live.session import Session
+from speq.dashboard.live.live_view import LiveView
 from speq.dashboard.recording import Recording
 from speq.dashboard.run_panels.run_page import panels_of
-from speq.dashboard.run_record import RunRecord, TokenRecord, run_of
+from speq.dashboard.run_record import RunRecord, run_of
+from tests.helpers.api_server import Rig, api_server
 from tests.helpers.browser import Opened, opened
 from tests.helpers.command import PATIENCE_S
-from tests.helpers.live_run import Browser as Client
-from tests.helpers.live_run import served
+from tests.helpers.live_run import PageClient
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -26,60 +25,56 @@ if TYPE_CHECKING:
 TOKENS = 24
 
 
-class Gated:
-    """A recording whose tokens wait at a gate from some place on."""
+class GatedView(LiveView):
+    """A view whose tokens wait at a gate, and the engine with them, from some place on."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self.closed_from: int | None = None
-        self.gate = threading.Event()
+    closed_from: int | None = None
 
-    def stream(self, prompt: str, **options: Any) -> Iterator[TokenRecord]:
-        stream = self._recording.stream(prompt, **options)
-        with closing(stream):
-            for at, token in enumerate(stream):
-                if at == self.closed_from:
-                    assert self.gate.wait(PATIENCE_S)
-                yield token
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.gate, self.told = threading.Event(), 0
 
-    def record(self) -> RunRecord | None:
-        return self._recording.record()
+    def on_start(self, stream: Any) -> None:
+        self.told = 0
+        super().on_start(stream)
+
+    def on_tokens(self, stream: Any, tokens: list[Any], origins: list[Any]) -> None:
+        for token, origin in zip(tokens, origins, strict=True):
+            if self.told == self.closed_from:
+                assert self.gate.wait(PATIENCE_S)
+            self.told += 1
+            super().on_tokens(stream, [token], [origin])
 
 
-class Rig:
-    def __init__(self, generator: Generator, recording: Recording) -> None:
-        self.generator = generator
-        self.recording = Gated(recording)
-        metrics = Metrics("tiny")
-        self.session = Session(self.recording, panels_of, metrics)  # type: ignore[arg-type]
-        self.server = LiveServer(self.session, metrics, bound("127.0.0.1"))
-        self.client = Client(self.server)
+@dataclass
+class LiveRig:
+    api: Rig
+    view: GatedView
+
+    @property
+    def url(self) -> str:
+        return self.api.server.page_url
 
     @property
     def run(self) -> RunRecord:
-        return run_of(self.client.get("/run.json").json, "run.json")
+        return run_of(PageClient(self.api.server).get("/run.json").json, "run.json")
 
 
 @pytest.fixture
-def rig(tiny: Callable[[str], Path]) -> Iterator[Rig]:
+def rig(bundled: Path) -> Iterator[LiveRig]:
     with ExitStack() as stack:
-        generator = stack.enter_context(
-            closing(
-                Generator.from_pretrained(
-                    tiny("qwen3_moe"), "1MiB", draft_length=3, reader_threads=2, context_length=64
-                )
-            )
+        generator = Generator.from_pretrained(
+            bundled, "24MiB", draft_length=3, reader_threads=2, context_length=64
         )
-        made = Rig(generator, stack.enter_context(Recording(generator)))
-        stack.enter_context(closing(made.session))
-        stack.callback(made.recording.gate.set)
-        stack.enter_context(served(made.server))
-        yield made
+        stack.enter_context(closing(generator))
+        view = GatedView(generator, stack.enter_context(Recording(generator)))
+        yield LiveRig(stack.enter_context(api_server(generator, generator, view=view)), view)
+        view.gate.set()
 
 
 def ask(page: Opened, prompt: str, tokens: int = TOKENS) -> None:
     page.page.fill("#prompt", prompt)
-    page.page.fill("#max_new_tokens", str(tokens))
+    page.page.fill("#max_tokens", str(tokens))
     page.page.click("#generate")
 
 
@@ -94,12 +89,11 @@ def told(page: Opened) -> tuple[str, list[str]]:
     return page.page.locator("#tokens").text_content() or "", classes
 
 
-def test_a_run_as_a_person_sees_it(rig: Rig, browser: "Browser") -> None:
-    with opened(browser, rig.server.url) as page:
+def test_a_run_as_a_person_sees_it(rig: LiveRig, browser: "Browser") -> None:
+    with opened(browser, rig.url) as page:
         reached(page, "idle")
         ask(page, "hello there")
         reached(page, "finished")
-        rig.session.wait()
         run = rig.run
         text, classes = told(page)
         assert text == "".join(token.text for token in run.tokens)
@@ -121,9 +115,9 @@ def test_a_run_as_a_person_sees_it(rig: Rig, browser: "Browser") -> None:
         assert (page.errors, page.failed) == ([], [])
 
 
-def test_the_page_goes_on_with_the_run(rig: Rig, browser: "Browser") -> None:
-    rig.recording.closed_from = 5
-    with opened(browser, rig.server.url, 400, "dark") as page:
+def test_the_page_goes_on_with_the_run(rig: LiveRig, browser: "Browser") -> None:
+    rig.view.closed_from = 5
+    with opened(browser, rig.url, 400, "dark") as page:
         ask(page, "hello there")
         reached(page, "running")
         # As far as the gate lets it, with pictures of what has come.
@@ -131,7 +125,7 @@ def test_the_page_goes_on_with_the_run(rig: Rig, browser: "Browser") -> None:
         page.page.locator("#panel-overlap .js-plotly-plot").wait_for()
         assert page.page.is_disabled("#generate") and page.page.is_enabled("#stop")
         before, _ = told(page)
-        rig.recording.gate.set()
+        rig.view.gate.set()
         reached(page, "finished")
         after, _ = told(page)
         assert after.startswith(before) and len(after) > len(before)
@@ -139,26 +133,27 @@ def test_the_page_goes_on_with_the_run(rig: Rig, browser: "Browser") -> None:
         assert page.errors == []
 
 
-def test_stop_ends_it(rig: Rig, browser: "Browser") -> None:
-    rig.recording.closed_from = 3
-    with opened(browser, rig.server.url) as page:
+def test_stop_ends_it(rig: LiveRig, browser: "Browser") -> None:
+    rig.view.closed_from = 3
+    with opened(browser, rig.url) as page:
         ask(page, "hello there", 40)
         page.page.wait_for_selector("#tokens .token >> nth=2")
         page.page.click("#stop")
-        rig.recording.gate.set()
+        while not rig.api.worker._taken[0].cancelled:  # each look is a request, which takes time
+            rig.api.get("/health")
+        rig.view.gate.set()
         reached(page, "finished")
-        rig.session.wait()
         assert len(rig.run.tokens) < 40
         # The next one runs as ever.
-        rig.recording.closed_from = None
+        rig.view.closed_from = None
         ask(page, "another", 4)
         page.page.wait_for_selector("#tokens .token >> nth=3")
         reached(page, "finished")
         assert page.errors == []
 
 
-def test_a_refusal_is_a_sentence_on_the_page(rig: Rig, browser: "Browser") -> None:
-    with opened(browser, rig.server.url) as page:
+def test_a_refusal_is_a_sentence_on_the_page(rig: LiveRig, browser: "Browser") -> None:
+    with opened(browser, rig.url) as page:
         ask(page, "hello there", 4000)
         page.page.wait_for_selector("#status:has-text('context')")
         assert page.page.get_attribute("body", "data-state") in ("idle", "failed")

@@ -4,18 +4,18 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from speq.dashboard.live.metrics import Metrics
-from speq.dashboard.live.server import port_of
-from speq.engine.engine_thread import Engine, EngineThread, Viewer
-from speq.server.keys import Keys
-from speq.server.server import ApiServer
-from speq.server.service import Model, Service
-from speq.server.settings import ServeSettings
+from speq.dashboard.live.live_view import LiveView
+from speq.engine.engine_thread import BatchEngine, EngineThread
+from speq.server.access import Access, Keys
+from speq.server.metrics import Metrics
+from speq.server.server import ApiServer, ServedModel, listen
+from speq.server.service import Service
+from speq.server.settings import ServerSettings
 from tests.helpers.command import PATIENCE_S
 
 NAME = "tiny"
@@ -49,21 +49,18 @@ class Reply:
         return [json.loads(frame.removeprefix("data: ")) for frame in told[:-1]]
 
 
-@dataclass
-class Rig:
-    """A server that runs, with what is behind it."""
+class Client:
+    """Requests to one address, each with these headers beside its own."""
 
-    server: ApiServer
-    worker: EngineThread
-    metrics: Metrics
-    thread: threading.Thread
+    def __init__(self, access: Access, headers: dict[str, str] | None = None) -> None:
+        self.access, self.headers = access, headers or {}
 
     @property
-    def url(self) -> str:
-        return self.server.url
+    def port(self) -> int:
+        return self.access.port
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.server.host, self.server.port, timeout=PATIENCE_S)
+        return http.client.HTTPConnection(self.access.host, self.port, timeout=PATIENCE_S)
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
         connection = self.connect()
@@ -75,11 +72,12 @@ class Rig:
             connection.close()
 
     def get(self, path: str, **headers: str) -> Reply:
-        return self.ask("GET", path, None, **headers)
+        return self.ask("GET", path, None, **self.headers | headers)
 
     def post(self, path: str, content: Any, **headers: str) -> Reply:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        return self.ask("POST", path, body, **{"Content-Type": "application/json"} | headers)
+        headers = {"Content-Type": "application/json"} | self.headers | headers
+        return self.ask("POST", path, body, **headers)
 
     def chat(self, **fields: Any) -> Reply:
         return self.post("/v1/chat/completions", {"model": NAME, "messages": QUESTION} | fields)
@@ -101,6 +99,20 @@ class Rig:
             response.close()
             connection.close()
 
+
+class Rig(Client):
+    """A server that runs, with what is behind it."""
+
+    def __init__(
+        self, server: ApiServer, worker: EngineThread, metrics: Metrics, thread: threading.Thread
+    ) -> None:
+        super().__init__(server.access)
+        self.server, self.worker, self.metrics, self.thread = server, worker, metrics, thread
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
     def stop(self) -> None:
         self.server.stop()
         self.thread.join(PATIENCE_S)
@@ -112,24 +124,29 @@ JSON = "application/json"
 
 @contextmanager
 def api_server(
-    engine: Engine,
-    model: Model,
+    engine: BatchEngine,
+    model: Any,
     keys: Keys | None = None,
     metrics: Metrics | None = None,
     defaults: dict[str, Any] | None = None,
-    viewers: Sequence[Viewer] = (),
+    view: LiveView | None = None,
     **settings: Any,
 ) -> Iterator[Rig]:
-    """A server on a free port for as long as the block lasts."""
-    chosen = ServeSettings(**{"port": 0, "shutdown_seconds": 0} | settings)
+    """A server on a free port for as long as the block lasts, with a live page where it has a view.
+
+    engine, model  a generator, or what does as it does
+    """
+    chosen = ServerSettings(**{"port": 0, "shutdown_seconds": 0} | settings)
     counted = metrics or Metrics(NAME)
     service = Service(model, NAME, chosen.default_max_tokens, defaults or {})
     with contextlib.ExitStack() as stack:
-        worker = EngineThread(engine, counted, chosen.max_waiting, viewers)
-        stack.enter_context(closing(worker))
-        listening = port_of(chosen.host, chosen.port)
-        server = ApiServer(service, worker, counted, chosen, keys, listening)
-        rig = Rig(server, worker, counted, threading.Thread(target=server.run))
+        observers = [counted] if view is None else [counted, view]
+        thread = EngineThread(engine, observers, chosen.max_waiting)
+        stack.enter_context(closing(thread))
+        served = ServedModel(service, thread, counted, chosen, view)
+        page = None if view is None else listen(chosen.host, 0)
+        server = ApiServer(served, keys, listen(chosen.host, chosen.port), page)
+        rig = Rig(server, thread, counted, threading.Thread(target=server.run))
         rig.thread.start()
         stack.callback(rig.stop)
         yield rig

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from speq.offline.answer import Answer
+from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
 
 
@@ -23,13 +23,13 @@ class ScriptedAnswerer:
     group: int = 3
     asked: list[int] = field(default_factory=list)
 
-    def answers(self, lines: Iterable[RequestLine]) -> Generator[list[Answer], None, None]:
+    def answers(self, lines: Iterable[RequestLine]) -> Generator[list[AnswerLine], None, None]:
         waiting = iter(lines)
         while group := list(islice(waiting, self.group)):
             self.asked += [line.number for line in group]
             yield [
-                Answer(line.number, {"line": line.line, "error": "it is bad"}, "it is bad")
+                AnswerLine(line.number, {"line": line.line, "error": "it is bad"}, "it is bad")
                 if line.content.startswith(b"bad")
-                else Answer(line.number, content_of(line), None, 2, 5)
+                else AnswerLine(line.number, content_of(line), None, 2, 5)
                 for line in reversed(group)
             ]

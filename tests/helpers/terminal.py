@@ -38,7 +38,7 @@ class Terminal:
     def __init__(self, columns: int, lines: int) -> None:
         self._master, slave = pty.openpty()
         self._slave = slave
-        self.resize_only(columns, lines)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.stream = io.TextIOWrapper(io.FileIO(slave, "w"), "utf-8", write_through=True)
         self.screen = Screen(columns, lines)
         self._emulator = pyte.ByteStream(self.screen)
@@ -47,23 +47,6 @@ class Terminal:
         self.sent = b""
         self._thread = threading.Thread(target=self._draw, daemon=True)
         self._thread.start()
-
-    def resize_only(self, columns: int, lines: int) -> None:
-        """Change what the system says of the size."""
-        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-
-    def resize(self, columns: int, lines: int) -> None:
-        """Take rows away or add some at the bottom, where the cursor stands above. There is no
-        scrolling region then.
-        """
-        self.settle()
-        assert self.screen.cursor.y < lines
-        for y in range(lines, self.screen.lines):
-            self.screen.buffer.pop(y, None)
-        self.screen.lines = lines  # the emulator would take rows away at the top
-        self.screen.resize(lines, columns)
-        self.screen.set_margins()
-        self.resize_only(columns, lines)
 
     def settle(self) -> None:
         """Return when all that was written is drawn: a title behind it has come."""

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from speq.errors import SpeqError
-from speq.offline.answer_folder import ANSWERS, JOURNAL, AnswerFolder, taken_up
+from speq.offline.answer_folder import ANSWERS, JOURNAL, AnswerFolder, open_answers
 from speq.offline.batch_run import BatchSummary, answer_all
 from speq.offline.request_file import RequestFile
-from speq.offline.settings import BatchSettings
+from speq.offline.settings import BatchFileSettings
 from tests.helpers.killed import killed_at
 from tests.helpers.scripted_answerer import ScriptedAnswerer
 
@@ -21,15 +21,15 @@ REQUESTS = [b"one", b"bad two", b"three", b'{"custom_id": "four"}', b"bad five",
 HEADER: dict[str, Any] = {"format": 1, "requests": "a digest", "options": {"seed": 1, "top_k": 0}}
 
 
-def settings_in(folder: Path) -> BatchSettings:
+def settings_in(folder: Path) -> BatchFileSettings:
     path = folder / "requests.jsonl"
     path.write_bytes(b"\n".join(REQUESTS[:3]) + b"\n\n  \n" + b"\r\n".join(REQUESTS[3:]))
-    return BatchSettings(path, folder / "answers.jsonl")
+    return BatchFileSettings(path, folder / "answers.jsonl")
 
 
-def run(settings: BatchSettings, answerer: ScriptedAnswerer) -> BatchSummary:
+def run(settings: BatchFileSettings, answerer: ScriptedAnswerer) -> BatchSummary:
     requests = RequestFile.of(settings.requests)
-    with taken_up(settings.unfinished, HEADER) as folder:
+    with open_answers(settings.unfinished, HEADER) as folder:
         summary = answer_all(requests, folder, answerer, clock=iter(range(9)).__next__)
         folder.write(requests, settings.answers, settings.failed)
     return summary
@@ -43,7 +43,7 @@ def lines_of(path: Path) -> list[Any]:
 LINES = [1, 2, 3, 6, 7, 8, 9]
 
 
-def check_files(settings: BatchSettings) -> None:
+def check_files(settings: BatchFileSettings) -> None:
     wanted = [
         {"line": line, "error": "it is bad"}
         if content.startswith(b"bad")
@@ -90,7 +90,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(tmp_path: Path) -> None:
             if settings.answers.exists() and not (settings.unfinished / JOURNAL).exists():
                 shutil.rmtree(settings.unfinished)  # all was done
             else:
-                with taken_up(settings.unfinished, HEADER) as left:
+                with open_answers(settings.unfinished, HEADER) as left:
                     known = set(left.kept)
                 again = ScriptedAnswerer()
                 run(settings, again)
@@ -104,7 +104,7 @@ def test_a_damaged_answer_is_made_again_with_those_behind_it(
 ) -> None:
     settings = settings_in(tmp_path)
     requests = RequestFile.of(settings.requests)
-    with taken_up(settings.unfinished, HEADER) as folder:
+    with open_answers(settings.unfinished, HEADER) as folder:
         answers = ScriptedAnswerer().answers(requests.read(range(6)))
         for group in answers:  # numbers 2, 1, 0 and 5, 4, 3
             folder.add(group)
@@ -123,7 +123,7 @@ def test_a_damaged_answer_is_made_again_with_those_behind_it(
 def test_lines_that_were_cut_off_are_made_again(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     requests = RequestFile.of(settings.requests)
-    with taken_up(settings.unfinished, HEADER) as folder:
+    with open_answers(settings.unfinished, HEADER) as folder:
         for group in ScriptedAnswerer(2).answers(requests.read(range(4))):
             folder.add(group)
     journal = settings.unfinished / JOURNAL
@@ -146,15 +146,15 @@ def test_lines_that_were_cut_off_are_made_again(tmp_path: Path) -> None:
 def test_other_requests_or_options_are_refused(
     change: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
-    with taken_up(tmp_path / "left", HEADER):
+    with open_answers(tmp_path / "left", HEADER):
         pass
-    with pytest.raises(SpeqError, match=sentence), taken_up(tmp_path / "left", HEADER | change):
+    with pytest.raises(SpeqError, match=sentence), open_answers(tmp_path / "left", HEADER | change):
         pass
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     refused = pytest.raises(SpeqError, match="another process writes answers to")
-    with taken_up(tmp_path / "left", HEADER), refused, taken_up(tmp_path / "left", HEADER):
+    with open_answers(tmp_path / "left", HEADER), refused, open_answers(tmp_path / "left", HEADER):
         pass
 
 

@@ -1,6 +1,8 @@
-"""`speq batch --ray` on a cluster of two workers on this machine, beside plain transformers."""
+"""`speq batch --ray` with two replicas on this machine, beside plain transformers."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from speq.offline.answer_folder import AnswerFolder
 from tests.helpers.command import Command, Ended
-from tests.helpers.ray_needed import need_ray
+from tests.helpers.ray_needed import need_ray, processes_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 pytestmark = pytest.mark.full
@@ -60,25 +62,18 @@ def check(model: Path, requests: Path, ended: Ended) -> None:
 def test_a_killed_replica_loses_no_request(
     command: Command, bundled: Path, requests: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ray
+    own = AnswerFolder.add
+    killed: list[int] = []
 
-    from speq.offline.in_blocks import News
-    from speq.offline.ray_workers import RayWorkers
+    def add(folder: AnswerFolder, answers: list[Any]) -> None:
+        own(folder, answers)
+        if not killed:
+            killed.append(processes_of("BatchReplica")[0])
+            os.kill(killed[0], signal.SIGKILL)
 
-    own, killed, lost = RayWorkers.wait, [], []
-
-    def wait(workers: RayWorkers) -> News:
-        news = own(workers)
-        if news.answers and not killed:
-            killed.append(news.worker)
-            ray.kill(workers._busy[news.worker][0])
-        if news.lost:
-            lost.append(news.worker)
-        return news
-
-    monkeypatch.setattr(RayWorkers, "wait", wait)
+    monkeypatch.setattr(AnswerFolder, "add", add)
     check(bundled, requests, run(command, bundled, requests))
-    assert len(killed) == 1 and lost == killed
+    assert len(killed) == 1
 
 
 def test_a_killed_job_goes_on_where_it_was(

@@ -131,8 +131,17 @@ TABLE = {
         ("leaves", "devices", "files", "text", "engine", "generator", "dashboard", "server"),
     ),
     "offline": Layer(
-        ("speq.offline",),
-        ("leaves", "files", "text", "engine", "generator", "dashboard", "server", "offline"),
+        ("speq.offline",), ("leaves", "files", "text", "engine", "generator", "server", "offline")
+    ),
+    "ray options": Layer(
+        ("speq.ray.settings",), ("leaves", "ray options"), never=("torch", "transformers")
+    ),
+    "ray": Layer(
+        ("speq.ray",),
+        (
+            *("leaves", "engine", "generator", "stage options", "pipeline"),
+            *("server", "offline", "ray options", "ray"),
+        ),
     ),
     "bench": Layer(
         ("speq.bench",),
@@ -154,7 +163,7 @@ TABLE = {
             *BELOW_LOAD,
             *("runtime", "text", "generator", "package", "quantizing", "conversions", "training"),
             *("measure", "dashboard", "server", "offline", "cli", "bench commands"),
-            *("stage options", "pipeline"),
+            *("stage options", "pipeline", "ray options", "ray"),
         ),
     ),
     "bench commands": Layer(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from speq import Generator
-from speq.dashboard.live.metrics import Metrics
+from speq.server.metrics import Metrics
 from tests.helpers.api_server import NAME, Rig, api_server
 
 

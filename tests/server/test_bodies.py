@@ -10,9 +10,9 @@ import pytest
 
 from speq.server import body_route
 from speq.server.api_error import ApiError
-from speq.server.body_route import validated
+from speq.server.body_route import validate_body
 from speq.server.fields import ChatBody, CompletionBody, TokenizeBody
-from speq.server.gate import Access, Gate
+from speq.server.gate import Access, AccessGate
 from speq.server.incoming import AHEAD_BYTES, BYTE_S, PATIENCE_S
 from tests.helpers.api_server import JSON, NAME, Rig, api_server
 from tests.helpers.leaping_loop import leaping
@@ -44,9 +44,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "ChatBody.tools": (ChatBody, CHAT | {"tools": NONE}),
     "ChatBody.modalities": (ChatBody, CHAT | {"modalities": NONE}),
     "ChatBody.metadata": (ChatBody, CHAT | {"metadata": MANY}),
-    "Message.content": (ChatBody, message(content=NONE)),
-    "Message.tool_calls": (ChatBody, called(*NONE)),
-    "Message.annotations": (ChatBody, message(annotations=NONE)),
+    "ChatMessage.content": (ChatBody, message(content=NONE)),
+    "ChatMessage.tool_calls": (ChatBody, called(*NONE)),
+    "ChatMessage.annotations": (ChatBody, message(annotations=NONE)),
     "TokenizeBody.messages": (TokenizeBody, {"messages": NONE}),
     "TokenizeBody.tools": (TokenizeBody, {"prompt": "a", "tools": NONE}),
 }
@@ -93,7 +93,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_fault_of_many_is_told(name: str, faults: list[int]) -> None:
     kind, body = WRONG[name]
     with pytest.raises(ApiError) as refused:
-        validated(kind, json.dumps(body).encode())
+        validate_body(kind, json.dumps(body).encode())
     # One of each kind that the field may be of.
     assert 1 <= faults[0] <= 4
     assert refused.value.status == 400
@@ -109,7 +109,7 @@ def test_one_unknown_field_of_many_is_told(where: str, faults: list[int]) -> Non
     else:
         body |= message(**unknown) if where else unknown
     with pytest.raises(ApiError) as refused:
-        validated(ChatBody, json.dumps(body).encode())
+        validate_body(ChatBody, json.dumps(body).encode())
     assert faults == [1]
     assert refused.value.param == f"{where}a0"
 
@@ -122,23 +122,23 @@ def test_tools_are_not_too_deep() -> None:
         function = TOOL["function"] | {"parameters": schema}
         return json.dumps(CHAT | {"tools": [TOOL | {"function": function}]}).encode()
 
-    validated(ChatBody, parameters(64))
+    validate_body(ChatBody, parameters(64))
     for depth in (65, 900):
         with pytest.raises(ApiError, match=r"at most 64 objects and lists") as refused:
-            validated(ChatBody, parameters(depth))
+            validate_body(ChatBody, parameters(depth))
         assert refused.value.param == "tools[0].function.parameters"
 
 
 def test_millions_of_faults(faults: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Long bodies are validated beside the loop, where only a few faults are made of them."""
     threads = []
-    own = body_route.validated
+    own = body_route.validate_body
 
     def seen(*given: Any) -> Any:
         threads.append(threading.current_thread())
         return own(*given)
 
-    monkeypatch.setattr(body_route, "validated", seen)
+    monkeypatch.setattr(body_route, "validate_body", seen)
     long = b'{"model": "tiny", "prompt": [%s]}' % b",".join([b"-1"] * 1_300_000)
     counted = b'{"model": "tiny", "prompt": [%s]}' % b",".join([b"1"] * 100_000)
     with api_server(ScriptedEngine(pieces("a")), ScriptedModel()) as rig:
@@ -156,10 +156,10 @@ def test_millions_of_faults(faults: list[int], monkeypatch: pytest.MonkeyPatch) 
 class Sent:
     """What a gate's client sends and gets."""
 
-    def __init__(self, gate: Gate, length: int | None = None, path: str = "/a") -> None:
+    def __init__(self, gate: AccessGate, length: int | None = None, path: str = "/a") -> None:
         self.told: list[Any] = []
         self.messages: asyncio.Queue[Any] = asyncio.Queue()
-        headers = [(b"host", b"here"), (b"content-type", JSON.encode())]
+        headers = [(b"host", b"here:1"), (b"content-type", JSON.encode())]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         method = "GET" if length is None else "POST"
@@ -196,8 +196,8 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         assert (await receive())["type"] == "http.disconnect"
 
 
-def gate_of(most: int, body: int = 1000) -> Gate:
-    return Gate(echo, Access(frozenset({"here"}), None, body, most))
+def gate_of(most: int, body: int = 1000) -> AccessGate:
+    return AccessGate(echo, Access("here", 1, None, body), most)
 
 
 def test_half_sent_bodies_hold_up_nobody() -> None:

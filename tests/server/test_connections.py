@@ -6,8 +6,8 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.server import ServerState
 
-from speq.dashboard.live.connection import HEADERS_S, MOST_IDLE, TAKEN_S, Connection
-from speq.dashboard.live.server import config_of
+from speq.server.connection import HEADERS_S, MOST_IDLE, TAKEN_S, Connection
+from speq.server.server import uvicorn_config
 from tests.helpers.leaping_loop import leaping
 
 ASKED = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -42,7 +42,7 @@ class Line:
 
     def __init__(self, pieces: int = 1) -> None:
         self.go, self.pieces, self.ended = asyncio.Event(), pieces, 0
-        self.config: uvicorn.Config = config_of(self, 5)
+        self.config: uvicorn.Config = uvicorn_config(self, 5)
         self.state = ServerState()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

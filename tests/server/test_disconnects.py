@@ -55,10 +55,10 @@ def rig(steps: Steps) -> Iterator[Rig]:
 
 def asked(rig: Rig, stream: bool) -> socket.socket:
     """A connection that has asked for a chat."""
-    made = socket.create_connection((rig.server.host, rig.server.port), PATIENCE_S)
+    made = socket.create_connection((rig.server.access.host, rig.port), PATIENCE_S)
     body = json.dumps({"model": NAME, "messages": QUESTION, "stream": stream}).encode()
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {rig.server.host}:{rig.server.port}\r\n"
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {rig.server.access.host}:{rig.port}\r\n"
         f"Content-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     made.sendall(head.encode() + body)
@@ -77,7 +77,7 @@ def wait_until_idle(rig: Rig) -> None:
 
 def wait_until_cancelled(rig: Rig) -> None:
     for _ in range(10_000):
-        if any(taken.stream.cancelled for taken in rig.worker._taken):
+        if any(stream.cancelled for stream in rig.worker._taken):
             return
         rig.get("/health")
     raise AssertionError("the server does not notice that its client has left")

@@ -12,18 +12,19 @@ import pytest
 from speq import SpeqError
 from speq.config import SamplingParams
 from speq.engine import engine_thread
-from speq.engine.engine_thread import EngineThread
-from speq.engine.request import Request
-from speq.engine.token_stream import EngineFailed, QueueFull, TokenStream, Unavailable
+from speq.engine.engine_thread import EngineThread, Observer
+from speq.engine.request import Request, Token
+from speq.engine.token_stream import End, EngineFailed, QueueFull, TokenStream, Unavailable
 from speq.errors import EngineLost
 from speq.server.answer import with_heartbeats
+from speq.stats import Origin
 from tests.helpers.command import PATIENCE_S
 from tests.helpers.scripted_engine import ScriptedEngine, pieces
 
 TEXTS = ("a", "b", "c", "d")
 
 
-class Counted:
+class Counted(Observer):
     """An observer that writes down what it hears."""
 
     def __init__(self) -> None:
@@ -33,20 +34,21 @@ class Counted:
         self.queued: list[float] = []
         self.shares: list[float] = []
 
-    def waiting(self, requests: int) -> None:
-        self.queue.append(requests)
+    def on_queue(self, waiting: int) -> None:
+        self.queue.append(waiting)
 
-    def begun(self, queued_s: float) -> None:
-        self.queued.append(queued_s)
+    def on_start(self, stream: TokenStream) -> None:
+        self.queued.append(stream.queued_s)
 
-    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
-        self.prompts.append(prompt_tokens)
+    def on_tokens(self, stream: TokenStream, tokens: list[Token], origins: list[Origin]) -> None:
+        if origins == ["prompt"]:
+            self.prompts.append(len(stream.request.prompt_token_ids))
 
-    def cached(self, share: float) -> None:
+    def on_cache(self, share: float) -> None:
         self.shares.append(share)
 
-    def ended(self, reason: str) -> None:
-        self.reasons.append(reason)
+    def on_end(self, stream: TokenStream, end: End | SpeqError) -> None:
+        self.reasons.append(end.finish_reason if isinstance(end, End) else "failed")
 
 
 def request_of(prompt: int = 1, max_new_tokens: int = 9) -> Request:
@@ -62,7 +64,7 @@ def run(
     counted = Counted()
 
     async def asked() -> None:
-        worker = EngineThread(engine, counted, max_waiting)
+        worker = EngineThread(engine, [counted], max_waiting)
         try:
             await asyncio.wait_for(asker(worker), PATIENCE_S)
         finally:
@@ -112,7 +114,7 @@ def test_a_full_queue_refuses() -> None:
 
     async def ask(worker: EngineThread) -> None:
         streams = [worker.submit(request_of()) for _ in range(3)]
-        with pytest.raises(QueueFull, match="3 requests are under way or waiting") as full:
+        with pytest.raises(QueueFull, match="3 requests are running or waiting") as full:
             worker.submit(request_of())
         assert 1 <= full.value.retry_after_s <= 60
         # Who leaves the queue makes room.
@@ -227,8 +229,10 @@ def test_faults_of_a_request_and_of_the_engine() -> None:
         with pytest.raises(EngineFailed, match="a damaged expert"):
             await anext(stream)
         assert worker.failure is None
-        engine.fault = ZeroDivisionError()
+        go = threading.Event()
+        engine.fault, engine.before = ZeroDivisionError(), lambda at: hold(go)
         streams = [worker.submit(request_of()) for _ in range(3)]
+        go.set()
         for stream in streams:
             with pytest.raises(Unavailable, match="the engine died"):
                 await texts_of(stream)
@@ -238,21 +242,6 @@ def test_faults_of_a_request_and_of_the_engine() -> None:
         assert worker.queue_lengths.running == worker.queue_lengths.waiting == 0
 
     assert run(engine, ask).reasons == ["failed"] * 3
-
-
-def test_a_lost_device_is_the_end() -> None:
-    """Whoever asks afterwards would fail as well."""
-    lost = SpeqError("the GPU failed")
-    lost.__cause__ = RuntimeError("CUDA error: unspecified launch failure")
-    engine = ScriptedEngine(pieces(*TEXTS), fault=lost)
-
-    async def ask(worker: EngineThread) -> None:
-        with pytest.raises(EngineFailed, match="the GPU failed"):
-            await texts_of(worker.submit(request_of()))
-        with pytest.raises(Unavailable, match="the GPU failed"):
-            await texts_of(worker.submit(request_of()))
-
-    run(engine, ask)
 
 
 def test_an_engine_that_is_lost_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,44 +445,6 @@ def test_a_fault_of_one_leaves_the_others_and_a_lost_device_none() -> None:
     assert sorted(run(engine, ask).reasons) == ["eos", "failed", "failed"]
 
 
-def test_an_engine_that_dies_takes_all() -> None:
-    rounds = Rounds(2)
-    engine = rounds.engine
-
-    async def ask(worker: EngineThread) -> None:
-        streams = [worker.submit(request_of())]
-        await rounds.reach(1)
-        streams += [worker.submit(request_of()) for _ in range(2)]
-        rounds.allow(1)
-        await rounds.reach(2)
-        engine.fault, engine.fault_at = ZeroDivisionError(), 1
-        rounds.allow(99)
-        for stream in streams:
-            with pytest.raises(Unavailable, match="the engine died"):
-                await texts_of(stream)
-        assert worker.queue_lengths.running == worker.queue_lengths.waiting == 0
-
-    assert run(engine, ask).reasons == ["failed", "failed"]
-
-
-def test_aborting_ends_a_batch() -> None:
-    rounds = Rounds(2)
-
-    async def ask(worker: EngineThread) -> None:
-        streams = [worker.submit(request_of())]
-        await rounds.reach(1)
-        streams += [worker.submit(request_of()) for _ in range(2)]
-        rounds.allow(1)
-        await rounds.reach(2)
-        worker.abort()
-        rounds.allow(99)
-        for stream in streams:
-            with pytest.raises(Unavailable, match="the server is ending"):
-                await texts_of(stream)
-
-    assert run(rounds.engine, ask).reasons == ["stopped", "stopped"]
-
-
 def test_when_to_ask_again() -> None:
     """By the time of the request before, and how many run together."""
     now_s = [100.0]
@@ -501,7 +452,7 @@ def test_when_to_ask_again() -> None:
     async def ask() -> None:
         go = threading.Event()
         engine = ScriptedEngine(pieces("a"), before=lambda at: hold(go), max_batch=2)
-        worker = EngineThread(engine, Counted(), 1, clock=lambda: now_s[0])
+        worker = EngineThread(engine, [Counted()], 1, clock=lambda: now_s[0])
         try:
             stream = worker.submit(request_of())
             while worker.queue_lengths.running == 0:
@@ -511,7 +462,7 @@ def test_when_to_ask_again() -> None:
             assert await texts_of(stream) == ["a"]
             go.clear()
             streams = [worker.submit(request_of()) for _ in range(3)]
-            with pytest.raises(QueueFull, match="3 requests are under way or waiting") as full:
+            with pytest.raises(QueueFull, match="3 requests are running or waiting") as full:
                 worker.submit(request_of())
             assert full.value.retry_after_s == 15  # three of 10 s, two at a time
             go.set()

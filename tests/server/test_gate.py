@@ -10,9 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from speq import SpeqError
-from speq.server.gate import Access
-from speq.server.keys import Keys
-from speq.server.settings import ServeSettings
+from speq.server.access import Access, Keys
+from speq.server.settings import ServerSettings
 from tests.helpers.api_server import JSON, NAME, Reply, Rig, api_server
 from tests.helpers.command import PATIENCE_S
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, no_room, pieces
@@ -36,7 +35,7 @@ def keys(tmp_path: Path) -> Keys:
     path = tmp_path / "keys"
     path.touch(0o600)
     path.write_text(f"{FIRST}\n\n  {SECOND}\n")
-    return Keys.of(path)
+    return Keys.read(path)
 
 
 PATHS = [
@@ -88,11 +87,11 @@ def test_files_without_keys(tmp_path: Path, content: str, sentence: str) -> None
     path.touch(0o600)
     path.write_text(content)
     with pytest.raises(SpeqError) as refused:
-        Keys.of(path)
+        Keys.read(path)
     assert sentence in str(refused.value)
     assert not any(line.strip() and line in str(refused.value) for line in content.splitlines())
     with pytest.raises(SpeqError, match="none"):
-        Keys.of(tmp_path / "none")
+        Keys.read(tmp_path / "none")
 
 
 def test_a_file_of_keys_is_its_owners_alone(
@@ -103,18 +102,18 @@ def test_a_file_of_keys_is_its_owners_alone(
     for mode in (0o644, 0o640, 0o604, 0o620, 0o610):
         path.chmod(mode)
         with pytest.raises(SpeqError, match=rf"\(its mode is {mode:04o}\).*chmod 600 .*keys`"):
-            Keys.of(path)
+            Keys.read(path)
     for mode in (0o600, 0o400):
         path.chmod(mode)
-        assert Keys.of(path).hold(FIRST)
+        assert Keys.read(path).hold(FIRST)
     path.chmod(0o444)
     owner = path.stat().st_uid
     monkeypatch.setattr("os.getuid", lambda: owner + 1)  # a file that the system gives
-    assert Keys.of(path).hold(FIRST)
+    assert Keys.read(path).hold(FIRST)
 
 
 def test_strangers_are_refused_where_there_are_no_keys(rig: Rig) -> None:
-    port = rig.server.port
+    port = rig.port
     for headers, status in (
         ({"Host": f"rebound.example:{port}"}, 421),
         ({"Host": "127.0.0.1"}, 421),
@@ -149,7 +148,7 @@ def test_so_many_requests_are_looked_at() -> None:
     """Those over the bound are sent away before their bodies are read."""
     import asyncio
 
-    from speq.server.gate import Gate
+    from speq.server.gate import AccessGate
 
     told: list[dict[str, Any]] = []
 
@@ -165,8 +164,8 @@ def test_so_many_requests_are_looked_at() -> None:
         async def receive() -> Any:
             raise AssertionError("a body was read")
 
-        gate = Gate(app, Access(frozenset({"here"}), None, 100, 2))
-        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"here")]}
+        gate = AccessGate(app, Access("here", 1, None, 100), 2)
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"here:1")]}
         tasks = [asyncio.ensure_future(gate(scope, receive, send)) for _ in range(2)]
         await asyncio.sleep(0)
         await gate(scope, receive, send)
@@ -299,11 +298,11 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         ({"max_waiting": -1}, "max_waiting is -1"),
     ):
         with pytest.raises(SpeqError, match=sentence):
-            build(ServeSettings, given)
+            build(ServerSettings, given)
     keys = tmp_path / "keys"
     keys.write_text(FIRST)
-    assert not build(ServeSettings, {"host": "0.0.0.0", "api_key_file": keys}).loopback
-    assert build(ServeSettings, {"host": "::1"}).loopback
+    assert not build(ServerSettings, {"host": "0.0.0.0", "api_key_file": keys}).loopback
+    assert build(ServerSettings, {"host": "::1"}).loopback
 
 
 def test_over_ipv6(model: ScriptedModel) -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from speq.config import RunConfig
 from speq.errors import SpeqError
-from speq.server.ray_app import replicas_on_ray
-from speq.server.ray_cluster import check_ray, cluster
-from speq.server.ray_settings import RayServeSettings
-from speq.server.settings import ServeSettings
+from speq.ray.cluster import check_ray, cluster
+from speq.ray.replicas import replicas_on_ray
+from speq.ray.settings import RayServeSettings
+from speq.server.settings import ServerSettings
 from tests.helpers.ray_needed import need_ray
 
 RUN = RunConfig.of("64MiB", dtype="float32", context_length=128, reader_threads=2)
@@ -89,13 +89,13 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     for name, module in (("ray", ray), ("ray.serve", serve), ("ray.serve.context", context)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(
-        "speq.server.ray_app.Replica.__init__", lambda *_: None
+        "speq.ray.replicas.ServerReplica.__init__", lambda *_: None
     )  # no model is loaded
     return made
 
 
 def served(**settings: Any) -> Any:
-    chosen = ServeSettings(**settings)
+    chosen = ServerSettings(**settings)
     return replicas_on_ray("folder", "tiny", RUN, chosen, REPLICAS, None)
 
 
@@ -165,7 +165,7 @@ def test_beside_others_on_ray(bundled: Path, pytestconfig: pytest.Config) -> Non
             return bytes(reply.read())
 
     def at(port: int) -> Any:
-        chosen = ServeSettings(port=port, shutdown_seconds=1)
+        chosen = ServerSettings(port=port, shutdown_seconds=1)
         return replicas_on_ray(str(bundled), "tiny", RUN, chosen, REPLICAS, None)
 
     theirs = serve.deployment(Other)

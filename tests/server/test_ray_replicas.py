@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.helpers.command import arguments_of
-from tests.helpers.ray_needed import need_ray
+from tests.helpers.ray_needed import need_ray, processes_of
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 pytestmark = pytest.mark.full
@@ -55,20 +55,6 @@ def ask(client: openai.OpenAI, prompt: list[int], session: str | None = None) ->
     return made.choices[0].text
 
 
-def replica_processes() -> list[int]:
-    """Ray names its processes by the actor in them."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                words = (entry / "cmdline").read_bytes()
-            except OSError:  # it has ended
-                continue
-            if re.match(rb"ray::ServeReplica:speq:Replica", words):
-                found.append(int(entry.name))
-    return found
-
-
 def test_requests_of_a_session_go_to_one_replica(client: openai.OpenAI, url: str) -> None:
     def finished(session: str) -> float:
         """Requests that the replica of a session has answered."""
@@ -97,7 +83,7 @@ def test_a_killed_replica_loses_no_request_that_is_retried(
 
     plain, tokenizer = load_plain(bundled), load_tokenizer(bundled)
     prompts = [[at + 3] * (at % 5 + 2) for at in range(24)]
-    before = replica_processes()
+    before = processes_of("ServerReplica")
     assert len(before) == 2
     with ThreadPoolExecutor(8) as pool:
         texts = [pool.submit(ask, client, prompt) for prompt in prompts]
@@ -105,7 +91,7 @@ def test_a_killed_replica_loses_no_request_that_is_retried(
         os.kill(before[0], signal.SIGKILL)
         made = [text.result() for text in texts]
     assert made == [tokenizer.decode(greedy_tokens(plain, each, TOKENS)) for each in prompts]
-    assert before[0] not in replica_processes()
+    assert before[0] not in processes_of("ServerReplica")
 
 
 def test_what_is_refused_is_refused_by_a_replica(client: openai.OpenAI) -> None:

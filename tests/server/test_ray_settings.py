@@ -11,10 +11,11 @@ import pytest
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.options.declared import build
-from speq.server.ray_app import Replica, ReplicaSpec, deployment_options
-from speq.server.ray_cluster import check_ray
-from speq.server.ray_settings import RayServeSettings, RaySettings
-from speq.server.settings import ServeSettings
+from speq.ray.cluster import check_ray
+from speq.ray.replicas import ReplicaSpec, ServerReplica, deployment_options
+from speq.ray.settings import RayServeSettings, RaySettings
+from speq.server.access import Access
+from speq.server.settings import ServerSettings
 from tests.helpers.command import Command
 
 
@@ -56,7 +57,7 @@ def test_where_ray_is_absent_a_sentence_says_what_to_install(
 
 
 def test_cores_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speq.server.ray_settings.processors", lambda: 8)
+    monkeypatch.setattr("speq.ray.settings.processors", lambda: 8)
     here, there = RaySettings(True), RaySettings(True, ray_address="auto")
     assert (here.of_stages(3).cpus, here.of_stages(3).most) == (2, 3)
     assert there.of_stages(3).cpus == 8
@@ -64,7 +65,7 @@ def test_cores_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_ray_serve_is_told() -> None:
-    run, serve = RunConfig.of("1GiB", max_batch=4), ServeSettings(shutdown_seconds=7)
+    run, serve = RunConfig.of("1GiB", max_batch=4), ServerSettings(shutdown_seconds=7)
     fixed = deployment_options(run, serve, RayServeSettings(True, replicas=3, replica_cpus=2))
     assert fixed["num_replicas"] == 3
     assert "autoscaling_config" not in fixed
@@ -83,10 +84,10 @@ def test_what_ray_serve_is_told() -> None:
 
 def test_a_replica_answers_as_the_server_does(bundled: Path) -> None:
     run = RunConfig.of("64MiB", dtype="float32", context_length=128, reader_threads=2)
-    settings = ServeSettings()
+    settings = ServerSettings()
     address = "127.0.0.1:8000"
-    spec = ReplicaSpec(str(bundled), "tiny", run, settings, None, frozenset({address}))
-    replica = Replica(spec)
+    spec = ReplicaSpec(str(bundled), "tiny", run, settings)
+    replica = ServerReplica(spec, Access("127.0.0.1", 8000, None, settings.max_body))
 
     async def asked() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
         transport = httpx.ASGITransport(replica.__serve_build_asgi_app__())  # type: ignore[arg-type]
@@ -103,7 +104,7 @@ def test_a_replica_answers_as_the_server_does(bundled: Path) -> None:
         assert made.json()["usage"]["completion_tokens"] == 5
         assert other.status_code == 421
         replica.check_health()
-        replica._worker.failure = "the engine died"
+        replica._served.thread.failure = "the engine died"
         with pytest.raises(SpeqError, match="the engine died"):
             replica.check_health()
     finally:

@@ -13,13 +13,13 @@ from speq.config import RunConfig
 from speq.errors import EngineLost, SpeqError
 from speq.generator import Generator
 from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, current_versions
-from speq.pipeline.placement import PlacementGroup, ray_stages
 from speq.pipeline.rendezvous import open_ring
 from speq.pipeline.settings import StagesSettings
-from speq.server.ray_cluster import cluster
-from speq.server.ray_settings import RaySettings
+from speq.ray.cluster import cluster
+from speq.ray.settings import RaySettings
+from speq.ray.stages import PlacementGroup, ray_stages
 from tests.helpers.command import Command
-from tests.helpers.ray_needed import need_ray
+from tests.helpers.ray_needed import need_ray, processes_of
 from tests.helpers.stages import MOST_BYTES, PATIENCE_S
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
@@ -30,20 +30,6 @@ TOKENS = 16
 @pytest.fixture(autouse=True)
 def ray_is_there(pytestconfig: pytest.Config) -> None:
     need_ray(pytestconfig)
-
-
-def stage_processes() -> list[int]:
-    """Ray names its processes by the actor in them."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                words = (entry / "cmdline").read_bytes()
-            except OSError:  # it has ended
-                continue
-            if words.startswith(b"ray::StageActor"):
-                found.append(int(entry.name))
-    return found
 
 
 def test_a_command_whose_stages_ray_places(command: Command, bundled: Path, tmp_path: Path) -> None:
@@ -60,7 +46,7 @@ def test_a_command_whose_stages_ray_places(command: Command, bundled: Path, tmp_
 
     ids = load_tokenizer(bundled)("Once upon a time")["input_ids"]
     assert answer["token_ids"] == greedy_tokens(load_plain(bundled), ids, TOKENS)
-    assert stage_processes() == []
+    assert processes_of("StageActor") == []
 
 
 def test_a_killed_stage_ends_the_run(bundled: Path) -> None:
@@ -74,7 +60,7 @@ def test_a_killed_stage_ends_the_run(bundled: Path) -> None:
         try:
             stream = generator.stream("a", max_new_tokens=100, ignore_eos=True)
             next(stream)
-            (stage,) = stage_processes()
+            (stage,) = processes_of("StageActor")
             os.kill(stage, signal.SIGKILL)
             with pytest.raises(EngineLost, match="stage 2 of 2 has ended"):
                 list(stream)
@@ -82,7 +68,7 @@ def test_a_killed_stage_ends_the_run(bundled: Path) -> None:
                 generator.check_alive()
         finally:
             generator.close()
-    assert stage_processes() == []
+    assert processes_of("StageActor") == []
 
 
 def test_a_stage_that_cannot_begin_is_not_waited_for() -> None:

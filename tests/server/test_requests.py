@@ -107,28 +107,29 @@ def test_a_chat_in_chunks(rig: Rig) -> None:
     assert all(chunk["usage"] is None for chunk in rig.chat(stream=True).chunks)
 
 
-def test_a_completion(rig: Rig, asked: list[Any]) -> None:
+def test_a_completion(rig: Rig, model: ScriptedModel, asked: list[Any]) -> None:
     answer = rig.complete(max_tokens=3).json
     assert answer["object"] == "text_completion"
     assert answer["choices"] == [
         {"index": 0, "text": "Once upon a", "logprobs": None, "finish_reason": "length"}
     ]
     assert answer["usage"]["completion_tokens"] == 3
-    # As OpenAI has it where a request says nothing; and texts stay texts.
+    # As OpenAI has it where a request says nothing.
     rig.complete()
     assert [(prompt, options["max_new_tokens"]) for prompt, options in asked] == [
-        ("Hello there", 3),
-        ("Hello there", 16),
+        (model.encode("Hello there"), 3),
+        (model.encode("Hello there"), 16),
     ]
     chunks = rig.complete(stream=True).chunks
     assert [chunk["choices"][0]["text"] for chunk in chunks] == [*TEXTS, ""]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_prompts_of_a_completion(rig: Rig, asked: list[Any]) -> None:
+def test_prompts_of_a_completion(rig: Rig, model: ScriptedModel, asked: list[Any]) -> None:
     for prompt in ([5, 6, 7], [[5, 6, 7]], ["Hello"], "Hello"):
         assert rig.complete(prompt=prompt).status == 200
-    assert [prompt for prompt, _ in asked] == [[5, 6, 7], [5, 6, 7], "Hello", "Hello"]
+    hello = model.encode("Hello")
+    assert [prompt for prompt, _ in asked] == [[5, 6, 7], [5, 6, 7], hello, hello]
     for prompt in (["a", "b"], [[1], [2]], [], [[]], "", [1.5], [-1], [4096], [True], {}, None):
         assert rig.complete(prompt=prompt).error["param"] in ("prompt", "prompt[0]", None)
     assert len(asked) == 4

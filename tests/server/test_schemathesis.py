@@ -26,7 +26,7 @@ def described(rig: Rig) -> Any:
     # Here, since it takes seconds to import.
     import schemathesis
 
-    return schemathesis.openapi.from_url(f"http://{rig.server.host}:{rig.server.port}/openapi.json")
+    return schemathesis.openapi.from_url(f"http://{rig.server.access.host}:{rig.port}/openapi.json")
 
 
 @pytest.mark.wide

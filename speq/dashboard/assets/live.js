@@ -1,4 +1,5 @@
-// The live page: asks for a generation, and shows what the server tells of it (speq/dashboard/live).
+// The live page: asks the server for a completion as any client does, and shows what the server tells
+// of the request that it watches (speq/dashboard/live), which may be another client's.
 // `document.body.dataset.state` is idle, running, finished or failed.
 "use strict";
 (() => {
@@ -24,8 +25,6 @@
   function became(state, sentence) {
     document.body.dataset.state = state;
     status.textContent = sentence;
-    byId("generate").disabled = state === "running";
-    byId("stop").disabled = state !== "running";
   }
 
   const number = (value, digits) =>
@@ -143,7 +142,7 @@
   }
   events.addEventListener("error", () => {
     const gone = events.readyState === EventSource.CLOSED;
-    const what = gone ? "The server refuses this address; open the one that it printed." : "The server does not answer; is speq dashboard still running?";
+    const what = gone ? "The server refuses this address; open the one that it printed." : "The server does not answer; is speq still running?";
     became("failed", what);
   });
   events.addEventListener("open", () => {
@@ -152,28 +151,49 @@
 
   // --- What is asked for ---
 
-  async function post(path, content) {
-    const answer = await fetch(path, {
-      method: "POST",
-      headers: { "Content-Type": "application/json", Authorization: `Bearer ${token}` },
-      body: JSON.stringify(content),
-    });
+  // Ends the request of this page; null: there is none.
+  let own = null;
+
+  function asks(controller) {
+    own = controller;
+    byId("generate").disabled = own !== null;
+    byId("stop").disabled = own === null;
+  }
+
+  async function request(path, options = {}) {
+    const headers = { "Content-Type": "application/json", Authorization: `Bearer ${token}` };
+    const answer = await fetch(path, { headers, ...options });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
+    return answer;
+  }
+
+  async function complete(signal) {
+    const [model] = (await (await request("v1/models", { signal })).json()).data;
+    const content = { model: model.id, prompt: byId("prompt").value, stream: true };
+    for (const name of ["max_tokens", "temperature", "seed"]) {
+      const { value } = byId(name);
+      if (value !== "") content[name] = Number(value);
+    }
+    const body = JSON.stringify(content);
+    const answer = await request("v1/completions", { method: "POST", body, signal });
+    // Events say more of each token than this stream; whoever leaves it cancels the request.
+    const reader = answer.body.getReader();
+    while (!(await reader.read()).done) continue;
   }
 
   async function generate(event) {
     event.preventDefault();
-    const content = { prompt: byId("prompt").value };
-    for (const name of ["max_new_tokens", "temperature", "seed"]) {
-      const { value } = byId(name);
-      if (value !== "") content[name] = Number(value);
-    }
+    asks(new AbortController());
+    const { signal } = own;
     try {
-      await post("generate", content);
+      await complete(signal);
     } catch (error) {
-      // One that runs meanwhile, asked for from another page, goes on.
+      // Another client's request, which is shown meanwhile, goes on.
       const state = document.body.dataset.state;
-      became(state === "running" ? state : "failed", `Refused: ${error.message}.`);
+      const sentence = signal.aborted ? "Stopped." : `Refused: ${error.message}.`;
+      if (state !== "running" || !signal.aborted) became(state === "running" ? state : "failed", sentence);
+    } finally {
+      asks(null);
     }
   }
 
@@ -181,13 +201,8 @@
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit();
   });
-  byId("stop").addEventListener("click", async () => {
-    byId("stop").disabled = true;
+  byId("stop").addEventListener("click", () => {
     status.textContent = "Stopping after this step.";
-    try {
-      await post("stop", {});
-    } catch (error) {
-      status.textContent = `Refused: ${error.message}.`;
-    }
+    own?.abort();
   });
 })();

@@ -1,1 +1,1 @@
-"""The live page: a server on this machine that shows a generation while it runs."""
+"""What the live page shows: requests of a server, while they run."""

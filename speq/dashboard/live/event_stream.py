@@ -1,34 +1,36 @@
-"""A generation's events as server-sent events, for as long as a browser listens."""
+"""Events of a bus as server-sent events, for as long as a browser listens."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from speq.dashboard.live.broadcast import Broadcast, Event, Listener
+from speq.dashboard.live.event_bus import EventBus, LiveEvent, Subscriber
 
 # A line that says nothing, so that a connection that was cut is noticed.
 HEARTBEAT_S = 15.0
 HEARTBEAT = b": here\n\n"
 
 
-def frame(event: Event) -> bytes:
-    """An event as the format has it. Its data is in one line."""
+def write_frame(event: LiveEvent) -> bytes:
+    """Write an event as the format has it. Its data is in one line."""
     return f"event: {event.kind}\ndata: {event.data}\n\n".encode()
 
 
 class EventStream(Response):
-    """Ends where the browser leaves or the broadcast closes, and leaves nothing behind.
+    """Ends where the browser leaves or the bus closes, and leaves nothing behind.
 
-    While a browser does not read, `send` waits, and the listener takes nothing.
+    While a browser does not read, `send` waits, and the subscriber takes nothing.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, broadcast: Broadcast) -> None:
+    def __init__(self, bus: EventBus) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self._broadcast = broadcast
+        self._bus = bus
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop, fresh = asyncio.get_running_loop(), asyncio.Event()
@@ -36,27 +38,16 @@ class EventStream(Response):
         def wake() -> None:
             loop.call_soon_threadsafe(fresh.set)
 
-        with self._broadcast.listening(wake) as listener:
-            tasks = [
-                asyncio.ensure_future(self._tell(listener, fresh, send)),
-                asyncio.ensure_future(left(receive)),
-            ]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()  # raises what went wrong, which would be lost
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        with self._bus.subscribe(wake) as subscriber:
+            await run_while_connected(self._send_events(subscriber, fresh, send), receive)
 
-    async def _tell(self, listener: Listener, fresh: asyncio.Event, send: Send) -> None:
+    async def _send_events(self, subscriber: Subscriber, fresh: asyncio.Event, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         while True:
             fresh.clear()
-            closed = listener.closed
-            news = b"".join(frame(event) for event in self._broadcast.take(listener))
+            closed = subscriber.closed
+            news = b"".join(write_frame(event) for event in self._bus.take(subscriber))
             # At once also where there is none: browsers wait for a first byte.
             await send(
                 {"type": "http.response.body", "body": news or HEARTBEAT, "more_body": not closed}
@@ -69,7 +60,19 @@ class EventStream(Response):
                 continue
 
 
-async def left(receive: Receive) -> None:
-    """Return when the browser has left."""
+async def run_while_connected(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run what sends a response until it ends, or its client leaves."""
+    tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(wait_for_disconnect(receive))]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # raises what went wrong, which would be lost
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from speq.control_groups import processors
 from speq.errors import SpeqError
-from speq.server.ray_settings import RaySettings
+from speq.ray.settings import RaySettings
 
 # From 2.59 on a cluster of this machine's own asks whoever reaches its ports for a token.
 LEAST = (2, 60)

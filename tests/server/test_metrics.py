@@ -1,5 +1,6 @@
 """Metrics: the figures of the runs they are of, as Prometheus would read them."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from speq import Generator
-from speq.dashboard.live.metrics import OF_STEPS, Metrics
+from speq import Generator, SpeqError
+from speq.config import SamplingParams
+from speq.engine.request import Request, RequestMetrics, Token
+from speq.engine.token_stream import End, TokenStream
+from speq.server.metrics import OF_STEPS, Metrics
 from speq.stats import Recorder, RunStats, StepStats
 
 Labels = dict[str, str]
@@ -34,6 +38,17 @@ class Parsed:
 
     def labels_of(self, name: str) -> list[Labels]:
         return [dict(labels) for found, labels in self._samples if found == name]
+
+
+def stream_of(prompt_tokens: int, cached_tokens: int, ttft_s: float) -> TokenStream:
+    """A request whose first token has come."""
+    metrics = RequestMetrics(first_token_s=ttft_s, cached_tokens=cached_tokens)
+    request = Request([5] * prompt_tokens, SamplingParams(), metrics=metrics)
+
+    async def made() -> TokenStream:
+        return TokenStream(request, 0.0)
+
+    return asyncio.run(made())
 
 
 def test_steps_by_hand() -> None:
@@ -69,8 +84,10 @@ def test_steps_by_hand() -> None:
         # A measurement's, which is no request's.
         StepStats("forced", emitted=5, requests=100, hits=100, moved_bytes=10**6),
     ]
-    metrics.begun()
-    metrics.prompted(17, 8, 2.0)
+    stream = stream_of(17, 8, 2.0)
+    metrics.on_start(stream)
+    metrics.on_tokens(stream, [Token(1, "a")], ["prompt"])
+    metrics.on_tokens(stream, [Token(1, "a")], ["exact"])
     with metrics.listening(recorder):
         for step in steps:
             for listener in recorder.listeners:
@@ -78,7 +95,7 @@ def test_steps_by_hand() -> None:
     assert recorder.listeners == []
     during = Parsed(metrics, "m")
     assert during("vllm:num_requests_running") == 1
-    metrics.ended("eos")
+    metrics.on_end(stream, End("eos"))
     read = Parsed(metrics, "m")
     assert read("vllm:num_requests_running") == 0
     assert read("vllm:request_success_total", finished_reason="stop") == 1
@@ -123,7 +140,7 @@ def test_steps_by_hand() -> None:
 def test_the_share_of_caches_is_a_gauge() -> None:
     metrics = Metrics("m")
     for share in (0.75, 0.25):
-        metrics.cached(share)
+        metrics.on_cache(share)
     parsed = Parsed(metrics, "m")
     assert parsed.types["vllm:kv_cache_usage_perc"] == "gauge"
     assert parsed("vllm:kv_cache_usage_perc") == 0.25
@@ -165,9 +182,9 @@ def test_names_and_kinds() -> None:
     ],
 )
 def test_reasons_as_vllm_names_them(reason: str, named: str) -> None:
-    metrics = Metrics("m")
-    metrics.begun()
-    metrics.ended(reason)
+    metrics, stream = Metrics("m"), stream_of(1, 0, 0.0)
+    metrics.on_start(stream)
+    metrics.on_end(stream, SpeqError("a fault") if named == "error" else End(reason))
     read = Parsed(metrics, "m")
     assert read.labels_of("vllm:request_success_total") == [{"finished_reason": named}]
 

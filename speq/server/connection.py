@@ -25,7 +25,7 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request whose headers are whole and that is not yet answered."""
+        """True where there is no request whose headers are whole and that is not yet answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerLine:
     """A line of the answers.
 
     number      of the request, from 0

@@ -144,7 +144,9 @@ def ray_stages(
                 ended, _ = ray.wait(running, num_returns=len(running), timeout=0)
                 for ref in ended:
                     number = running.index(ref) + 2
-                    raise SpeqError(f"stage {number} of {count} has ended on Ray: {why(ref)}")
+                    raise SpeqError(
+                        f"stage {number} of {count} has ended on Ray: {end_reason(ref)}"
+                    )
 
             try:
                 yield Rendezvous(rendezvous, listening, look)
@@ -154,7 +156,7 @@ def ray_stages(
                     ray.kill(actor)
 
 
-def why(ended: Any) -> str:
+def end_reason(ended: Any) -> str:
     """Return the reason that a stage or Ray gives for its end."""
     import ray
     from ray.exceptions import RayError, RayTaskError

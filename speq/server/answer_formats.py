@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from speq.engine.token_stream import End
 from speq.generator import Token
 from speq.server.token_logprobs import chat_entry, completion_lists
-from speq.server.tool_calls import Call, CallParser, Piece
+from speq.server.tool_calls import Call, CallParser, ParsedText
 from speq.text.vocabulary import Vocabulary
 
 # By our reason to finish.
@@ -17,7 +17,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "stopped": 
 Chunk = dict[str, Any]
 
 
-class Form(Protocol):
+class AnswerFormat(Protocol):
     """Writes one answer. Chunks are given in the order in which they are sent."""
 
     def opening(self) -> Iterator[Chunk]:
@@ -82,7 +82,7 @@ class Heading:
 
 
 @dataclass(slots=True)
-class ChatForm:
+class ChatFormat:
     """An answer of a chat. parser: tells calls of tools from text; None: there are no tools."""
 
     heading: Heading
@@ -90,15 +90,15 @@ class ChatForm:
     parser: CallParser | None = None
     _said: list[str] = field(default_factory=list, init=False)
     _calls: list[Call] = field(default_factory=list, init=False)
-    _odds: list[Chunk] = field(default_factory=list, init=False)
+    _logprobs: list[Chunk] = field(default_factory=list, init=False)
 
     def opening(self) -> Iterator[Chunk]:
         yield self._chunk({"role": "assistant", "content": ""})
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
-        piece = Piece(token.text) if self.parser is None else self.parser.hear(token)
+        piece = ParsedText(token.text) if self.parser is None else self.parser.hear(token)
         logprobs = [] if token.logprobs is None else [chat_entry(self.vocabulary, token)]
-        self._odds += logprobs
+        self._logprobs += logprobs
         yield from self._told(piece, logprobs)
 
     def closing(self, end: End) -> Iterator[Chunk]:
@@ -118,12 +118,12 @@ class ChatForm:
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": {"content": self._odds} if self._odds else None,
+            "logprobs": {"content": self._logprobs} if self._logprobs else None,
             "finish_reason": self._reason(end),
         }
         return self.heading.chunk("chat.completion", [choice], usage)
 
-    def _told(self, piece: Piece, logprobs: list[Chunk]) -> Iterator[Chunk]:
+    def _told(self, piece: ParsedText, logprobs: list[Chunk]) -> Iterator[Chunk]:
         """Chunks with what is certain; nothing where that is nothing."""
         if piece.text or logprobs:
             self._said.append(piece.text)
@@ -148,8 +148,8 @@ class ChatForm:
 
 
 @dataclass(slots=True)
-class CompletionForm:
-    """An answer that goes on from a text."""
+class CompletionFormat:
+    """An answer that continues a text."""
 
     heading: Heading
     vocabulary: Vocabulary

@@ -7,7 +7,7 @@ from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.errors import SpeqError
 from speq.generator import Generator, Token
-from speq.offline.answer import Answer
+from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
 from speq.options.declared import declared, refuse_unknown
 
@@ -16,7 +16,7 @@ SAMPLING = tuple(each.name for each in declared(SamplingParams))
 FIELDS = ("custom_id", "prompt", "messages")
 
 
-class OfflineRequest(Protocol):
+class LineRequest(Protocol):
     """One request that is being answered."""
 
     @property
@@ -25,17 +25,17 @@ class OfflineRequest(Protocol):
     def add_tokens(self, tokens: list[Token]) -> None:
         """Take the tokens that have come."""
 
-    def answer(self, figures: dict[str, Any]) -> Answer:
+    def answer(self, figures: dict[str, Any]) -> AnswerLine:
         """What came of it, once all tokens have. figures: the text's own."""
 
 
-class Form(Protocol):
+class LineFormat(Protocol):
     """A way in which requests and answers are written."""
 
-    def read_request(self, request: RequestLine, given: dict[str, Any]) -> OfflineRequest:
+    def read_request(self, request: RequestLine, given: dict[str, Any]) -> LineRequest:
         """Raises SpeqError for what cannot be asked for."""
 
-    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:
+    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> AnswerLine:
         """What a request that failed becomes."""
 
 
@@ -57,7 +57,7 @@ class PlainRequest:
     def add_tokens(self, tokens: list[Token]) -> None:
         self._pieces += [token.text for token in tokens]
 
-    def answer(self, figures: dict[str, Any]) -> Answer:
+    def answer(self, figures: dict[str, Any]) -> AnswerLine:
         prompt_tokens = len(self.request.prompt_token_ids)
         new_tokens = len(self.request.output_token_ids)
         content = self.heading | {
@@ -70,11 +70,11 @@ class PlainRequest:
             },
             "stats": figures,
         }
-        return Answer(self.number, content, None, prompt_tokens, new_tokens)
+        return AnswerLine(self.number, content, None, prompt_tokens, new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class PlainForm:
+class PlainFormat:
     """{"prompt": text or token ids} or {"messages": [...]}, with options of sampling beside it.
 
     sampling  where a request says nothing
@@ -97,6 +97,6 @@ class PlainForm:
         made = self.generator.prepare(prompt, None, options)
         return PlainRequest(request.number, heading(request, given), made)
 
-    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:
+    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> AnswerLine:
         sentence = str(error)
-        return Answer(request.number, heading(request, given) | {"error": sentence}, sentence)
+        return AnswerLine(request.number, heading(request, given) | {"error": sentence}, sentence)

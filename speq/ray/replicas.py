@@ -1,29 +1,24 @@
-"""Replicas of the server's application under Ray Serve: each has a generator of its own.
+"""Replicas under Ray Serve: each has a generator of its own, and those of a server its routes.
 
 Ray's proxy listens and hands requests on. A replica that dies, or whose engine does, is made anew;
 what it was answering fails with a 5xx, which clients retry.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from speq.config import RunConfig
-from speq.dashboard.live.guard import App, authorities_of, authority
-from speq.dashboard.live.metrics import Metrics
-from speq.dashboard.live.server import port_of
-from speq.engine.engine_thread import EngineThread
 from speq.errors import SpeqError
 from speq.generator import Generator
-from speq.server.application import application
-from speq.server.defaults import sampling_defaults
-from speq.server.gate import Access, Gate
-from speq.server.keys import Keys
-from speq.server.ray_settings import RayServeSettings
-from speq.server.server import BESIDE
-from speq.server.service import Service
-from speq.server.settings import ServeSettings
+from speq.ray.settings import RayServeSettings, RaySettings
+from speq.server.access import Access, Keys
+from speq.server.server import EXTRA_REQUESTS, listen, serve_model
+from speq.server.settings import ServerSettings
 
 APP_NAME, ROUTE = "speq", "/"
 # Requests with the same `x-session-id` go to the same replica, which has what they began with.
@@ -36,46 +31,29 @@ CONSTRUCTOR_TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What a replica is made of. authorities: what may stand in `Host` where there are no keys."""
+    """What a replica is made of. name: clients call the model so"""
 
     model: str
     name: str
     run: RunConfig
-    settings: ServeSettings
-    keys: Keys | None
-    authorities: frozenset[str]
+    settings: ServerSettings
 
 
 class Replica:
-    """One generator behind the routes of `speq serve`, as Ray Serve wants it."""
+    """One generator with an engine thread, in a process of Ray's."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         """Load the model. Raises SpeqError as `Generator.load`."""
-        settings = spec.settings
-        metrics = Metrics(spec.name)
         with ExitStack() as stack:
-            generator = stack.enter_context(closing(Generator.load(spec.model, spec.run)))
-            stack.enter_context(metrics.listening(generator.runtime.recorder))
-            self._worker = stack.enter_context(
-                closing(EngineThread(generator, metrics, settings.max_waiting))
-            )
-            folder = generator.runtime.opened.checkpoint.path
-            service = Service(
-                generator, spec.name, settings.default_max_tokens, sampling_defaults(folder)
-            )
-            access = Access(
-                spec.authorities, spec.keys, settings.max_body, self._worker.capacity + BESIDE
-            )
-            self._app: App = Gate(application(service, self._worker, metrics), access)
+            self._generator = stack.enter_context(closing(Generator.load(spec.model, spec.run)))
+            served = serve_model(self._generator, spec.name, spec.settings)
+            self._served = stack.enter_context(served)
             self._stack = stack.pop_all()
-
-    def __serve_build_asgi_app__(self) -> App:
-        return self._app
 
     def check_health(self) -> None:
         """Raise SpeqError where the engine has died: `GET /health` would say 503."""
-        if self._worker.failure is not None:
-            raise SpeqError(self._worker.failure)
+        if self._served.thread.failure is not None:
+            raise SpeqError(self._served.thread.failure)
 
     def __del__(self) -> None:
         # Not there where the model could not be loaded.
@@ -84,17 +62,34 @@ class Replica:
             stack.close()
 
 
-def deployment_options(
-    run: RunConfig, settings: ServeSettings, replicas: RayServeSettings
-) -> dict[str, Any]:
-    """How Ray Serve holds replicas, by the names of its options."""
-    options: dict[str, Any] = {
-        # A replica refuses what is too much itself, with 429.
-        "max_ongoing_requests": settings.max_waiting + run.max_batch + BESIDE,
-        "ray_actor_options": {"num_cpus": replicas.cpus, "num_gpus": replicas.replica_gpus},
+class ServerReplica(Replica):
+    """A replica behind the routes of `speq serve`. access: the rules of Ray's proxy"""
+
+    def __init__(self, spec: ReplicaSpec, access: Access) -> None:
+        super().__init__(spec)
+        self._app = self._served.gated_app(access)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
+
+
+def replica_options(settings: RaySettings) -> dict[str, Any]:
+    """What any replica takes of a cluster, by the names of Ray Serve's options."""
+    return {
+        "ray_actor_options": {"num_cpus": settings.cpus, "num_gpus": settings.replica_gpus},
         "health_check_period_s": HEALTH_CHECK_S,
-        "graceful_shutdown_timeout_s": settings.shutdown_seconds + PATIENCE_S,
         "max_constructor_retry_count": CONSTRUCTOR_TRIES,
+    }
+
+
+def deployment_options(
+    run: RunConfig, settings: ServerSettings, replicas: RayServeSettings
+) -> dict[str, Any]:
+    """How Ray Serve holds replicas of a server."""
+    options = replica_options(replicas) | {
+        # A replica refuses what is too much itself, with 429.
+        "max_ongoing_requests": settings.max_waiting + run.max_batch + EXTRA_REQUESTS,
+        "graceful_shutdown_timeout_s": settings.shutdown_seconds + PATIENCE_S,
         "request_router_config": {"request_router_class": STICKY_ROUTER},
     }
     if replicas.max_replicas is None:
@@ -114,13 +109,13 @@ def replicas_on_ray(
     model: str,
     name: str,
     run: RunConfig,
-    settings: ServeSettings,
+    settings: ServerSettings,
     replicas: RayServeSettings,
     keys: Keys | None,
 ) -> Iterator[str]:
     """Serve as long as the block lasts, on a cluster that we are connected to; the base URL.
 
-    A Serve that runs already goes on, with all that others have there. Raises SpeqError where it
+    A Serve that runs already stays, with all that others have there. Raises SpeqError where it
     listens elsewhere or has another application in our place, where the port is not to be had, and
     where no replica can be made.
     """
@@ -128,30 +123,53 @@ def replicas_on_ray(
 
     runs = running_serve()
     if runs is None:
-        with closing(port_of(settings.host, settings.port)) as listening:
+        with closing(listen(settings.host, settings.port)) as listening:
             host, port = listening.getsockname()[:2]
         serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     else:
         host, port = settings.host, settings.port
         runs.check(host, port)
-    spec = ReplicaSpec(model, name, run, settings, keys, authorities_of(host, port))
+    access = Access(host, port, keys, settings.max_body)
+    made = serve.deployment(serve.ingress()(ServerReplica))
+    options = deployment_options(run, settings, replicas)
+    bound = made.options(**options).bind(ReplicaSpec(model, name, run, settings), access)
+    with run_application(bound, APP_NAME, ROUTE, ends_serve=runs is None):
+        yield f"http://{access.authority}/v1"
+
+
+@contextmanager
+def run_application(bound: Any, name: str, route: str | None, ends_serve: bool) -> Iterator[Any]:
+    """Run an application of Ray Serve as long as the block lasts; its handle.
+
+    ends_serve  end Serve too, which was started for it
+
+    Raises SpeqError where no replica can be made.
+    """
+    from ray import serve
+
     try:
-        made = serve.deployment(serve.ingress()(Replica))
-        options = deployment_options(run, settings, replicas)
         try:
-            serve.run(made.options(**options).bind(spec), name=APP_NAME, route_prefix=ROUTE)
+            handle = serve.run(bound, name=name, route_prefix=route)
         except RuntimeError as error:
-            raise SpeqError(
-                "no replica could be made; `speq serve` without --ray says why, and so do Ray's "
-                "logs in /tmp/ray/session_latest/logs/serve"
-            ) from error
-        yield f"http://{authority(host, port)}/v1"
+            raise SpeqError(f"no replica could be made: {startup_error(name)}") from error
+        yield handle
     finally:
         # It would end all applications, and Serve may have got others meanwhile.
-        if runs is None and not set(serve.status().applications) - {APP_NAME}:
+        if ends_serve and not set(serve.status().applications) - {name}:
             serve.shutdown()
         else:
-            serve.delete(APP_NAME)
+            serve.delete(name)
+
+
+def startup_error(name: str) -> str:
+    """Why an application's replicas did not start: a sentence of ours, if Ray has one."""
+    from ray import serve
+
+    application = serve.status().applications.get(name)
+    deployments = [] if application is None else application.deployments.values()
+    told = "\n".join(each.message for each in deployments)
+    found = re.search(r"^speq\.[\w.]+: (.+)", told, re.MULTILINE)
+    return "Ray's logs in /tmp/ray/session_latest/logs/serve say why" if found is None else found[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from speq.stats import Recorder, StepStats
+from speq.engine.engine_thread import FAILED, STOPPED, Observer
+from speq.engine.request import Token
+from speq.engine.token_stream import End, TokenStream
+from speq.errors import SpeqError
+from speq.stats import Origin, Recorder, StepStats
 
 MODEL, PHASE, REASON, POSITION = "model_name", "phase", "finished_reason", "position"
 # Reasons to finish as vLLM names them.
@@ -17,8 +21,8 @@ REASONS = {
     "eos": "stop",
     "stop": "stop",
     "length": "length",
-    "stopped": "abort",
-    "failed": "error",
+    STOPPED: "abort",
+    FAILED: "error",
 }
 # vLLM's own, in seconds.
 FIRST_TOKEN_S = (
@@ -52,7 +56,7 @@ OF_STEPS = {
 }
 
 
-class Metrics:
+class Metrics(Observer):
     """Counts what generators of one model do."""
 
     content_type = CONTENT_TYPE_LATEST
@@ -73,27 +77,25 @@ class Metrics:
 
         self._prompt = of_model("vllm:prompt_tokens", "Tokens of prompts that were run.")
         self._looked_up = of_model(
-            "vllm:prefix_cache_queries", "Tokens of prompts whose entries were looked for."
+            "vllm:prefix_cache_queries", "Tokens of prompts whose KV was looked for."
         )
-        self._found = of_model(
-            "vllm:prefix_cache_hits", "Of these, those whose entries an earlier text had made."
-        )
+        self._found = of_model("vllm:prefix_cache_hits", "Of these, tokens whose KV was reused.")
         self._generated = of_model("vllm:generation_tokens", "Tokens generated.")
         self._success = counter(
             "vllm:request_success", "Requests that ended, by the reason.", REASON
         )
         self._running = Gauge(
-            "vllm:num_requests_running", "Requests under way.", (MODEL,), registry=self.registry
+            "vllm:num_requests_running", "Running requests.", (MODEL,), registry=self.registry
         ).labels(model_name)
         self._waiting = Gauge(
             "vllm:num_requests_waiting",
-            "Requests that wait for their turn.",
+            "Waiting requests.",
             (MODEL,),
             registry=self.registry,
         ).labels(model_name)
         self._cached = Gauge(
             "vllm:kv_cache_usage_perc",
-            "Of the room in KV caches, what texts under way take: 1 is all of it.",
+            "Share of KV-cache capacity that running requests use: 1 is all of it.",
             (MODEL,),
             registry=self.registry,
         ).labels(model_name)
@@ -125,36 +127,33 @@ class Metrics:
             field: counter(name, text, PHASE) for field, (name, text) in OF_STEPS.items()
         }
 
-    def waiting(self, requests: int) -> None:
-        self._waiting.set(requests)
+    def on_queue(self, waiting: int) -> None:
+        self._waiting.set(waiting)
 
-    def cached(self, share: float) -> None:
-        """share: from 0 to 1"""
+    def on_cache(self, share: float) -> None:
         self._cached.set(share)
 
-    def begun(self, queued_s: float = 0.0) -> None:
+    def on_start(self, stream: TokenStream) -> None:
         self._running.inc()
-        self._queued.observe(queued_s)
+        self._queued.observe(stream.queued_s)
 
-    def prompted(self, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
-        """The first token came, so long after it was asked for.
-
-        cached_tokens  of the prompt's, those that had entries already
-        """
+    def on_tokens(self, stream: TokenStream, tokens: list[Token], origins: list[Origin]) -> None:
+        if origins[:1] != ["prompt"]:
+            return
+        metrics, prompt_tokens = stream.request.metrics, len(stream.request.prompt_token_ids)
         self._prompt.inc(prompt_tokens)
         self._looked_up.inc(prompt_tokens)
-        self._found.inc(cached_tokens)
-        self._first_token.observe(ttft_s)
+        self._found.inc(metrics.cached_tokens)
+        self._first_token.observe(metrics.ttft_s)
 
-    def ended(self, reason: str) -> None:
-        """reason: one of `REASONS`."""
+    def on_end(self, stream: TokenStream, end: End | SpeqError) -> None:
+        reason = end.finish_reason if isinstance(end, End) else FAILED
         self._running.dec()
         self._success.labels(self._model, REASONS[reason]).inc()
 
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
         """Count the steps of a recorder as long as the block lasts."""
-
         recorder.listeners.append(self.count)
         try:
             yield
@@ -162,7 +161,7 @@ class Metrics:
             recorder.listeners.remove(self.count)
 
     def count(self, step: StepStats) -> None:
-        """Count a finished step.
+        """Count a step that has ended.
 
         Steps of measurements, which are neither of a prompt nor of decoding, do not count.
         """

@@ -1,52 +1,70 @@
-"""Who may talk to the live page, decided from headers alone."""
+"""Who may ask, decided from headers alone: as a live page that has a token, which checks most."""
 
 import asyncio
-import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from starlette.types import Message, Scope
 
-from speq import SpeqError
-from speq.dashboard.live.guard import HEADERS, MAX_BODY_BYTES, Guard, Guarded, Message
+from speq.server.access import Access, Keys, digest
+from speq.server.gate import PAGE_HEADERS, AccessGate
 
 TOKEN = "s3cret-Token_0"
-GUARD = Guard("127.0.0.1", 4711, TOKEN)
+MOST_BYTES = 1000
 HOST = (b"host", b"127.0.0.1:4711")
 BEARER = (b"authorization", b"Bearer s3cret-Token_0")
 JSON = (b"content-type", b"application/json")
 Header = tuple[bytes, bytes]
 
 
-def status(
-    *headers: Header, guard: Guard = GUARD, method: str = "GET", query: bytes = b""
-) -> int | None:
+def page(host: str = "127.0.0.1", port: int = 4711) -> Access:
+    return Access(host, port, Keys((digest(TOKEN),)), MOST_BYTES, page=True)
+
+
+PAGE = page()
+
+
+def scope_of(
+    headers: Iterable[Header], method: str = "GET", path: str = "/", query: bytes = b""
+) -> Scope:
+    return {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "headers": [*headers],
+        "query_string": query,
+    }
+
+
+def status(*headers: Header, access: Access = PAGE, **given: Any) -> int | None:
     """Of the refusal; None: taken."""
-    refusal = guard.refusal(method, headers, query)
+    refusal = access.refusal(scope_of(headers, **given))
     return None if refusal is None else refusal.status
 
 
 @pytest.mark.parametrize(
-    ("guard", "host", "wanted"),
+    ("access", "host", "wanted"),
     [
-        (GUARD, b"127.0.0.1:4711", None),
-        (GUARD, b"localhost:4711", None),
-        (GUARD, b"LocalHost:4711", None),
-        (GUARD, b"127.0.0.1:4712", 421),
-        (GUARD, b"127.0.0.1", 421),
-        (GUARD, b"[::1]:4711", 421),
-        (GUARD, b"0.0.0.0:4711", 421),
-        (GUARD, b"rebound.example:4711", 421),
-        (GUARD, b"localhost.example:4711", 421),
-        (GUARD, b"localhost:4711@example", 421),
-        (GUARD, b"", 421),
-        (Guard("::1", 4711, TOKEN), b"[::1]:4711", None),
-        (Guard("::1", 4711, TOKEN), b"127.0.0.1:4711", 421),
-        (Guard("127.0.0.1", 80, TOKEN), b"localhost", None),
-        (Guard("127.0.0.1", 80, TOKEN), b"127.0.0.1:80", None),
+        (PAGE, b"127.0.0.1:4711", None),
+        (PAGE, b"localhost:4711", None),
+        (PAGE, b"LocalHost:4711", None),
+        (PAGE, b"127.0.0.1:4712", 421),
+        (PAGE, b"127.0.0.1", 421),
+        (PAGE, b"[::1]:4711", 421),
+        (PAGE, b"0.0.0.0:4711", 421),
+        (PAGE, b"rebound.example:4711", 421),
+        (PAGE, b"localhost.example:4711", 421),
+        (PAGE, b"localhost:4711@example", 421),
+        (PAGE, b"", 421),
+        (page("::1"), b"[::1]:4711", None),
+        (page("::1"), b"127.0.0.1:4711", 421),
+        (page(port=80), b"localhost", None),
+        (page(port=80), b"127.0.0.1:80", None),
     ],
 )
-def test_only_our_own_host(guard: Guard, host: bytes, wanted: int | None) -> None:
-    assert status((b"host", host), BEARER, guard=guard) == wanted
+def test_only_our_own_host(access: Access, host: bytes, wanted: int | None) -> None:
+    assert status((b"host", host), BEARER, access=access) == wanted
 
 
 def test_a_host_is_given_once() -> None:
@@ -103,9 +121,9 @@ def test_only_with_the_token(headers: list[Header], query: bytes, wanted: int | 
     ("headers", "wanted"),
     [
         ([JSON, (b"content-length", b"12")], None),
-        ([JSON, (b"content-length", str(MAX_BODY_BYTES).encode())], None),
+        ([JSON, (b"content-length", str(MOST_BYTES).encode())], None),
         ([(b"content-type", b"Application/JSON; charset=utf-8"), (b"content-length", b"1")], None),
-        ([JSON, (b"content-length", str(MAX_BODY_BYTES + 1).encode())], 413),
+        ([JSON, (b"content-length", str(MOST_BYTES + 1).encode())], 413),
         ([JSON, (b"content-length", b"9" * 5000)], 413),
         ([JSON], 411),
         ([JSON, (b"content-length", b"-1")], 411),
@@ -126,25 +144,31 @@ def test_who_may_not_ask_learns_nothing_of_the_token() -> None:
     """A page elsewhere gets the same answer whether or not it has guessed the token."""
     foreign = (b"origin", b"https://example.org")
     assert status(HOST, foreign) == status(HOST, foreign, BEARER) == 403
-    assert TOKEN not in repr(GUARD)
+    # Whoever asks for health too: a page elsewhere must not learn that speq runs.
+    assert status(HOST, path="/health") == 401
+    assert TOKEN not in repr(PAGE)
 
 
-def test_the_address() -> None:
-    assert GUARD.url == "http://127.0.0.1:4711/?token=s3cret-Token_0"
-    assert Guard("::1", 4711, TOKEN).url == "http://[::1]:4711/?token=s3cret-Token_0"
-    made = {Guard("127.0.0.1", 1).token for _ in range(8)}
-    assert len(made) == 8 and min(map(len, made)) >= 32
-    for host in ("0.0.0.0", "::", "localhost", "192.168.0.1", ""):
-        with pytest.raises(SpeqError, match=r"host is '.*'; it must be one of 127\.0\.0\.1, ::1"):
-            Guard(host, 4711)
+def test_keys_alone_do_where_there_is_no_page() -> None:
+    access = Access("0.0.0.0", 4711, Keys((digest(TOKEN), digest("another"))), MOST_BYTES)
+    elsewhere = (b"host", b"speq.example"), (b"origin", b"https://example.org")
+    assert status(*elsewhere, BEARER, access=access) is None
+    assert status(*elsewhere, access=access) == 401
+    assert status(*elsewhere, access=access, path="/health") is None
+    # Keys do not stand in addresses there.
+    assert status(access=access, query=b"token=s3cret-Token_0") == 401
+    # Each holder has prefixes of its own.
+    other = (b"authorization", b"Bearer another")
+    assert access.owner(scope_of([BEARER])) != access.owner(scope_of([other])) != ""
+    assert PAGE.owner(scope_of([BEARER])) == ""
 
 
-def answered(scope: Message) -> tuple[list[Message], list[Message]]:
-    """What a guarded application sends, and the scopes that reached it."""
+def answered(scope: Scope) -> tuple[list[Message], list[Scope]]:
+    """What an application behind the gate sends, and the scopes that reached it."""
     sent: list[Message] = []
-    reached: list[Message] = []
+    reached: list[Scope] = []
 
-    async def app(scope: Message, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Any, send: Any) -> None:
         reached.append(scope)
         headers = [(b"Cache-Control", b"max-age=9"), (b"content-type", b"text/plain")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -156,29 +180,21 @@ def answered(scope: Message) -> tuple[list[Message], list[Message]]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(Guarded(app, GUARD)(scope, receive, send))
+    asyncio.run(AccessGate(app, PAGE, 9)(scope, receive, send))
     return sent, reached
 
 
-def scope_of(*headers: Header, method: str = "GET") -> Message:
-    return {"type": "http", "method": method, "headers": list(headers), "query_string": b""}
-
-
-def test_every_response_has_our_headers() -> None:
-    wanted = dict(HEADERS)
-    (start, body), reached = answered(scope_of(HOST, BEARER))
+def test_every_response_of_the_page_has_our_headers() -> None:
+    wanted = dict(PAGE_HEADERS)
+    (start, body), reached = answered(scope_of([HOST, BEARER]))
     assert len(reached) == 1
     assert (start["status"], body["body"]) == (200, b"hello")
     # Ours stand in place of the application's own.
-    assert sorted(start["headers"]) == sorted([*HEADERS, (b"content-type", b"text/plain")])
-    (start, body), reached = answered(scope_of(HOST))
+    assert sorted(start["headers"]) == sorted([*PAGE_HEADERS, (b"content-type", b"text/plain")])
+    (start, body), reached = answered(scope_of([HOST]))
     assert reached == [] and start["status"] == 401
     assert wanted.items() <= dict(start["headers"]).items()
-    error = json.loads(body["body"])["error"]
-    assert error == {
-        "message": "the request has no token; open the address speq printed",
-        "code": 401,
-    }
+    assert b"the request has no key; open the address speq printed" in body["body"]
     assert wanted[b"x-content-type-options"] == b"nosniff"
     assert wanted[b"referrer-policy"] == b"no-referrer"
     assert wanted[b"cache-control"] == b"no-store"

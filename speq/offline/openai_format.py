@@ -14,13 +14,13 @@ from speq.engine.request import Request
 from speq.engine.token_stream import End
 from speq.errors import Broken, SpeqError, checked_choice, checked_text
 from speq.generator import Generator, Token
-from speq.offline.answer import Answer
+from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
 from speq.options.declared import refuse_unknown
+from speq.server.answer_formats import AnswerFormat
 from speq.server.api_error import ApiError, error_of, error_of_fields
 from speq.server.defaults import sampling_defaults
 from speq.server.fields import ChatBody, CompletionBody, SampledBody
-from speq.server.forms import Form
 from speq.server.service import Service
 
 FIELDS = ("custom_id", "method", "url", "body")
@@ -42,14 +42,14 @@ class OpenAIRequest:
     number: int
     heading: dict[str, Any]
     request: Request
-    form: Form
+    form: AnswerFormat
 
     def add_tokens(self, tokens: list[Token]) -> None:
         for token in tokens:
             for _ in self.form.chunks(token):
                 continue
 
-    def answer(self, figures: dict[str, Any]) -> Answer:
+    def answer(self, figures: dict[str, Any]) -> AnswerLine:
         prompt_tokens = len(self.request.prompt_token_ids)
         new_tokens = len(self.request.output_token_ids)
         usage = {
@@ -61,12 +61,12 @@ class OpenAIRequest:
         end = End(self.request.finish_reason or "", figures)
         for _ in self.form.closing(end):
             continue
-        content = responded(self.heading, 200, self.form.whole(end, usage))
-        return Answer(self.number, content, None, prompt_tokens, new_tokens)
+        content = wrap_response(self.heading, 200, self.form.whole(end, usage))
+        return AnswerLine(self.number, content, None, prompt_tokens, new_tokens)
 
 
 @dataclass(slots=True)
-class OpenAIForm:
+class OpenAIFormat:
     """name: what bodies call the model; sampling: gives the tokens of a chat that does not say."""
 
     generator: Generator
@@ -94,7 +94,7 @@ class OpenAIForm:
             raise Refused(error) from error
         return OpenAIRequest(line.number, heading(line, given), request, form)
 
-    def _read_body(self, url: str, fields: Any) -> tuple[Request, Form]:
+    def _read_body(self, url: str, fields: Any) -> tuple[Request, AnswerFormat]:
         """Raises ApiError and SpeqError as the server does."""
         wanted: type[SampledBody] = ChatBody if url == CHAT else CompletionBody
         try:
@@ -109,16 +109,16 @@ class OpenAIForm:
             raise Broken(f"a {type(body).__name__} is neither a chat nor a completion")
         return asyncio.run(self._service.completion(body))
 
-    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> Answer:
+    def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> AnswerLine:
         told = error.told if isinstance(error, Refused) else error_of(error)
-        content = responded(heading(request, given), told.status, told.content)
-        return Answer(request.number, content, told.message)
+        content = wrap_response(heading(request, given), told.status, told.content)
+        return AnswerLine(request.number, content, told.message)
 
 
 def heading(request: RequestLine, given: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"batch_req_{request.line}", "custom_id": given.get("custom_id")}
 
 
-def responded(heading: dict[str, Any], status: int, body: dict[str, Any]) -> dict[str, Any]:
+def wrap_response(heading: dict[str, Any], status: int, body: dict[str, Any]) -> dict[str, Any]:
     response = {"status_code": status, "request_id": heading["id"], "body": body}
     return heading | {"response": response, "error": None}
