@@ -22,8 +22,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SPEQ = ".venv/bin/speq"
 MODEL = "models/tiny-moe"
 PROMPTS = "speq/measure/prompts/mixed.jsonl"
-# What a reader would bring, and what stands in for it here. The scratch folder has no speq/ of its
-# own, which `python -m speq` would take for the package.
+# Files that a reader would bring, and their replacements here. The scratch folder has no speq/ of
+# its own, which `python -m speq` would take for the package.
 STAND_INS = {
     "bench/results": str(ROOT / "bench/results"),
     PROMPTS: str(ROOT / PROMPTS),
@@ -47,7 +47,7 @@ WITH_OTHERS = "--rendezvous"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of `speq` as a page prints it; words: the arguments behind `speq`."""
+    """A command of `speq` as a page prints it; words: the arguments after `speq`."""
 
     page: Path
     line: int
@@ -115,7 +115,7 @@ def here(command: Command, scratch: Path, wide: bool) -> list[str]:
 
 
 def prepare(scratch: Path) -> None:
-    """The files that pages name, with a model that commands may write beside."""
+    """Make the files that pages name, and a model in a folder that commands may write to."""
     (scratch / "tmp").mkdir()
     shutil.copytree(ROOT / MODEL, scratch / MODEL, ignore=shutil.ignore_patterns(".speq"))
     shutil.copytree(ROOT / "tests" / "data", scratch / "tests" / "data")

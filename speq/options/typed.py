@@ -286,9 +286,9 @@ class PlanOptions(TypedDict, total=False):
     preset: str | None
     """A card or machine by name; `?` lists them."""
     link: str | float | None
-    """What brings experts, such as 25GB/s: PCIe, or a disk."""
+    """Bandwidth to load experts (PCIe or a disk), such as 25GB/s."""
     memory_bandwidth: str | float | None
-    """Of the memory that weights lie in, such as 900GB/s."""
+    """Bandwidth of the memory that holds weights, such as 900GB/s."""
     profile: str | Path
     """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
     none, or a file.
@@ -296,11 +296,10 @@ class PlanOptions(TypedDict, total=False):
     routes: str | Path | None
     """Recorded routes (`speq bench hit-rate --routes`) to count experts by."""
     locality: str | None
-    """Whose routes to count experts by; default: those of --routes or of the profile, or else
-    published.
+    """Routes to count experts by; default: those of --routes or of the profile, or else published.
     """
     acceptance: float | None
-    """Share of drafted tokens that stand; default: measured, or 0.9."""
+    """Share of drafted tokens that are accepted; default: measured, or 0.9."""
 
 
 class TuneOptions(TypedDict, total=False):
