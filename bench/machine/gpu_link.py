@@ -30,7 +30,7 @@ from speq.files.atomic_file import check_target
 from speq.kernels import library
 from speq.measure.memory_read import READ_BYTES, MemoryRead, read_gb_per_s
 from speq.measure.report import Column, Report
-from speq.units import Clock, Progress, format_bytes, parse_bytes, tracked
+from speq.units import Clock, Progress, format_bytes, parse_bytes, track
 
 # What a host reads of a token: its id, or the routes of a layer.
 RESULT_BYTES = 1 << 10
@@ -78,9 +78,7 @@ def run(
     device = device_named("cuda").torch
     card = Card(device, max(*sizes, RESULT_BYTES), clock)
     read = memory_read(device, settings.rounds, clock)
-    found = tracked(
-        "measuring the GPU", figures(card, sizes, settings), 2 * len(sizes) + 5, progress
-    )
+    found = track("measuring the GPU", figures(card, sizes, settings), 2 * len(sizes) + 5, progress)
     rows = [read.row(), *(figure.row() for figure in found)]
     backend = library.backend_of("read_sum", device.type)
     more = {"device": device.type, "memory_read_by": backend.name}

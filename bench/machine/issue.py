@@ -25,7 +25,7 @@ from speq.files.atomic_file import check_target
 from speq.governor.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.kernels import library
 from speq.measure.report import Column, Report
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 LANES = 32
 ISSUED_PER_CLOCK = 4  # by a multiprocessor, of warps
@@ -106,7 +106,7 @@ def run(
     archs = list(dict.fromkeys(card.arch for card in MULTIPROCESSORS.values()))
     code = {
         arch: list(kernels(path, arch))
-        for arch in tracked("disassembling", archs, len(archs), progress)
+        for arch in track("disassembling", archs, len(archs), progress)
     }
     rows = []
     for shape in shapes:

@@ -21,7 +21,7 @@ from speq.machine import available_bytes
 from speq.measure.link import link_bytes_per_s
 from speq.measure.report import Column, Report, read_prompts
 from speq.runtime import Runtime
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
@@ -70,7 +70,7 @@ def run(
     resident = resident_generator(model, settings)
     try:
         turns = settings.budgets * settings.rounds
-        for budget in tracked("running prompts", turns, len(turns), progress):
+        for budget in track("running prompts", turns, len(turns), progress):
             samples[budget].append(measure(model, settings, budget, resident))
     finally:
         if resident is not None:

@@ -34,7 +34,7 @@ from speq.governor.speedup_model import (
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.measure.report import Column, Report
 from speq.stats import StepStats, ratio
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 PLAIN, HELD, AUTO = "0", "0, held", "auto"
 # Of the cells with drafts, every so manyth is told by Algorithm 1 and not fitted to.
@@ -114,7 +114,7 @@ def run(
     ]
     samples: dict[Cell, list[dict[str, Any]]] = {}
     experts = (0, 0)
-    for turn, loaded in tracked("measuring batches", turns, len(turns), progress):
+    for turn, loaded in track("measuring batches", turns, len(turns), progress):
         generator = Generator.from_pretrained(
             model, settings.memory_budget, **options_of(loaded, settings)
         )

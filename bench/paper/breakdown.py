@@ -35,7 +35,7 @@ from speq.generator import Generator
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.stats import RunStats, ratio
-from speq.units import Progress, format_bytes, parse_bytes, tracked
+from speq.units import Progress, format_bytes, parse_bytes, track
 
 WARM_UP_TOKENS = 8
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ def run(
         RunConfig.of(budget, **options_of(system, settings))
     samples: dict[tuple[str, str], list[Sample]] = {cell: [] for cell in cells}
     turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
-    for cell in tracked("measuring systems", turns, len(turns), progress):
+    for cell in track("measuring systems", turns, len(turns), progress):
         samples[cell].append(measure(model, settings, *cell, prompts))
     rows = [summarise(*cell, samples[cell]) for cell in cells]
     report = Report("breakdown", model, settings.as_json(), rows)

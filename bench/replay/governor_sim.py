@@ -30,7 +30,7 @@ from speq.governor.roofline import StepEstimate
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.stats import StepStats
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 FIXED = (0, 1, 2, 4, 6, 8, 12)
 # What the prompt leaves in the slots: so many tokens are decoded before time is taken.
@@ -322,7 +322,7 @@ def run(
     # Fresh processes: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.processes, context) as pool:
-        verdicts = list(tracked("simulating", pool.map(task, seeds), len(seeds), progress))
+        verdicts = list(track("simulating", pool.map(task, seeds), len(seeds), progress))
     report = GovernorSimReport(
         "governor-sim",
         trace.model,

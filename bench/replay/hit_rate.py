@@ -22,7 +22,7 @@ from speq.measure.report import Column, Report, read_prompts
 from speq.measure.route_trace import RouteTrace, record
 from speq.models.opened import open_model
 from speq.stats import RunStats
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 # Of 64 experts a layer, so many slots: the paper's low, medium and high capacities.
 CAPACITIES = (6, 16, 32)
@@ -71,7 +71,7 @@ def run(
     cells = [(policy, slots) for slots in capacities(trace) for policy in SYSTEMS]
     rows = [
         row(trace, times, beside, policy, slots, of_draft)
-        for policy, slots in tracked("replaying routes", cells, len(cells), progress)
+        for policy, slots in track("replaying routes", cells, len(cells), progress)
     ]
     given = settings.as_json() | {
         "times": asdict(times),

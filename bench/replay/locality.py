@@ -16,7 +16,7 @@ from speq.governor.locality import Locality
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import RouteTrace, TraceStep
 from speq.measure.routes import curve_of
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 # Eviction and prefetching.
 POLICIES = {"lru": ("lru", "none"), "lookahead": ("lookahead", "none")}
@@ -64,7 +64,7 @@ def run(
             "by_curve": measured.misses(slots, window),
             "independent": independent.misses(slots, window),
         }
-        for window, slots in tracked("replaying routes", cells, len(cells), progress)
+        for window, slots in track("replaying routes", cells, len(cells), progress)
     ]
     given: dict[str, Any] = {"trace": str(trace_file), "tokens": tokens, "curve": curve.points}
     report = Report("locality", trace.model, given, rows)

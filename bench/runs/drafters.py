@@ -25,7 +25,7 @@ from speq.generator import Generator
 from speq.heads.head_shape import HeadShape
 from speq.measure.report import Column, Report
 from speq.stats import RunStats
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 TREE, NO_CONTRAST, HALF = "-tree", "-no-contrast", "-half"
 NONE, AUTO = "none", "auto"
@@ -141,7 +141,7 @@ def run(
     measured: dict[Compared, Measured] = {cell: Measured() for cell in cells}
     left_out: dict[Compared, str] = {}
     turns = [(turn, cell) for turn in range(settings.rounds) for cell in rotated(cells, turn)]
-    for turn, cell in tracked("comparing drafters", turns, len(turns), progress):
+    for turn, cell in track("comparing drafters", turns, len(turns), progress):
         if cell in left_out:
             continue
         try:

@@ -30,7 +30,7 @@ from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.stats import ratio
-from speq.units import Progress, parse_bytes, tracked
+from speq.units import Progress, parse_bytes, track
 
 AUTO, TUNED, HELD = "auto", "tuned", "0, held"
 WARM_UP_TOKENS = 8
@@ -73,7 +73,7 @@ def run(
         for budget, kind in cells:
             lengths = [*fixed, AUTO, *([TUNED] if budget in tuned else [])]
             turns += [(budget, kind, length) for length in rotated(lengths, turn)]
-    for cell in tracked("measuring settings", turns, len(turns), progress):
+    for cell in track("measuring settings", turns, len(turns), progress):
         budget, kind, length = cell
         measured = measure(model, settings, budget, length, kinds[kind])
         samples.setdefault(cell, []).append(measured)

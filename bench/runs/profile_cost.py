@@ -23,7 +23,7 @@ from speq.dashboard.recording import Recording
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.measure.report import Column, Report, read_prompts
-from speq.units import Clock, Progress, tracked
+from speq.units import Clock, Progress, track
 
 OFF, ON = False, True
 # Of the interval of the median, at least.
@@ -68,7 +68,7 @@ def run(
         longest = max(len(generator.encode(prompt)) for prompt in prompts)
         generator.reserve(longest + settings.max_new_tokens)
         pairs = []
-        turns = tracked("measuring pairs", range(settings.pairs + 1), settings.pairs + 1, progress)
+        turns = track("measuring pairs", range(settings.pairs + 1), settings.pairs + 1, progress)
         for turn in turns:
             pair = {
                 on: timed(generator, prompts, settings.max_new_tokens, on, clock)

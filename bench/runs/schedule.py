@@ -26,7 +26,7 @@ from speq.measure.runs import runs_of
 from speq.models.opened import open_model
 from speq.stats import RunStats, ratio
 from speq.text.tokenizer import load_tokenizer, tokens_of
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 # Name in the table: eviction, prefetching.
 SYSTEMS = {
@@ -119,7 +119,7 @@ def run(
     cells = [(ALL, "resident")] + [(f, s) for f in fractions for s in SYSTEMS if s != "resident"]
     samples: dict[tuple[float, str], list[Sample]] = {cell: [] for cell in cells}
     turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
-    for cell in tracked("measuring systems", turns, len(turns), progress):
+    for cell in track("measuring systems", turns, len(turns), progress):
         samples[cell].append(measure(model, settings, *cell, prompts, context))
     rows = []
     for fraction, system in cells:

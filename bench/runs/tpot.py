@@ -27,7 +27,7 @@ from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.measure.report import Column, Report, print_table
 from speq.measure.runs import runs_of
-from speq.units import Progress, format_bytes, parse_bytes, tracked
+from speq.units import Progress, format_bytes, parse_bytes, track
 
 MEDIANS = (
     "tpot_ms",
@@ -115,7 +115,7 @@ def run(
 
     samples: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
     turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
-    for cell in tracked("measuring settings", turns, len(turns), progress):
+    for cell in track("measuring settings", turns, len(turns), progress):
         with neighbours(cell.neighbours):
             samples[cell] += measure(model, settings, cell, prompts)
     rows = [summarise(cell, samples[cell], settings.synthetic_acceptance) for cell in cells]
