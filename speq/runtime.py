@@ -27,7 +27,7 @@ from speq.engine.drafter import (
 from speq.engine.engine import Engine
 from speq.engine.offload import (
     MoeSizes,
-    Scheduling,
+    OffloadPolicies,
     fetch_from,
     moved_from,
     offload_over,
@@ -63,7 +63,7 @@ from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import TransferEngine
 from speq.stats import Recorder, RunStats, Timed
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 logger = logging.getLogger("speq")
 
@@ -257,7 +257,7 @@ class Runtime:
         slots = allocate_aligned(plan.slots, self.residency_plan.slot_bytes, self.device)
         # Takes the memory now: the first prompt would wait for every page of it.
         parts = slots.split(max(TAKEN_BYTES // self.residency_plan.slot_bytes, 1))
-        for part in tracked("taking memory for slots", parts, len(parts), progress):
+        for part in track("taking memory for slots", parts, len(parts), progress):
             part.zero_()
         caches = [
             shape.cache(plan.context, self.dtype, self.device, number)
@@ -284,7 +284,7 @@ class Runtime:
             experts,
             transfer,
             sizes,
-            Scheduling(
+            OffloadPolicies(
                 self.config.cache_policy, self.config.prefetch, self.config.gives_up_rows, budget
             ),
             loaded.device,

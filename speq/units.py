@@ -78,7 +78,7 @@ def format_bytes(size: int | float) -> str:
     return f"{size:.0f} B"
 
 
-def tracked(
+def track(
     what: str, items: Iterable[Item], total: int, progress: Progress | None
 ) -> Iterator[Item]:
     """Yield the `total` items, and report progress after each."""

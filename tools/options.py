@@ -99,7 +99,7 @@ def _typed_dict(name: str, configs: tuple[type, ...], without: tuple[str, ...]) 
 
 
 def _docstring(text: str) -> str:
-    """Editors show it beside the name."""
+    """Format a docstring, which editors show with the name."""
     lines = textwrap.wrap(text, 93)
     if len(lines) == 1 and len(text) <= 90:
         return f'    """{text}"""\n'

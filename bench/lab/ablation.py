@@ -52,7 +52,7 @@ from speq.runtime import Runtime
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.prefetch import ThreePhase
 from speq.stats import RunStats, ratio
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def run(model: str, settings: AblationSettings, progress: Progress | None = None
     samples: dict[str, list[Sample]] = {part.name: [] for part in parts}
     refused: dict[str, str] = {}
     turns = [part for turn in range(settings.rounds) for part in rotated(parts, turn)]
-    for part in tracked("measuring settings", turns, len(turns), progress):
+    for part in track("measuring settings", turns, len(turns), progress):
         if part.name in refused:
             continue
         try:

@@ -38,7 +38,7 @@ from speq.measure.settings import MaxNewTokens, Rounds
 from speq.options.declared import Option, Options, Some
 from speq.options.kinds import Whole
 from speq.stats import StepStats, ratio
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def run(model: str, settings: BatchSettings, progress: Progress | None = None) -
     ]
     samples: dict[Cell, list[dict[str, Any]]] = {}
     experts = (0, 0)
-    for turn, loaded in tracked("measuring batches", turns, len(turns), progress):
+    for turn, loaded in track("measuring batches", turns, len(turns), progress):
         generator = Generator.from_pretrained(
             model, settings.memory_budget, **options_of(loaded, settings)
         )

@@ -37,7 +37,7 @@ from speq.measure.picture import Axis, Picture
 from speq.measure.probe import follow, verify
 from speq.measure.report import Column, Report, print_table
 from speq.stats import ApproximationStats, ratio
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 EXACT = "exact"
 # A token that is certain to stand, as a lead in logits: forced texts do.
@@ -241,7 +241,7 @@ class Bench:
         found = {each: Forced() for each in every}
         turns = [(text, budget) for text in self.texts for budget in found]
         exact = torch.empty(0)
-        for token_ids, budget in tracked("reading texts", turns, len(turns), progress):
+        for token_ids, budget in track("reading texts", turns, len(turns), progress):
             with self.within(budget):
                 logits = self.read(token_ids, found[budget])
             exact = logits if budget == EXACT else exact
@@ -345,7 +345,7 @@ class Bench:
         engine.approximation = None
         engine.verification = EagerVerification(engine.model, study)
         try:
-            for token_ids in tracked("running all experts", self.texts, len(self.texts), progress):
+            for token_ids in track("running all experts", self.texts, len(self.texts), progress):
                 self.read(token_ids, Forced())
         finally:
             engine.approximation, engine.verification = approximation, verification
@@ -365,7 +365,7 @@ class Bench:
         turns = [
             (text, budget) for at, text in enumerate(self.texts) for budget in rotated(ran, at)
         ]
-        for token_ids, budget in tracked("going on with texts", turns, len(turns), progress):
+        for token_ids, budget in track("going on with texts", turns, len(turns), progress):
             with self.within(budget):
                 self.generator.forget()
                 result = self.generator.generate(

@@ -40,7 +40,7 @@ from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
 from speq.models.opened import Opened, open_model
 from speq.options.declared import Options
-from speq.units import Clock, Progress, tracked
+from speq.units import Clock, Progress, track
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ def measure_dense(
         and info.shape[1] % 2 == 0
     }
     measured = MeasuredDense("lossless"), MeasuredDense("residual")
-    for name, file in tracked("encoding dense matrices", tensors.items(), len(tensors), progress):
+    for name, file in track("encoding dense matrices", tensors.items(), len(tensors), progress):
         matrix = file.tensor(name)
         columns = matrix.shape[1]
         pair = quantize_int4(matrix, columns if columns % GROUP_SIZE else GROUP_SIZE)

@@ -29,7 +29,7 @@ from speq.measure.settings import MaxNewTokens, NumPrompts, Rounds
 from speq.options.declared import Option, Options, Some
 from speq.options.kinds import Choice, File, Number, Several, Whole
 from speq.stats import RunStats
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 # Those with `tree` draft trees of tree_nodes tokens, and the one with `half` holds half of the
 # experts. `auto` is a run as the product chooses it: the plan's drafter, the governor's lengths.
@@ -203,7 +203,7 @@ def run(model: str, settings: DraftersSettings, progress: Progress | None = None
     measured: dict[Compared, Measured] = {cell: Measured() for cell in cells}
     left_out: dict[Compared, str] = {}
     turns = [(turn, cell) for turn in range(settings.rounds) for cell in rotated(cells, turn)]
-    for turn, cell in tracked("comparing drafters", turns, len(turns), progress):
+    for turn, cell in track("comparing drafters", turns, len(turns), progress):
         if cell in left_out:
             continue
         try:

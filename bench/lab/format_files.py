@@ -34,7 +34,7 @@ from speq.files.published_format import (
     SCALES,
 )
 from speq.kernels.scaled_words import E4M3_MOST, fp8_words, mxfp4_codes
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 BF16 = "bf16"
 FORMATS = (BF16, FP8, MXFP4)
@@ -97,7 +97,7 @@ def write(
         folder.path.mkdir(parents=True)
     layers: list[int | None] = [None, *range(source.num_layers)]
     with in_one_thread():
-        for layer in tracked("writing formats", layers, len(layers), progress):
+        for layer in track("writing formats", layers, len(layers), progress):
             label = "rest" if layer is None else f"{layer:05d}"
             rest = source.rest(layer)
             prefix = "" if layer is None else prefix_of(source, layer)

@@ -32,7 +32,7 @@ from speq.measure.report import Column, Report
 from speq.measure.settings import Rounds
 from speq.options.declared import Option, Options
 from speq.options.kinds import Several, Size
-from speq.units import Clock, Progress, format_bytes, parse_bytes, tracked
+from speq.units import Clock, Progress, format_bytes, parse_bytes, track
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,7 @@ def run(
     device = find_device("cuda").torch
     card = Card(device, max(*sizes, RESULT_BYTES), clock)
     read = memory_read(device, settings.rounds, clock)
-    found = tracked(
-        "measuring the GPU", figures(card, sizes, settings), 2 * len(sizes) + 5, progress
-    )
+    found = track("measuring the GPU", figures(card, sizes, settings), 2 * len(sizes) + 5, progress)
     rows = [read.row(), *(figure.row() for figure in found)]
     backend = library.backend_of("read_sum", device.type)
     more = {"device": device.type, "memory_read_by": backend.name}

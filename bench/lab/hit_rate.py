@@ -26,7 +26,7 @@ from speq.models.opened import open_model
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Size, Text
 from speq.stats import RunStats
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def run(model: str, settings: HitRateSettings, progress: Progress | None = None)
     cells = [(policy, slots) for slots in capacities(trace) for policy in SYSTEMS]
     rows = [
         row(trace, times, beside, policy, slots, of_draft)
-        for policy, slots in tracked("replaying routes", cells, len(cells), progress)
+        for policy, slots in track("replaying routes", cells, len(cells), progress)
     ]
     given = settings.as_json() | {
         "times": asdict(times),

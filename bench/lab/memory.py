@@ -52,7 +52,7 @@ from speq.models.opened import Opened, open_model
 from speq.options.declared import Option, Options
 from speq.options.kinds import Choice, Several, Whole
 from speq.planning.model_spec import ModelSpec
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def expert_sizes(
     codecs = [codec_of(form, shape) for form in codecs_for(shape) if form not in sizes]
     rooms = [allocate_aligned(1, codec.slot_bytes)[0] for codec in codecs]
     totals = [0] * len(codecs)
-    for at in tracked("encoding experts", range(count), count, progress):
+    for at in track("encoding experts", range(count), count, progress):
         exact = read_matrices(store, *divmod(at, store.num_experts), slot)
         base = source.expert(at)
         for each, (codec, room) in enumerate(zip(codecs, rooms, strict=True)):
@@ -317,7 +317,7 @@ def measured_matrices(
     sizes: dict[str, list[int]] = {form: [] for form in codecs_for(opened.store.codec.shape)}
     codes, names = DenseCodes(draft, opened.checkpoint), shape.dense_names
     bases = names_of_bases(draft)
-    for name in tracked("encoding dense matrices", names, len(names), progress):
+    for name in track("encoding dense matrices", names, len(names), progress):
         matrix = opened.checkpoint.tensors[name][0].tensor(name)
         sizes["raw"].append(matrix.numel() * words.itemsize)
         if "lossless" in sizes:

@@ -25,7 +25,7 @@ from speq.measure.settings import Prompts, Rounds
 from speq.options.declared import Option, Options
 from speq.options.kinds import Whole
 from speq.runtime import Runtime
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def run(model: str, settings: PrefillSettings, progress: Progress | None = None)
     resident = resident_generator(model, settings)
     try:
         turns = settings.budgets * settings.rounds
-        for budget in tracked("running prompts", turns, len(turns), progress):
+        for budget in track("running prompts", turns, len(turns), progress):
             samples[budget].append(measure(model, settings, budget, resident))
     finally:
         if resident is not None:

@@ -18,7 +18,7 @@ from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.measure.probe import attempt
 from speq.routing import Route
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 # Tokens drafted a step while a text is written: its routes are the same without.
 DRAFT_LENGTH = 4
@@ -136,7 +136,7 @@ def recorded(
     )
     return [
         of_text(generator, kind, prompt_token_ids, max_new_tokens, trees)
-        for kind, prompt_token_ids in tracked("recording routes", encoded, len(encoded), progress)
+        for kind, prompt_token_ids in track("recording routes", encoded, len(encoded), progress)
     ]
 
 

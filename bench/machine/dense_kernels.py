@@ -31,7 +31,7 @@ from speq.layers.dense_matrix import DenseMatrix, LosslessMatrix, RawMatrix, Res
 from speq.layers.int4_matrix import Int4Matrix
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.report import Column, Report
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 BENCH = "dense kernels"
 # Projections of models whose hidden states are of 2,048, and their head.
@@ -150,7 +150,7 @@ def run(
     with limited_isa(settings.isa, device) as isa:
         read = MemoryRead(READ_BYTES[device.type], device)
         read()
-        for shape in tracked("measuring matrices", shapes, len(shapes), progress):
+        for shape in track("measuring matrices", shapes, len(shapes), progress):
             matrices = {
                 kernel: Matrices(shape, kernel, settings, device, read.nbytes)
                 for kernel in dict.fromkeys(kernels)

@@ -24,7 +24,7 @@ from speq.governor.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.kernels import library
 from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 LANES = 32
 ISSUED_PER_CLOCK = 4  # by a multiprocessor, of warps
@@ -114,7 +114,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
     archs = list(dict.fromkeys(card.arch for card in MULTIPROCESSORS.values()))
     code = {
         arch: list(kernels(path, arch))
-        for arch in tracked("disassembling", archs, len(archs), progress)
+        for arch in track("disassembling", archs, len(archs), progress)
     }
     rows = []
     for shape in shapes:

@@ -50,7 +50,7 @@ from speq.kernels import compact_ops, ops, scaled_ops
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.picture import Axis, Picture, percent
 from speq.measure.report import Column, Report
-from speq.units import Progress, format_bytes, parse_bytes, tracked
+from speq.units import Progress, format_bytes, parse_bytes, track
 
 # The op that each kernel runs on; torch's own has none of ours.
 KERNELS: dict[str, str | None] = {
@@ -143,7 +143,7 @@ def run(
         read()
         rows = []
         names = list(dict.fromkeys(settings.shapes))
-        for name in tracked("measuring layers", names, len(names), progress):
+        for name in track("measuring layers", names, len(names), progress):
             rows += measure_shape(SHAPES[name], held[name], settings, backends, read, clock)
     found = {
         "device": device.type,

@@ -21,7 +21,7 @@ from speq.measure.link import LinkSample, arena_for, expert_reads, plain_reads
 from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
 from speq.models.opened import Opened, open_model
-from speq.units import Progress, format_bytes, parse_bytes, tracked
+from speq.units import Progress, format_bytes, parse_bytes, track
 
 COLUMNS: dict[str, Column] = {
     "store": ("store", "{}"),
@@ -101,7 +101,7 @@ def measure(
     )
     samples: dict[int, list[LinkSample]] = {at: [] for at in range(len(cases))}
     cached = dict.fromkeys(samples, 0)
-    for turn in tracked("reading", range(settings.rounds), settings.rounds, progress):
+    for turn in track("reading", range(settings.rounds), settings.rounds, progress):
         for group in range(len(groups)):
             # What is compared is measured within a second or so, each kind first in its turn.
             for kind in range(len(kinds)):

@@ -36,7 +36,7 @@ from speq.measure.picture import (
 from speq.measure.report import Column, Report, print_table
 from speq.measure.runs import runs_of
 from speq.stats import ratio
-from speq.units import Progress, format_bytes, parse_bytes, tracked
+from speq.units import Progress, format_bytes, parse_bytes, track
 
 MEDIANS = (
     "tpot_ms",
@@ -144,7 +144,7 @@ def run(model: str, settings: Settings, progress: Progress | None = None) -> Rep
 
     samples: dict[TpotCell, list[dict[str, Any]]] = {cell: [] for cell in cells}
     turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
-    for cell in tracked("measuring settings", turns, len(turns), progress):
+    for cell in track("measuring settings", turns, len(turns), progress):
         with neighbours(cell.neighbours):
             samples[cell] += measure(model, settings, cell, prompts)
     rows = [summarise(cell, samples[cell], settings.synthetic_acceptance) for cell in cells]

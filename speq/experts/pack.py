@@ -41,7 +41,7 @@ from speq.files.copied_files import copied_files
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import LENGTH_BYTES, SafetensorsFile, TensorInfo, header_of
-from speq.units import Progress, format_bytes, no_progress, tracked
+from speq.units import Progress, format_bytes, no_progress, track
 
 COPY_BYTES = 16 << 20
 
@@ -151,7 +151,7 @@ def write_non_experts(
     weight_map: dict[str, str] = {}
     total = 0
     files = checkpoint.files.items()
-    for file_name, file in tracked("copying other weights", files, len(files), progress):
+    for file_name, file in track("copying other weights", files, len(files), progress):
         tensors = {
             name: info
             for name, (holder, info) in checkpoint.tensors.items()
@@ -215,7 +215,7 @@ def copy_draft(source: Path, out: Path, progress: Progress = no_progress) -> Non
     out.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
     files = files_in(source)
-    for each in tracked("copying the draft", files, len(files), progress):
+    for each in track("copying the draft", files, len(files), progress):
         copy_whole(each, out / each.name)
 
 

@@ -25,7 +25,7 @@ from speq.files.safetensors_file import TensorInfo
 from speq.kernels import dense_ops
 from speq.kernels.checksum import crc32_of
 from speq.kernels.compact_layout import CompactLayout
-from speq.units import Progress, no_progress, tracked
+from speq.units import Progress, no_progress, track
 
 DENSE_FILE = "dense.bin"
 
@@ -69,7 +69,7 @@ def write_dense(
     making = map_in_order(encoded, range(len(names)), threads)
     with replacing(out / DENSE_FILE) as file, closing(making):
         pairs = zip(names, making, strict=True)
-        for name, record in tracked("packing dense layers", pairs, len(names), progress):
+        for name, record in track("packing dense layers", pairs, len(names), progress):
             records[name] = None
             if record is not None:
                 records[name] = Record(end, record.nbytes, crc32_of(record))

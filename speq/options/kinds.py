@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from speq.errors import SpeqError, checked_choice, checked_int, shown
+from speq.errors import SpeqError, checked_choice, checked_int, format_value
 from speq.registries import Registry
 from speq.units import format_bytes, parse_bytes, parse_rate
 
@@ -221,7 +221,7 @@ class Number(Kind):
             raise SpeqError(f"{name} is {value!r}; it must be {self._wanted}")
         above = value > self.minimum if self.without_minimum else value >= self.minimum
         if not above or not value <= self.maximum:
-            raise SpeqError(f"{name} is {shown(value)}; it must be {self._bounds}")
+            raise SpeqError(f"{name} is {format_value(value)}; it must be {self._bounds}")
         return value
 
     @property

@@ -47,7 +47,7 @@ from speq.quantizing.report import ExpertReport, LayerReport, QuantizeReport, Te
 from speq.quantizing.residual import ResidualCount, residual_of
 from speq.quantizing.settings import QuantizeSettings
 from speq.quantizing.text_score import TextScore
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 logger = logging.getLogger("speq")
 
@@ -209,7 +209,7 @@ class Quantizer:
         backend: ExpertBackend = self._backend
         starts = list(self._lanes.starts())
         what = f"running layer {layer + 1} of {self._layers.num_layers}"
-        for start in tracked(what, starts, len(starts), progress):
+        for start in track(what, starts, len(starts), progress):
             self._backend.begin(start)
             entering = self._hidden.read(start, self._lanes.length)
             with dense.in_lane(self._lanes.lane_of(start), self._backend):

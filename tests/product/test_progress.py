@@ -22,7 +22,7 @@ from speq.cli.options import SHOWN_AFTER_S, progress_bar
 from speq.measure import check
 from speq.measure.plan import plan_of
 from speq.measure.settings import PlanSettings
-from speq.units import tracked
+from speq.units import track
 from tests.helpers.command import PATIENCE_S, Command, arguments_of
 from tests.helpers.paths import ROOT
 from tests.helpers.told import Told
@@ -44,11 +44,11 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_items_are_told_of_as_they_are_done() -> None:
     told: list[tuple[str, int, int]] = []
     seen = []
-    for item in tracked("work", iter("abc"), 3, lambda *so_far: told.append(so_far)):
+    for item in track("work", iter("abc"), 3, lambda *so_far: told.append(so_far)):
         seen.append((item, told[-1]))
     assert seen == [("a", ("work", 0, 3)), ("b", ("work", 1, 3)), ("c", ("work", 2, 3))]
     assert told[-1] == ("work", 3, 3)
-    assert list(tracked("work", [1, 2], 2, None)) == [1, 2]
+    assert list(track("work", [1, 2], 2, None)) == [1, 2]
 
 
 def test_a_bar_shows_on_a_terminal_and_leaves_stdout_alone(
