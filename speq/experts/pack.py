@@ -64,7 +64,7 @@ def pack(
     codec = packing.codec
     make_folder(out)
     another = f"another process packs to {out}; wait for its end, or give another folder"
-    remedy = "what was packed is kept, the same command goes on from there"
+    remedy = "packed experts are kept: run the same command to continue"
     with lock_folder(out, another), writing(out, remedy):
         # Checked under the lock: another process may have completed the model.
         begun = (out / EXPERTS_JOURNAL).exists()

@@ -83,7 +83,7 @@ def open_copy(
         source = CopySource.of(folder)
         store = CopiedExperts(folder, layout, words, source)
     except SpeqError as error:
-        logger.warning("%s holds no sound copy of the experts, and is not read: %s", folder, error)
+        logger.warning("%s has no usable copy of the experts and is not read: %s", folder, error)
         remove_copy(folder)
         return None
     if not source.holds(stamp(checkpoint)):

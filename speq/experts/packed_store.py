@@ -271,8 +271,8 @@ class PackedExpertStore:
             if not sound:
                 raise SpeqError(
                     f"{self._file.path}: the record of {self._named(at)}, {wanted.nbytes} bytes at "
-                    f"{wanted.offset}, is not what was packed; pack the model again, and look "
-                    "after the disk"
+                    f"{wanted.offset}, is not what was packed; pack the model again, and check "
+                    "the disk"
                 )
             self._sound[at] = 1
         return read_bytes
@@ -317,14 +317,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _sizes(values: Any, count: int) -> list[int]:
     if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"{values!r} is no list of {count} numbers")
+        raise ValueError(f"{values!r} is not a list of {count} numbers")
     for value in values:
         if type(value) is not int or value < 0:
-            raise ValueError(f"{value!r} is no size")
+            raise ValueError(f"{value!r} is not a size")
     return values
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r} is not a string")
     return value

@@ -125,8 +125,8 @@ def verify_journal(
                     progress(len(records), total)
         except (SpeqError, ValueError) as error:
             logger.warning(
-                "%s: record %d of %d that were journalled is not on the disk as the model has it "
-                "now, and packing goes on from there (%s)",
+                "%s: record %d of %d in the journal does not match the disk or the model; packing "
+                "continues from there (%s)",
                 out,
                 len(records),
                 len(entries),
@@ -155,9 +155,9 @@ class PublishedWeights:
     def check(self, entry: list[Any], at: int) -> None:
         """Raise ValueError unless a journal's entry was made from these weights."""
         if len(entry) != ENTRY_FIELDS or type(entry[4]) is not int:
-            raise ValueError("it does not say of what words it is")
+            raise ValueError("it has no checksum of its weights")
         if entry[5] != self.stamp and self.crc32(at) != entry[4]:
-            raise ValueError("it was made of other words")
+            raise ValueError("it was made from other weights")
 
 
 def words_slot(store: SafetensorsExpertStore) -> Tensor:
@@ -181,7 +181,7 @@ def verify_record(
     """
     end = align(before[-1].offset + before[-1].nbytes) if before else 0
     if not isinstance(entry, list) or [type(each) for each in entry[:3]] != [int] * 3:
-        raise ValueError("its line is no record")
+        raise ValueError("its line is not a record")
     offset, nbytes, crc32 = entry[:3]
     fewest, most = packing.codec.record_range
     if offset != end or not fewest <= nbytes <= most:

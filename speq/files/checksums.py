@@ -24,7 +24,7 @@ logger = logging.getLogger("speq")
 
 # Bytes read at a time for verification only.
 BLOCK_BYTES = 1 << 20
-PACK_AGAIN = "pack the model again, and look after the disk"
+PACK_AGAIN = "pack the model again, and check the disk"
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
 
 
@@ -69,7 +69,7 @@ class Checksums:
         found = [entry[name] for name in ("files", "headers", "tensors")]
         for sums in found:
             if not isinstance(sums, dict) or not all(type(crc) is int for crc in sums.values()):
-                raise ValueError("checksums that are no numbers by name")
+                raise ValueError("checksums must be numbers by name")
         return cls(*found)
 
     def check_files(self, folder: Path) -> None:

@@ -176,8 +176,8 @@ def check_kind(config: dict[str, Any], where: Path) -> None:
     )
     if not known:
         raise SpeqError(
-            f"{where} names architectures {names!r:.80}; speq reads heads of EAGLE-3 with a "
-            "layer of Llama: give the folder of one"
+            f"{where} has architectures {names!r:.80}; speq reads EAGLE-3 heads with a "
+            "Llama layer: give the folder of one"
         )
     nested = config.get("eagle_config")
     features = nested.get("use_aux_hidden_state", True) if isinstance(nested, dict) else True
@@ -206,13 +206,13 @@ def check_whole(shape: EagleShape, where: Path) -> None:
     if shape.draft_vocab_size > shape.vocab_size:
         raise SpeqError(
             f"{where} has draft_vocab_size {shape.draft_vocab_size} and vocab_size "
-            f"{shape.vocab_size}; a head says no more tokens than there are: download it again"
+            f"{shape.vocab_size}; it must not be larger than vocab_size: download it again"
             ", or give another head"
         )
     if not shape.own_head and shape.draft_vocab_size != shape.vocab_size:
         raise SpeqError(
-            f"{where} has draft_vocab_size {shape.draft_vocab_size}, and no tensor lm_head.weight "
-            "beside it says so many tokens; download the head again, or give another one"
+            f"{where} has draft_vocab_size {shape.draft_vocab_size}, but the head has no tensor "
+            "lm_head.weight of that size; download the head again, or give another one"
         )
     if shape.hidden_size != shape.target_size and not (shape.own_embedding and shape.own_head):
         raise SpeqError(
@@ -235,8 +235,8 @@ def tapped_layers(config: dict[str, Any], num_layers: int, where: Path) -> tuple
     numbers = isinstance(given, list) and all(type(at) is int for at in given)
     if not numbers or given != sorted(set(given)) or not 0 <= given[0] <= given[-1] < num_layers:
         raise SpeqError(
-            f"{where} asks for what goes into layers {given!r:.60}; of a model of {num_layers} "
-            f"layers these must be different ones in rising order: {OTHER_HEAD}"
+            f"{where} takes the inputs of layers {given!r:.60}; in a model of {num_layers} "
+            f"layers they must be different, in rising order: {OTHER_HEAD}"
         )
     return tuple(given)
 

@@ -87,7 +87,7 @@ def quantize(
     plan = plan_of(source.shape, source.store, dtype, lanes, dense, loading, memory_budget)
     make_folder(out)
     another = f"another process writes to {out}; wait for its end, or give another folder"
-    remedy = "layers that are done are kept, the same command goes on from there"
+    remedy = "finished layers are kept: run the same command to continue"
     with lock_folder(out, another), writing(out, remedy):
         folder = QuantizeFolder(
             out,
@@ -123,8 +123,8 @@ def dense_of(shape: ModelShape, settings: QuantizeSettings) -> tuple[DenseShape,
     left = [each.name for each in inside if not fits(settings, each)]
     if left:
         logger.warning(
-            "%d dense layers stay as they are, %s among them: their dimensions are no whole groups "
-            "of %d, or no multiples of 8",
+            "%d dense layers are not quantised, such as %s: their dimensions are not whole groups "
+            "of %d, or not multiples of 8",
             len(left),
             left[0],
             settings.group_size,

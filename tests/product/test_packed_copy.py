@@ -121,7 +121,7 @@ def test_damaged_copy_is_said_and_made_anew(model: Path, caplog: pytest.LogCaptu
     whole = records.read_bytes()
     records.write_bytes(whole[:-4096])
     assert made(model) == first
-    assert "holds no sound copy of the experts" in caplog.text
+    assert "has no usable copy of the experts" in caplog.text
     assert records.read_bytes() == whole
 
 
