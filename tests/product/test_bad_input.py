@@ -251,10 +251,10 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "no shard": (remove(SINGLE), r"holds neither model\.safetensors nor model\.safetensors\.index"),
     "pickles only": (only_pickles, "only safetensors checkpoints are read"),
     "shard is a folder": (folder_instead(SINGLE), r"model\.safetensors cannot be read: Is a dir"),
-    "cut to nothing": (cut(0), "is not a complete safetensors file: its header should take 0 bytes"),
+    "cut to nothing": (cut(0), "not a complete safetensors file: its header should take 0 bytes"),
     "cut within the length": (cut(4), "is not a complete safetensors file: .* the file has 4;"),
     "cut after the length": (cut(8), "is not a complete safetensors file: .* the file has 8;"),
-    "cut within the header": (cut(1000), "is not a complete safetensors file: .* the file has 1000;"),
+    "cut within the header": (cut(1000), "not a complete safetensors file: .* the file has 1000;"),
     "cut within the data": (cut(200_000), "is truncated: tensor .* and the file has 200000;"),
     "cut by a byte": (cut(-1), "is truncated: tensor .*; download it again"),
     "grown by a byte": (
@@ -464,7 +464,7 @@ def first_shard(damage: Callable[[Path], object]) -> Damage:
 SHARDED: dict[str, tuple[Damage, str]] = {
     "shard missing": (first_shard(Path.unlink), "names shard model-00001-of-.*, which is absent"),
     "shard cut": (first_shard(lambda p: os.truncate(p, 50_000)), "model-00001-of-.* is truncated"),
-    "shard is empty": (first_shard(lambda p: os.truncate(p, 0)), "is not a complete safetensors file"),
+    "shard is empty": (first_shard(lambda p: os.truncate(p, 0)), "not a complete safetensors"),
     "another name": (
         index(lambda names, _: names.update({NORM: "model-00001-of-00099.safetensors"})),
         r"names shard model-00001-of-00099\.safetensors, which is absent; download it",
