@@ -79,7 +79,7 @@ def pack(
         ours = written_names(checkpoint)
         if packing.draft_folder is not None:
             ours.add(packing.draft_folder.parts[0])
-        journal = Journal(out / EXPERTS_JOURNAL, packing.named(source), ours.__contains__)
+        journal = Journal(out / EXPERTS_JOURNAL, packing.header(source), ours.__contains__)
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         dense = names_in(checkpoint, packing.dense)

@@ -24,7 +24,7 @@ from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpe
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
-from speq.files.checksums import Checksums, check_seal, seal
+from speq.files.checksums import PACK_AGAIN, Checksums, check_seal, seal
 from speq.files.json_file import read_json
 from speq.files.published_format import FORMATS, WORDS
 from speq.files.range_file import RangeFile
@@ -270,14 +270,13 @@ class PackedExpertStore:
             self.verified.add(wanted.nbytes, time.perf_counter() - begun_s)
             if not sound:
                 raise SpeqError(
-                    f"{self._file.path}: the record of {self._named(at)}, {wanted.nbytes} bytes at "
-                    f"{wanted.offset}, is not what was packed; pack the model again, and check "
-                    "the disk"
+                    f"{self._file.path}: the record of {self._describe(at)}, {wanted.nbytes} bytes "
+                    f"at {wanted.offset}, is not what was packed; {PACK_AGAIN}"
                 )
             self._sound[at] = 1
         return read_bytes
 
-    def _named(self, at: int) -> str:
+    def _describe(self, at: int) -> str:
         """Name of an expert in messages."""
         layer, expert = divmod(at, self.num_experts)
         return f"expert {expert} in MoE layer {layer}"

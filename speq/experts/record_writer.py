@@ -57,14 +57,14 @@ class Packing:
     dense: tuple[str, ...] = ()
     draft_folder: Path | None = None
 
-    def named(self, source: str) -> dict[str, str | None]:
+    def header(self, source: str) -> dict[str, str | None]:
         """Header of a journal: only the same packing of the same model may continue it."""
         draft = None if self.draft is None else self.draft.fingerprint
         return {"source": source, "codec": self.codec.name, "draft": draft}
 
     def check_header(self, header: dict[str, Any], source: str, out: Path) -> None:
         """Raise SpeqError if a journal's header is of another packing."""
-        wanted = self.named(source)
+        wanted = self.header(source)
         for name, what in (("source", "model"), ("codec", "kind"), ("draft", "draft")):
             if header.get(name, ...) != wanted[name]:
                 raise SpeqError(f"{out} holds an unfinished pack of another {what}; remove it")
@@ -219,7 +219,7 @@ class DraftWriter:
     def sync(self) -> None:
         sync(self._file)
 
-    def tied(self, source: DraftSource) -> TiedDraft:
+    def describe(self, source: DraftSource) -> TiedDraft:
         """Describe this draft, copied from `source`, for the manifest."""
         return TiedDraft(self._layout, self._digest.hexdigest(), source.fingerprint)
 
@@ -275,7 +275,7 @@ class RecordMaker:
         finally:
             self._slots.put(slot)
 
-    def written(self, made: EncodedExpert) -> None:
+    def recycle(self, made: EncodedExpert) -> None:
         self._rooms.put(made.room)
 
 
@@ -319,7 +319,7 @@ def write_records(
             written.words_crc32s.append(made.words_crc32)
             lines.append([*astuple(records[-1]), made.codes_crc32, made.words_crc32, stamp])
             batch_bytes += made.record.nbytes
-            maker.written(made)
+            maker.recycle(made)
             if batch_bytes >= BATCH_BYTES or len(records) == total:
                 sync(data)
                 if draft is not None:
@@ -328,7 +328,9 @@ def write_records(
                 lines, batch_bytes = [], 0
             if progress is not None:
                 progress(len(records), total)
-    return written, None if draft is None or packing.draft is None else draft.tied(packing.draft)
+    return written, None if draft is None or packing.draft is None else draft.describe(
+        packing.draft
+    )
 
 
 def open_at(path: Path, end: int) -> BinaryIO:

@@ -352,11 +352,11 @@ class MoEModel:
         """
         head = self._hf_model.get_output_embeddings()
         if backend is None:
-            return self._capped(head(hidden_states))
+            return self._apply_softcap(head(hidden_states))
         with self.using(backend):
-            return self._capped(head(hidden_states))
+            return self._apply_softcap(head(hidden_states))
 
-    def _capped(self, logits: Tensor) -> Tensor:
+    def _apply_softcap(self, logits: Tensor) -> Tensor:
         """Apply the logit softcap that some models have, as their own forward does."""
         cap = logits_cap(self._config)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -66,8 +66,8 @@ class QuantisedExpert:
     method: str
     damp: float
 
-    def dequantised(self, between: ExpertConstants) -> FloatExpert:
-        return FloatExpert(self.gate_up.dequantised(), self.down.dequantised(), between)
+    def dequantise(self, between: ExpertConstants) -> FloatExpert:
+        return FloatExpert(self.gate_up.dequantise(), self.down.dequantise(), between)
 
 
 @dataclass(slots=True)

@@ -225,7 +225,7 @@ class Quantizer:
         layout = self._source.shape.experts
         reports = []
         with self._folder.shard(layer) as file:
-            for matrix in dense.quantised().values():
+            for matrix in dense.quantise().values():
                 for tensor in pack_matrix(matrix, slice(None)):
                     write_tensor(tensor, file)
             if layer not in layout.layers:
@@ -266,8 +266,8 @@ class Quantizer:
         if quantised.method != "rtn":
             rounded = expert.round_expert(exact, self._settings)
         residuals = self._residuals(exact, quantised, rounded)
-        draft = quantised.dequantised(exact.between)
-        plain = draft if rounded is quantised else rounded.dequantised(exact.between)
+        draft = quantised.dequantise(exact.between)
+        plain = draft if rounded is quantised else rounded.dequantise(exact.between)
         self._add(DRAFT, index, draft)
         self._add(ROUNDED, index, plain)
         held_out, error, rounding_error, output = self._add_held_out(index, exact, draft, plain)

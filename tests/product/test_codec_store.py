@@ -384,7 +384,7 @@ def test_host_memory_holds_records(fits: bool, source: Path, tmp_path: Path) -> 
     store = opened.store
     count = store.num_layers * store.num_experts
     limit = (count - (not fits)) * store.codec.slot_bytes
-    tier = HostTier.filled(store, HostRoom(HostDevice(), limit, readers=2))
+    tier = HostTier.load(store, HostRoom(HostDevice(), limit, readers=2))
     assert tier.resident == fits
     theirs = expert_slot(store)
     for at, key in enumerate(tier.contents):

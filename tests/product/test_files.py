@@ -54,7 +54,7 @@ def test_only_regular_files_are_opened(
         lambda path: check_folder(path.parent, {"*.json": 1 << 20}),
     ]
     for read in reads:
-        with pytest.raises(SpeqError, match=r"odd\.json.* is a|odd\.json'? is no file"):
+        with pytest.raises(SpeqError, match=r"odd\.json.* is a|odd\.json'? is not a file"):
             read(path)
 
 

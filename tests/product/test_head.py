@@ -102,7 +102,7 @@ def test_names_are_those_of_the_formula(drafting: bool) -> None:
         ((1, 1), (4, 2), "ascending"),
         ((-1,), (4, 2), "ascending"),
         (("0",), (4, 2), "ascending"),
-        ((0,), (4, 5), "names 5 of 4 experts"),
+        ((0,), (4, 5), "predicts 5 of 4 experts"),
     ],
 )
 def test_layers_that_cannot_be_named(layers: Any, experts: tuple[int, int], sentence: str) -> None:

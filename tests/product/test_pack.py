@@ -455,7 +455,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SpeqError, match="cannot be written: No space left on device; what was"):
+    with pytest.raises(SpeqError, match="cannot be written: No space left on device; packed"):
         pack_to(source, tmp_path / "packed")
     pack_to(source, tmp_path / "packed").close()
     assert same(source, tmp_path / "packed")

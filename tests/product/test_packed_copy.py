@@ -96,7 +96,7 @@ def stop_at(patch: pytest.MonkeyPatch, count: int) -> None:
             self._stopping = True
         told(self, done, total)
 
-    patch.setattr(packed_copy.PackedCopy, "_told", stopped)
+    patch.setattr(packed_copy.PackedCopy, "_report_progress", stopped)
 
 
 def test_what_a_run_interrupts_the_next_one_ends(
@@ -341,7 +341,7 @@ def test_files_that_change_while_they_are_copied_leave_no_copy(
         told(self, done, total)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packed_copy.PackedCopy, "_told", changing)
+        patch.setattr(packed_copy.PackedCopy, "_report_progress", changing)
         made(own)
     assert not (kept_at(own) / EXPERTS_MANIFEST).exists()
     assert "were changed or replaced while they were read" in caplog.text
