@@ -99,7 +99,6 @@ class GptqFolder:
 
     @property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorInfo]]:
-        """Every tensor of the folder."""
         return self._shards.tensors
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:

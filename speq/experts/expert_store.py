@@ -397,7 +397,6 @@ def read_matrices(store: ExpertStore, layer: int, expert: int, slot: Tensor) -> 
 
 
 def mean_moved_bytes(store: ExpertStore) -> float:
-    """Mean bytes moved for an expert."""
     count = store.num_layers * store.num_experts
     sizes = (store.moved_bytes(*divmod(at, store.num_experts)) for at in range(count))
     return sum(sizes) / count

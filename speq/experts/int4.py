@@ -87,12 +87,10 @@ class Int4Expert:
 
     @property
     def gate_up(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales."""
         return self.parts["gate_up_qweight"], self.parts["gate_up_scales"]
 
     @property
     def down(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales."""
         return self.parts["down_qweight"], self.parts["down_scales"]
 
     def in_order(self, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Tensor, Tensor]:

@@ -211,7 +211,6 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def copy_draft(source: Path, out: Path, progress: Progress = no_progress) -> None:
-    """Copy a draft's checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
     files = files_in(source)

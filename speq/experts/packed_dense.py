@@ -39,7 +39,6 @@ def smaller_record(words: Tensor) -> Tensor | None:
 
 
 def can_pack(info: TensorInfo) -> bool:
-    """True if a tensor can be packed."""
     return info.dtype == torch.bfloat16 and len(info.shape) == 2
 
 

@@ -30,7 +30,6 @@ class TiedDraft:
     source: str | None = None
 
     def entry(self) -> dict[str, Any]:
-        """Entry of a manifest."""
         return {
             "group_size": self.layout.group_size,
             "permuted": self.layout.permuted,

@@ -82,7 +82,6 @@ class Manifest:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of all packed experts."""
         return sum(record.nbytes for record in self.records)
 
     @property
@@ -310,7 +309,6 @@ def end_of(records: Iterable[Record]) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype in a manifest."""
     return DTYPE_NAMES[dtype]
 
 

@@ -29,8 +29,6 @@ Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
 
 
 class Sink(Protocol):
-    """A target of written bytes."""
-
     def write(self, data: bytes | memoryview, /) -> int: ...
 
 
@@ -60,7 +58,6 @@ class Checksums:
     tensors: dict[str, int] = field(default_factory=dict)
 
     def entry(self) -> dict[str, dict[str, int]]:
-        """Entry of a manifest."""
         return {"files": self.files, "headers": self.headers, "tensors": self.tensors}
 
     @classmethod

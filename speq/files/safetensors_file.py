@@ -76,7 +76,6 @@ class SafetensorsFile(RangeFile):
             raise SpeqError(f"{self.path} holds tensor {twice} under two names; download it again")
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor of the file into memory."""
         info = self.tensors[name]
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         self.read_into(info.offset, data)

@@ -39,7 +39,7 @@ class EagleHead:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Unknown."""
+        """Empty: published heads do not state them."""
         return ()
 
     @property
@@ -66,7 +66,6 @@ class EagleHead:
     def run(
         self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
     ) -> FeatureState:
-        """Run as `DraftHead.run` does."""
         normed = self._norm("feature_norm", features)
         pair = torch.cat((self._norm("embedding_norm", embedded), normed), -1)
         queries, keys, values = self._queries_keys_values(pair, places)

@@ -68,7 +68,6 @@ class EagleShape:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(heads, width) of keys and of values."""
         return ((self.num_kv_heads, self.head_width),) * 2
 
     @property
@@ -81,7 +80,6 @@ class EagleShape:
         return self.own_head and self.draft_vocab_size != self.vocab_size
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the weights."""
         d, w, n = self.hidden_size, self.width, self.num_heads * self.head_width
         yield "fc", (d, len(self.captured_layers) * self.target_size)
         yield "embedding_norm", (d,)
@@ -106,7 +104,6 @@ class EagleShape:
         return sum(self.sizes(dtype))
 
     def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
-        """Upper estimate, see `HeadSizes.workspace_bytes`."""
         d, n = self.hidden_size, self.num_heads * self.head_width
         activations = rows * (10 * d + 6 * n + 3 * self.width) + 4 * context * n
         scores = 2 * rows * context * self.num_heads

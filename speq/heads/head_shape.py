@@ -124,7 +124,6 @@ class HeadShape:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(heads, width) of keys and of values."""
         return ((self.num_heads, self.head_width),) * 2
 
     @property
@@ -152,7 +151,6 @@ class HeadShape:
             yield "routes", (len(self.named.layers), self.named.num_experts, 2 * d)
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each weight."""
         return [torch.Size(shape).numel() * dtype.itemsize for _, shape in self.tensors()]
 
     def nbytes(self, dtype: torch.dtype) -> int:

@@ -174,7 +174,6 @@ class MoEHead(nn.Module):
     def run(
         self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
     ) -> BranchState:
-        """Run as `DraftHead.run` does."""
         rotation = rotations(places, self.shape.head_width, embedded.dtype)
         state: BranchState = self(embedded[None], features[None], rotation, seen.attend)
         after = None if state.after is None else state.after[0]
@@ -192,11 +191,9 @@ class MoEHead(nn.Module):
 
     @property
     def predicted_layers(self) -> tuple[int, ...]:
-        """Layers whose experts it predicts, see `ExpertPredictor`."""
         return () if self.shape.named is None else self.shape.named.layers
 
     def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
-        """Predict routes as `ExpertPredictor.routes` does."""
         top_k = present(
             self.shape.named, "a head that predicts no experts was asked for them"
         ).top_k

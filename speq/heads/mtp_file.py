@@ -53,7 +53,7 @@ class MtpSource:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Unknown."""
+        """Empty: checkpoints do not state them."""
         return ()
 
     def load(self, dtype: torch.dtype, device: torch.device) -> MtpHead:

@@ -44,7 +44,6 @@ class ConvInputs:
 
     @property
     def newly_settled(self) -> int:
-        """Settled tokens after `base_at`."""
         settled = self.length.settled - self.base_at
         if not 0 <= settled <= PENDING:
             raise Broken(

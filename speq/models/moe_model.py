@@ -119,7 +119,6 @@ class MoEModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
         return sum(tensor.nbytes for tensor in tensors) + matrix_bytes(self._hf_model)
 

@@ -152,12 +152,10 @@ def quantise_matrix(
 
 
 def round_matrix(matrix: Tensor, settings: QuantizeSettings) -> QuantisedMatrix:
-    """Round a matrix [N, K] float32 to nearest."""
     return round_to_nearest(matrix, group_columns(settings.group_size, matrix.shape[1]))
 
 
 def round_expert(expert: FloatExpert, settings: QuantizeSettings) -> QuantisedExpert:
-    """Round both matrices to nearest."""
     gate_up, down = expert.gate_up_proj, expert.down_proj
     return QuantisedExpert(
         round_matrix(gate_up, settings), round_matrix(down, settings), "rtn", 0.0

@@ -296,7 +296,6 @@ class Quantizer:
     def _add(
         self, lane: str, index: int, experts: FloatExpert, hessians: Hessians | None = None
     ) -> None:
-        """Add an expert's outputs for a lane."""
         rows, weights = self._backend.rows_of(index, self._lanes.span(lane))
         expert.run(experts, self._backend.inputs, rows, weights, self._hidden, hessians)
 

@@ -131,7 +131,6 @@ class RenderProcess:
 
 
 def pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
-    """Pipes to and from a process."""
     missing = "a process that renders has no pipes"
     return present(process.stdin, missing), present(process.stdout, missing)
 

@@ -123,7 +123,6 @@ class HeadRun:
     journal: Journal = field(init=False)
 
     def folder(self) -> Path:
-        """Output folder."""
         return self.training.out or head_path(locate(self.model)).parent
 
     def run(self, folder: Path) -> TrainedHead:
@@ -378,7 +377,6 @@ def expected_acceptance(acceptance: dict[str, Any]) -> tuple[float, ...]:
 
 
 def means(losses: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each loss term."""
     return {name: sum(each[name] for each in losses) / len(losses) for name in losses[0]}
 
 

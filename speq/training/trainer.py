@@ -184,7 +184,6 @@ class Trainer:
         return Targets(*features.unbind(1), *probs.unbind(1))
 
     def save(self, folder: Path) -> None:
-        """Save everything that the next step depends on."""
         tensors = {f"weight.{name}": w for name, w in self.head.weights().items()}
         states = [self._optimizer.state.get(p, {}) for p in self._parameters]
         for name, state in zip(self._names, states, strict=True):
