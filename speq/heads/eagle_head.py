@@ -3,7 +3,7 @@
 Position i takes those features f_i and the embedding of token i + 1, and predicts token i + 2 (Li
 et al., arXiv:2503.01840; SafeAILab/EAGLE, eagle/model/cnets.py):
 
-    g = fc f_i                                 or, behind a drafted token, the head's own h
+    g = fc f_i                                 or, after a drafted token, the head's own h
     h = g + attention([norm(e(t[i+1])) ; norm(g)])
     h = h + MLP(norm(h))
     tokens   softmax(head norm(h)), of a vocabulary of the head's own

@@ -38,7 +38,7 @@ class EagleShape:
     target_size    hidden size of that model; hidden_size: of the head
     num_heads      of queries; num_kv_heads: of keys and values; head_width: of each
     width          of its MLP
-    vocab_size     of the exact model; draft_vocab_size: tokens that it can say
+    vocab_size     of the exact model; draft_vocab_size: tokens that it can predict
     epsilon        of its norms
     norm_first     whether the residual around attention is normed (`norm_before_residual`)
     frequencies    of its rotary embeddings [head_width / 2]; turn_scale: factor of cosines and

@@ -4,7 +4,7 @@ Its position i takes the exact model's last hidden state of token i (the feature
 embedding of token i + 1, and predicts token i + 2:
 
     x = enter [norm(e(t[i+1])) ; norm(f_i)]
-    u = x + attention(norm(x))                 over entries of its own
+    u = x + attention(norm(x))                 over KV of its own
     b_j = u + MLP_j(norm(u))                   two branches
     pi = softmax(gate u)
     next        f = sum_j pi_j b_j             close to f_{i+1}: it takes the place of that

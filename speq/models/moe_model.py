@@ -216,7 +216,8 @@ class MoEModel:
         """Run tokens of a batch in one pass. Return their last hidden states [1, T, H], sequence
         after sequence.
 
-        prefill  the tokens are of a prompt and are never rolled back; other stages are told as well
+        prefill  the tokens are of a prompt and are never rolled back; other stages are informed as
+                 well
 
         Their KV is written after the length of each cache, which does not change. In a pass of few
         rows, which the fused decoder runs, each row is bit-identical to a pass without the other

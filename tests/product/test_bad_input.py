@@ -539,7 +539,7 @@ def test_models_that_are_none(tmp_path: Path, command: Command) -> None:
     (of_gguf / "config.json").write_text("{}")
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "notes").write_text("")
-    in_gguf = "is in GGUF, whose files .* give the folder of the safetensors checkpoint"
+    in_gguf = "is in GGUF, whose weights .* give the folder of the safetensors checkpoint"
     for model, message in (
         (tmp_path / "nope", "model folder '.*/nope' does not exist; give a folder, or a hub id"),
         (file, "model '.*/file' is a file; give the folder that holds config.json"),
