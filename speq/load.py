@@ -537,8 +537,8 @@ def host_tier(
     )
     room = HostRoom(device, planned.limit_bytes, budget.readers)
     if isinstance(store, EncodingStore):
-        return HostTier.encoded(store, base, room, labelled(progress, ENCODING))
-    return HostTier.filled(store, room, labelled(progress, "reading experts into host memory"))
+        return HostTier.encode(store, base, room, labelled(progress, ENCODING))
+    return HostTier.load(store, room, labelled(progress, "reading experts into host memory"))
 
 
 def replan_with_slot_size(

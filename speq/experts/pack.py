@@ -64,7 +64,7 @@ def pack(
     codec = packing.codec
     make_folder(out)
     another = f"another process packs to {out}; wait for its end, or give another folder"
-    remedy = "what was packed is kept, the same command goes on from there"
+    remedy = "packed experts are kept: run the same command to continue"
     with lock_folder(out, another), writing(out, remedy):
         # Checked under the lock: another process may have completed the model.
         begun = (out / EXPERTS_JOURNAL).exists()
@@ -79,7 +79,7 @@ def pack(
         ours = written_names(checkpoint)
         if packing.draft_folder is not None:
             ours.add(packing.draft_folder.parts[0])
-        journal = Journal(out / EXPERTS_JOURNAL, packing.named(source), ours.__contains__)
+        journal = Journal(out / EXPERTS_JOURNAL, packing.header(source), ours.__contains__)
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         dense = names_in(checkpoint, packing.dense)
@@ -211,7 +211,6 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def copy_draft(source: Path, out: Path, progress: Progress = no_progress) -> None:
-    """Copy a draft's checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
     files = files_in(source)

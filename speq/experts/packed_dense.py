@@ -39,7 +39,6 @@ def smaller_record(words: Tensor) -> Tensor | None:
 
 
 def can_pack(info: TensorInfo) -> bool:
-    """True if a tensor can be packed."""
     return info.dtype == torch.bfloat16 and len(info.shape) == 2
 
 
@@ -141,13 +140,13 @@ def _check(checkpoint: Checkpoint, name: str, record: Record | None) -> None:
     _, info = checkpoint.tensors.get(name, (None, None))
     if info is None or not can_pack(info):
         raise SpeqError(
-            f"{checkpoint.path} has a record of {name}, which is no bfloat16 matrix of its shards; "
+            f"{checkpoint.path} has a record of {name}, not a bfloat16 matrix of its shards; "
             "pack the model again"
         )
     fewest = CompactLayout.of_matrix(info.shape, lossless=True).fixed_bytes
     if record is not None and not fewest <= record.nbytes < info.nbytes:
         raise SpeqError(
             f"{checkpoint.path} has a record of {record.nbytes} bytes of {name}; one of a matrix "
-            f"{list(info.shape)} has {fewest} or more, and fewer than its {info.nbytes} of words: "
+            f"{list(info.shape)} has {fewest} or more, and fewer than its {info.nbytes} unpacked: "
             "pack the model again"
         )

@@ -147,7 +147,7 @@ class ExpertTrial:
         layout = base = None
         if draft is not None:
             layout = Int4Layout(narrow.hidden_size, narrow.expert_width)
-            base = Int4Expert.rounded(layout, *words)
+            base = Int4Expert.round(layout, *words)
         return cls(words, base, layout, narrow, shape.nbytes / narrow.nbytes, model, dtype)
 
     def codec(self, name: str, clock: Clock) -> tuple[float, float]:

@@ -497,7 +497,7 @@ def test_chat_input_that_is_no_text(command: Command, bundled: Path, oracle: Ora
     ended = command(*chat_arguments(bundled), stdin=f"tree\udcff\n{FIRST}\n")
     answer = reply(oracle, f"### Instruction: {FIRST}\n### Response:")
     assert (ended.code, ended.out) == (1, f"{answer}\n")
-    assert "which is no Unicode text" in ended.err
+    assert "which is not Unicode text" in ended.err
 
 
 def test_chat_needs_a_template(command: Command, tiny: Folder) -> None:

@@ -88,7 +88,7 @@ def test_a_read_that_fails_is_one_clear_error(
         assert tokens(generator) == expected
     except SpeqError as error:
         assert re.fullmatch(
-            r"reading \d+ bytes at \d+ of \S+ failed: Input/output error; look after the disk and "
+            r"reading \d+ bytes at \d+ of \S+ failed: Input/output error; check the disk and "
             r"run again",
             str(error),
         )
