@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from speq.errors import Broken
 from speq.scheduler.expert_key import ExpertKey
 
-# Of an expert's frequency, of its weight, and of the probability that a visit wants it, so much is
+# Of an expert's frequency, and of the probability that a visit wants it, so much is
 # the last token's, or the last visit's where it matters little how many tokens that had.
 RECENCY = 0.05
 # A visit of many tokens, such as a prompt's, is no more than so much of the probability: it wants
@@ -165,8 +165,10 @@ class LruPolicy:
 
 
 class LfuPolicy(LruPolicy):
-    """As LRU, but who was wanted by the fewest visits lately goes first (MoE-Infinity's kind of
-    count, arXiv:2401.14361, aged so that a new text is not judged by an old one).
+    """Least frequently used out first: who was wanted by the fewest visits lately.
+
+    MoE-Infinity's kind of count (arXiv:2401.14361), aged so that a new sequence is not judged by
+    an old one.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
@@ -182,32 +184,8 @@ class LfuPolicy(LruPolicy):
         return sorted(super().candidates(layer, ahead), key=lambda key: self._frequency[key])
 
 
-class WeightMeanPolicy(LruPolicy):
-    """As LRU, but who had the least routing weight of late goes first.
-
-    The running mean of an expert's weight over tokens, 0 for those that did not choose it, tells
-    experts that many want, and want much, from those that are last choices.
-    """
-
-    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        super().__init__(num_slots, num_layers, num_experts)
-        self._weight = np.zeros((num_layers, num_experts))
-
-    def observe(
-        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
-    ) -> None:
-        rows, experts = len(topk_ids), self._weight.shape[1]
-        of_pass = np.bincount(topk_ids.ravel(), topk_weights.ravel(), minlength=experts)
-        recency = 1 - (1 - RECENCY) ** rows
-        self._weight[layer] *= 1 - recency
-        self._weight[layer] += recency * of_pass / rows
-
-    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
-        return sorted(super().candidates(layer, ahead), key=lambda key: self._weight[key])
-
-
-class SpreadShares:
-    """Shares out slots to layers by how many experts their routing spreads over.
+class EntropyPolicy(LruPolicy):
+    """Least recently used out first, shares of slots by how many experts a layer's routing uses.
 
     That number is the exponential of the entropy of a layer's recent choices: a layer that keeps
     to a few experts lends its slots to those that use many. Shares change once a pass, and no layer
@@ -215,15 +193,14 @@ class SpreadShares:
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        self._num_layers = num_layers
         self._frequency = np.full((num_layers, num_experts), 1 / num_experts)
-        self.divide(num_slots)
+        super().__init__(num_slots, num_layers, num_experts)
 
     def divide(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._share_out()
 
-    def of(self, layer: int) -> int:
+    def quota(self, layer: int) -> int:
         return max(1, int(self._shares[layer]))
 
     def visit(self, layer: int, experts: list[int]) -> None:
@@ -246,23 +223,6 @@ class SpreadShares:
         self._shares = np.floor(exact).astype(int)
         left = self._num_slots - int(self._shares.sum())
         self._shares[np.argsort(self._shares - exact, kind="stable")[:left]] += 1
-
-
-class EntropyPolicy(LruPolicy):
-    """As LRU, but layers share slots as `SpreadShares` has it."""
-
-    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        self._shares = SpreadShares(num_slots, num_layers, num_experts)
-        super().__init__(num_slots, num_layers, num_experts)
-
-    def divide(self, num_slots: int) -> None:
-        self._shares.divide(num_slots)
-
-    def quota(self, layer: int) -> int:
-        return self._shares.of(layer)
-
-    def visit(self, layer: int, experts: list[int]) -> None:
-        self._shares.visit(layer, experts)
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
         found = super().candidates(layer, ahead)
@@ -379,34 +339,3 @@ class LookaheadPolicy:
         expected = self._expected(layers, visits)
         order = np.argsort(-expected, kind="stable")
         return [(float(expected[at]), ExpertKey(int(layers[at]), int(experts[at]))) for at in order]
-
-
-class EntropyLookaheadPolicy(LookaheadPolicy):
-    """As `lookahead`, but layers share slots as `SpreadShares` has it (MoE-SpeQ 3.3.3).
-
-    A layer that fills its share makes room among its own experts; one that does not takes from
-    layers that fill more than theirs.
-    """
-
-    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        self._shares = SpreadShares(num_slots, num_layers, num_experts)
-        super().__init__(num_slots, num_layers, num_experts)
-
-    def divide(self, num_slots: int) -> None:
-        self._shares.divide(num_slots)
-
-    def quota(self, layer: int) -> int:
-        return self._shares.of(layer)
-
-    def visit(self, layer: int, experts: list[int]) -> None:
-        super().visit(layer, experts)
-        self._shares.visit(layer, experts)
-
-    def candidates(self, layer: int | None, ahead: bool = False) -> Iterator[ExpertKey]:
-        found = super().candidates(layer, ahead)
-        if layer is not None:
-            yield from (key for key in found if key.layer == layer)
-            return
-        held = self._resident.sum(axis=1)
-        over = [bool(held[at] > self.quota(at)) for at in range(self._num_layers)]
-        yield from sorted(found, key=lambda key: not over[key.layer])

@@ -4,12 +4,11 @@
 (`--prefetch none`) that everything cleverer is compared with. `ThreePhase` fetches what the draft
 names, as it names it (MoE-SpeQ 3.3.2), and for tokens that no draft spoke of what the next layer's
 router would say now. Names that no router chose, as a head's, are guesses as well: each kind is
-believed as far as it came true so far. `Primed` is the same with the paper's first phase.
+believed as far as it came true so far.
 `speq.registries.PREFETCHERS` has them by name.
 """
 
 from collections.abc import Generator, Sequence
-from enum import Enum
 from functools import partial
 from operator import itemgetter
 from typing import ClassVar, Protocol
@@ -30,8 +29,6 @@ WORTH, LIGHT = 0.6, 0.5
 # A guess costs a router's product, which is lost where all is there already. So a layer that wanted
 # nothing else for so many visits is not guessed for, until it does.
 QUIET_VISITS = 32
-# The part of a draft in which the link rests, where it does.
-PRIMED_SHARE = 1 / 3
 
 
 class Allowance(Protocol):
@@ -141,30 +138,16 @@ class OnDemand:
         return self._loader.serve(layer, experts)
 
 
-class Phase(Enum):
-    """Of a draft (MoE-SpeQ 3.3.2).
-
-    PRIMING     the link rests: what is there and named stays there, and more is seen before
-                anything is evicted
-    GUIDED      what is likely to be used
-    SATURATION  from the draft's last token on, and through the verification: everything
-    """
-
-    PRIMING = 0
-    GUIDED = 1
-    SATURATION = 2
-
-
 class ThreePhase:
     """Prefetches what the draft names, all along its drafting and its verification.
 
-    The paper lets the link rest for the first part of a draft. Here it is the evictions that are
-    kept to what will have gone anyway (`LookaheadPolicy`), and a link that is short of time does
-    not rest. `Primed` lets it rest.
+    The paper (MoE-SpeQ 3.3.2) lets the link rest for the first part of a draft. Here evictions are
+    kept to what will have gone anyway (`LookaheadPolicy`), and the link does not rest. While the
+    draft goes on, what is likely to be used is loaded; from its last token on (`_saturated`), and
+    through the verification, everything.
     """
 
     predicts_next_layer: ClassVar[bool] = True
-    primed_share: ClassVar[float] = 0.0
 
     def __init__(self, loader: ExpertLoader, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
@@ -186,7 +169,7 @@ class ThreePhase:
         self._new.clear()
         self._loader.throttle.pause()
         self._draft_length = draft_length
-        self._phase = self._phase_of(0) if draft_length else Phase.SATURATION
+        self._saturated = draft_length <= 1
         # By layer: of the tokens that want each expert, how many are expected to stand.
         self._wanted: list[dict[int, float]] = [{} for _ in range(self.lookahead.num_layers)]
         # Layers of which anything is.
@@ -239,31 +222,22 @@ class ThreePhase:
         node = self.lookahead.node(token)
         known = (node + 1) / (self._draft_length + 1)
         self._loader.cache.policy.hint_next_use(layer, experts, known)
-        if self._phase is not Phase.SATURATION:
-            self._phase = self._phase_of(node)
-            if self._phase is Phase.SATURATION:
-                self._saturate()
+        if node + 1 >= self._draft_length:
+            self._saturate()
         self._unsettled.add(layer)
         self._loader.collect_finished()
         self._load()
 
     def end(self) -> None:
-        if self._phase is not Phase.SATURATION:
-            self._saturate()
+        self._saturate()
         if self._unsettled:
             self._loader.collect_finished()
             self._load()
 
-    def _phase_of(self, node: int) -> Phase:
-        """While the draft's pass of that node is under way."""
-        if node + 1 >= self._draft_length:
-            return Phase.SATURATION
-        resting = node < self.primed_share * self._draft_length
-        return Phase.PRIMING if resting else Phase.GUIDED
-
     def _saturate(self) -> None:
-        self._phase = Phase.SATURATION
-        self._unsettled = set(self._named)
+        if not self._saturated:
+            self._saturated = True
+            self._unsettled = set(self._named)
 
     def _want(self, token: int, layer: int, experts: list[int], weights: list[float]) -> None:
         """Count a token's experts by the chance that it stands. A pending token does."""
@@ -284,7 +258,7 @@ class ThreePhase:
         self._route = route
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
-        self._phase = Phase.SATURATION
+        self._saturated = True
         # What had come may have gone again.
         self._unsettled = {at for at in self._named if at > layer}
         self._predictions.learn(self._guessed, set(experts))
@@ -334,9 +308,7 @@ class ThreePhase:
         """Ask for what is wanted and missing, by layer, what most tokens want first; no more than
         keeps the link busy until it is looked after again.
         """
-        if self._phase is Phase.PRIMING:
-            return
-        worth = 0.0 if self._phase is Phase.SATURATION else WORTH
+        worth = 0.0 if self._saturated else WORTH
         room = self._loader.room_ahead()
         for layer in sorted(self._unsettled):
             if room <= 0:
@@ -351,9 +323,3 @@ class ThreePhase:
     def _by_want(self, layer: int) -> list[tuple[int, float]]:
         """(expert, tokens) of a layer, what most tokens want first."""
         return sorted(self._wanted[layer].items(), key=itemgetter(1), reverse=True)
-
-
-class Primed(ThreePhase):
-    """Lets the link rest while the first tokens are drafted, as in the paper."""
-
-    primed_share: ClassVar[float] = PRIMED_SHARE

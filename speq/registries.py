@@ -81,18 +81,12 @@ CACHE_POLICIES = Registry(
     lru=("speq.scheduler.eviction:LruPolicy", "least recently used, an equal share a layer"),
     lfu=("speq.scheduler.eviction:LfuPolicy", "least frequently used of late, an equal share"),
     entropy=("speq.scheduler.eviction:EntropyPolicy", "LRU, shares by how far routing spreads"),
-    weight_mean=("speq.scheduler.eviction:WeightMeanPolicy", "least routing weight of late"),
     lookahead=("speq.scheduler.eviction:LookaheadPolicy", "whoever is expected to be needed last"),
-    entropy_lookahead=(
-        "speq.scheduler.eviction:EntropyLookaheadPolicy",
-        "lookahead, shares by how far routing spreads",
-    ),
 )
 PREFETCHERS = Registry(
     "prefetch mode",
     none=("speq.scheduler.prefetch:OnDemand", "experts are fetched when a layer asks for them"),
     three_phase=("speq.scheduler.prefetch:ThreePhase", "what the draft names, while it drafts"),
-    primed=("speq.scheduler.prefetch:Primed", "the same, without the draft's first tokens"),
 )
 CODECS = Registry(
     "codec",

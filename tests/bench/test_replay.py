@@ -463,19 +463,6 @@ def test_prefetching_waits_less_and_says_what_it_costs(slots: int, figures_of: F
     assert ahead["new_tokens"] == lru["new_tokens"]
 
 
-@pytest.mark.parametrize("slots", SLOTS)
-def test_a_link_that_rests_first_moves_no_more_and_waits_no_less(
-    slots: int, figures_of: Figures
-) -> None:
-    """The paper's first phase. Measured: 0.98, 0.97 and all of the bytes, 1.01, 1.08 and 1.00 of
-    the waiting.
-    """
-    primed, ahead = (figures_of(slots, "lookahead", mode) for mode in ("primed", "three-phase"))
-    assert primed["moved_bytes"] <= ahead["moved_bytes"]
-    assert ahead["stall_s"] <= primed["stall_s"] <= 1.2 * ahead["stall_s"] + 1e-3
-    assert primed["tpot_ms"] == pytest.approx(ahead["tpot_ms"], rel=0.01)
-
-
 @pytest.mark.parametrize("prefetch", ["single-sooner", "single-later"])
 def test_prefetching_all_along_waits_less_than_once(prefetch: str, figures_of: Figures) -> None:
     once, along = (figures_of(128, "lookahead", mode) for mode in (prefetch, "three-phase"))

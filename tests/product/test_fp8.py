@@ -84,7 +84,7 @@ CELLS = {
         Cell(3, "half", "gptq", codec="fp8", cache_policy="lookahead"),
         Cell(5, "half", "poor", codec="fp8", trees="large"),
         Cell(8, "all", "own", "packed", codec="fp8"),
-        Cell(3, "two slots", "poor", "packed", 1, codec="fp8", prefetch="primed"),
+        Cell(3, "two slots", "poor", "packed", 1, codec="fp8", prefetch="none"),
         Cell(3, "half", "own", codec="fp8", drafter="ngram"),
     ],
     "deepseek_v3": [
