@@ -19,22 +19,22 @@ from speq.config import (
     RunConfig,
 )
 from speq.measure.settings import MaxNewTokens, NumPrompts, Prompts, Rounds
-from speq.options.declared import Option, Options, Some
-from speq.options.kinds import Choice, File, Kind, Number, Several, Size, Switch, Text, Whole
+from speq.options.declared import Nested, Option, Options
+from speq.options.kinds import Choice, File, ListOf, Number, OptionType, Size, Switch, Text, Whole
 
 # More is a slip: it is a multiple of what all experts take.
 SHARE = Number(16, without_minimum=True)
 
 
-def numbers(each: Kind, such_as: str, sort: str = "whole") -> Several:
-    return Several(each, f"{sort} numbers separated by commas, such as {such_as}")
+def numbers(each: OptionType, such_as: str, sort: str = "whole") -> ListOf:
+    return ListOf(each, f"{sort} numbers separated by commas, such as {such_as}")
 
 
-def shares(such_as: str) -> Several:
+def shares(such_as: str) -> ListOf:
     return numbers(SHARE, such_as, "positive")
 
 
-Budgets = Annotated[tuple[str, ...], Option("Memory budgets.", Several(Size(kept=True)))]
+Budgets = Annotated[tuple[str, ...], Option("Memory budgets.", ListOf(Size(kept=True)))]
 BudgetText = Annotated[
     str, Option("Memory for everything on the device, such as 8GiB.", Size(kept=True))
 ]
@@ -56,7 +56,7 @@ PromptKinds = Annotated[
     Option(
         "Kinds of prompts, each code, maths, prose, questions, dialogue or a JSON Lines file with "
         "a `prompt` in each row.",
-        Several(File("a kind or a file of prompts"), "a kind, a file or several", repeated=True),
+        ListOf(File("a kind or a file of prompts"), "a kind, a file or several", repeated=True),
     ),
 ]
 Routes = Annotated[
@@ -92,7 +92,7 @@ SyntheticAcceptance = Annotated[
 # Of all runs of a bench that has budgets and draft lengths of its own.
 RunOptions = Annotated[
     dict[str, Any],
-    Some(
+    Nested(
         RunConfig,
         without=("memory_budget", "draft_length", "draft", "tpot_slo_ms", "latency_slo_ms"),
     ),
@@ -111,13 +111,13 @@ Published = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class KernelSettings(Options):
-    shapes: Annotated[tuple[str, ...], Option("Layers of models, or all.", Several(Text()))] = (
+    shapes: Annotated[tuple[str, ...], Option("Layers of models, or all.", ListOf(Text()))] = (
         "all",
     )
     rows: Annotated[
         tuple[int, ...], Option("Rows of a call, each in turn.", numbers(Whole(1), "1,4"))
     ] = (1, 2, 4, 8, 16)
-    kernels: Annotated[tuple[str, ...], Option("Kernels, or all.", Several(Text()))] = ("all",)
+    kernels: Annotated[tuple[str, ...], Option("Kernels, or all.", ListOf(Text()))] = ("all",)
     group_size: Annotated[int, Option("INT4 weights to one scale.", Whole(2))] = 128
     dtype: Annotated[
         str, Option("Of the rows.", Choice(tuple(d for d in DTYPES if d[-2:] in ("16", "32"))))
@@ -178,7 +178,7 @@ class TransferSettings(Options):
     ] = (1, 2, 4, 8)
     sizes: Annotated[
         tuple[str, ...],
-        Option("Sizes of plain reads; the largest counts.", Several(Size(kept=True))),
+        Option("Sizes of plain reads; the largest counts.", ListOf(Size(kept=True))),
     ] = ("256KiB", "16MiB")
     volume: Annotated[str, Option("Read for each measurement.", Size(kept=True))] = "256MiB"
     rounds: Rounds = 9
@@ -186,7 +186,7 @@ class TransferSettings(Options):
 
 @dataclass(frozen=True, slots=True)
 class GpuLinkSettings(Options):
-    sizes: Annotated[tuple[str, ...], Option("Sizes of copies.", Several(Size(kept=True)))] = (
+    sizes: Annotated[tuple[str, ...], Option("Sizes of copies.", ListOf(Size(kept=True)))] = (
         *("64KiB", "256KiB"),
         *("1MiB", "4MiB", "16MiB"),
     )
@@ -308,7 +308,7 @@ class CoverageSettings(Options):
         Option(
             "How many of a layer's experts are kept; default: an eighth of them, two, three, four "
             "and six eighths.",
-            Several(Whole(1), "whole numbers separated by commas, such as 8,16", optional=True),
+            ListOf(Whole(1), "whole numbers separated by commas, such as 8,16", optional=True),
         ),
     ] = ()
     counts: Annotated[
@@ -329,7 +329,7 @@ class TpotSettings(Options):
     budgets: Budgets
     draft_lengths: Annotated[
         tuple[str, ...],
-        Option("Draft lengths, auto among them; 0 is without a draft.", Several(Text("0 or more"))),
+        Option("Draft lengths, auto among them; 0 is without a draft.", ListOf(Text("0 or more"))),
     ] = ("0", "4")
     prompts: PromptKinds = ()
     num_prompts: NumPrompts = 4
@@ -344,7 +344,7 @@ class TpotSettings(Options):
         Option(
             "Options of a run that are set beside those of all runs, such as 'codec=raw "
             "dense=raw'; each in turn.",
-            Several(Text("name=value, separated by spaces"), "options", repeated=True),
+            ListOf(Text("name=value, separated by spaces"), "options", repeated=True),
         ),
     ] = ()
     synthetic_acceptance: SyntheticAcceptance = None
@@ -353,7 +353,7 @@ class TpotSettings(Options):
         Option(
             "Measure systems beside each other instead, each in a process of its own with the same "
             "memory; `?` lists them. Those of speq take options, such as 'speq draft-length=4'.",
-            Several(Text("names"), "names of systems separated by commas", optional=True),
+            ListOf(Text("names"), "names of systems separated by commas", optional=True),
         ),
     ] = ()
     lossless: PackedLossless = None
@@ -407,7 +407,7 @@ class SoakSettings(Options):
     prompts: Prompts = None
     num_prompts: NumPrompts = 4
     max_new_tokens: MaxNewTokens = 64
-    run: Annotated[dict[str, Any], Some(RunConfig, without=("memory_budget",))] = field(
+    run: Annotated[dict[str, Any], Nested(RunConfig, without=("memory_budget",))] = field(
         default_factory=dict
     )
 
@@ -456,7 +456,7 @@ class ProfileCostSettings(Options):
     prompts: Prompts = None
     num_prompts: NumPrompts = 2
     max_new_tokens: MaxNewTokens = 64
-    run: Annotated[dict[str, Any], Some(RunConfig, without=("memory_budget",))] = field(
+    run: Annotated[dict[str, Any], Nested(RunConfig, without=("memory_budget",))] = field(
         default_factory=dict
     )
 
@@ -496,7 +496,7 @@ class BatchSettings(Options):
     neighbours: Neighbours = 0
     run: Annotated[
         dict[str, Any],
-        Some(
+        Nested(
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "draft_nodes", "draft", "profile", "max_batch"),
@@ -570,19 +570,19 @@ class AllSettings(Options):
         tuple[str, ...],
         Option(
             "Memory budgets; default: what caps of 0.475, 0.665 and 1.2 of the model leave.",
-            Several(Size(kept=True), optional=True),
+            ListOf(Size(kept=True), optional=True),
         ),
     ] = ()
     systems: Annotated[
         tuple[str, ...],
         Option(
             "Systems; default: seven of them.",
-            Several(Text("names"), "names of systems separated by commas", optional=True),
+            ListOf(Text("names"), "names of systems separated by commas", optional=True),
         ),
     ] = ()
     kinds: Annotated[
         tuple[str, ...],
-        Option("Kinds of prompts, or files of them.", Several(Text("kinds"), "kinds of prompts")),
+        Option("Kinds of prompts, or files of them.", ListOf(Text("kinds"), "kinds of prompts")),
     ] = ("code", "prose")
     num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 1
     max_new_tokens: MaxNewTokens = 32
@@ -606,7 +606,7 @@ class MemorySettings(Options):
         Option(
             "How experts are counted: token (of one token, in draft and target), resident (all in "
             "the draft) or all (in both).",
-            Several(Choice(("token", "resident", "all"))),
+            ListOf(Choice(("token", "resident", "all"))),
         ),
     ] = ("token", "resident", "all")
 
@@ -642,7 +642,7 @@ class AblationSettings(Options):
     neighbours: Neighbours = 0
     run: Annotated[
         dict[str, Any],
-        Some(
+        Nested(
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "draft", "tpot_slo_ms", "latency_slo_ms"),
@@ -680,13 +680,13 @@ class FormatSettings(Options):
         ),
     ] = None
     formats: Annotated[
-        tuple[str, ...], Option("Which formats.", Several(Choice(PUBLISHED_FORMATS)))
+        tuple[str, ...], Option("Which formats.", ListOf(Choice(PUBLISHED_FORMATS)))
     ] = PUBLISHED_FORMATS
     budgets: Annotated[
         tuple[str, ...],
         Option(
             "Memory budgets; default: 0.4 of what the model takes in BF16, and room for all of it.",
-            Several(Size(kept=True), optional=True),
+            ListOf(Size(kept=True), optional=True),
         ),
     ] = ()
     layers: Annotated[int, Option("Layers.", Whole(1, 1000))] = 8
@@ -719,7 +719,7 @@ class BudgetSettings(Options):
         tuple[float, ...],
         Option(
             "Least shares of a layer's routing weight, compared with the router's ranking.",
-            Several(
+            ListOf(
                 Number(1.0, without_minimum=True),
                 "shares separated by commas, such as 0.01,0.03",
                 optional=True,
@@ -728,17 +728,17 @@ class BudgetSettings(Options):
     ] = (0.01, 0.03)
     rankings: Annotated[
         tuple[str, ...],
-        Option("Router, static or oracle.", Several(Choice(("router", "static", "oracle")))),
+        Option("Router, static or oracle.", ListOf(Choice(("router", "static", "oracle")))),
     ] = ("router",)
     policies: Annotated[
         tuple[str, ...],
-        Option("Substitute or truncate.", Several(Choice(("substitute", "truncate")))),
+        Option("Substitute or truncate.", ListOf(Choice(("substitute", "truncate")))),
     ] = ("substitute",)
     residents: Annotated[
         tuple[str, ...],
         Option(
             "Whether experts in slots are free, or ranked like all others.",
-            Several(Choice(("free", "ranked"))),
+            ListOf(Choice(("free", "ranked"))),
         ),
     ] = ("free", "ranked")
     counts: Annotated[
@@ -760,7 +760,7 @@ class BudgetSettings(Options):
     ] = False
     run: Annotated[
         dict[str, Any],
-        Some(
+        Nested(
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "tpot_slo_ms", "latency_slo_ms"),
@@ -787,7 +787,7 @@ class DraftersSettings(Options):
         tuple[str, ...],
         Option(
             "Which drafters; default: all that the model, its head and the budget allow.",
-            Several(Choice(COMPARED_DRAFTERS), "names separated by commas", optional=True),
+            ListOf(Choice(COMPARED_DRAFTERS), "names separated by commas", optional=True),
         ),
     ] = ()
     heads: Annotated[
@@ -795,14 +795,14 @@ class DraftersSettings(Options):
         Option(
             "Heads that `speq train-head` wrote, each compared with the others, such as one "
             "without contrast and one of a single branch; default: the one beside the model.",
-            Several(File("a folder"), "a folder or several", repeated=True),
+            ListOf(File("a folder"), "a folder or several", repeated=True),
         ),
     ] = ()
     temperatures: Annotated[
         tuple[float, ...],
         Option(
             "How freely tokens are drawn; 0 is greedy.",
-            Several(Number(1e4), "numbers separated by commas, such as 0,1"),
+            ListOf(Number(1e4), "numbers separated by commas, such as 0,1"),
         ),
     ] = (0.0, 1.0)
     draft_length: FixedLength = 4
@@ -813,7 +813,7 @@ class DraftersSettings(Options):
     rounds: Rounds = 3
     run: Annotated[
         dict[str, Any],
-        Some(
+        Nested(
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "draft_nodes", "drafter", "head", "max_batch"),

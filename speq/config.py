@@ -11,8 +11,8 @@ from speq.options.kinds import (
     Amount,
     Choice,
     File,
+    ListOf,
     Number,
-    Several,
     Size,
     Switch,
     Text,
@@ -97,6 +97,7 @@ DraftDense = Annotated[
         "(shared experts and dense MLPs), attention (these and attention) or all (and the head, in "
         "eight bits); auto is all.",
         Choice(("auto", *DENSE_DRAFTS)),
+        by_set=True,
     ),
 ]
 DraftExperts = Annotated[
@@ -114,6 +115,7 @@ DraftCounts = Annotated[
         "With draft_experts: counts of how often each expert is used, which `speq bench coverage "
         "--counts` writes. Default: what `speq tune` kept of the model.",
         File("a file of counts", readable=True),
+        by_set=True,
     ),
 ]
 Dense = Annotated[
@@ -139,6 +141,7 @@ DraftNodes = Annotated[
         "tokens are drafted per step; with draft length auto the governor chooses between these "
         "and chains. Default: chains.",
         Whole(1, MAX_DRAFT_NODES),
+        by_set=True,
     ),
 ]
 Head = Annotated[
@@ -156,6 +159,7 @@ PruneRows = Annotated[
         "Give up drafted tokens in the midst of a verification where their experts cost more than "
         "they are worth, which changes no output: on, off, or auto: where drafts are trees.",
         Choice(("auto", "on", "off")),
+        by_set=True,
     ),
 ]
 ExpertBudget = Annotated[
@@ -172,6 +176,7 @@ ExpertFloor = Annotated[
         "NOT EXACT: let verifications of drafts ask for an expert only where it holds at least so "
         "large a share of a layer's routing weight; experts that lie in slots are free.",
         Number(1.0, without_minimum=True),
+        by_set=True,
     ),
 ]
 ExpertPolicy = Annotated[
@@ -180,6 +185,7 @@ ExpertPolicy = Annotated[
         "Under an expert budget, what rows do without the experts that are outside: substitute "
         "(choose again among those inside) or truncate (do with the rest).",
         Choice(("substitute", "truncate")),
+        by_set=True,
     ),
 ]
 ExpertRanking = Annotated[
@@ -188,6 +194,7 @@ ExpertRanking = Annotated[
         "Under an expert budget, what experts are ranked by: router (what the rows want) or static "
         "(expert_counts).",
         Choice(("router", "static")),
+        by_set=True,
     ),
 ]
 ExpertCountsFile = Annotated[
@@ -195,6 +202,7 @@ ExpertCountsFile = Annotated[
     Option(
         "Counts for the static ranking, which `speq bench coverage --counts` writes.",
         File("a file of counts", readable=True),
+        by_set=True,
     ),
 ]
 ExpertRows = Annotated[
@@ -203,6 +211,7 @@ ExpertRows = Annotated[
         "Under an expert budget, how drafted tokens count: reach (by the chance that they stand) "
         "or equal.",
         Choice(("reach", "equal")),
+        by_set=True,
     ),
 ]
 ExpertResidents = Annotated[
@@ -211,6 +220,7 @@ ExpertResidents = Annotated[
         "Under an expert budget, whether experts that lie in slots are free: free, or ranked like "
         "all others.",
         Choice(("free", "ranked")),
+        by_set=True,
     ),
 ]
 ExpertAudit = Annotated[
@@ -219,6 +229,7 @@ ExpertAudit = Annotated[
         "Under an expert budget, the share of verifications that run exactly as well, to tell what "
         "it costs; their exact tokens are kept.",
         Number(1.0),
+        by_set=True,
     ),
 ]
 Profile = Annotated[
@@ -235,6 +246,7 @@ Graphs = Annotated[
         "Passes that are recorded and launched as a whole: auto (all but those of prompts, on the "
         "device cuda) or none.",
         Choice(("auto", "none")),
+        by_set=True,
     ),
 ]
 PackedCopy = Annotated[
@@ -312,6 +324,7 @@ class RunConfig(Options):
             "Compare experts with the checksums of a pack or a packed copy at every read, not only "
             "when they are first read.",
             Switch(),
+            by_set=True,
         ),
     ] = False
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
@@ -481,7 +494,7 @@ class SamplingParams(Options):
         tuple[str, ...],
         Option(
             "End before this text.",
-            Several(Text("non-empty strings"), "non-empty strings", repeated=True),
+            ListOf(Text("non-empty strings"), "non-empty strings", repeated=True),
         ),
     ] = ()
     ignore_eos: Annotated[bool, Option("Go on past an end of text.", Switch())] = False

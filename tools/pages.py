@@ -46,7 +46,7 @@ end in their unit: `_ms`, `_s`, `_bytes`.
 
 ## Expert budgets
 
-`budget` is there for runs with `--expert-budget` or `--expert-floor`, which are not exact.
+`budget` is there for runs with `--expert-budget` or `--set expert_floor`, which are not exact.
 
 {budget}
 

@@ -20,13 +20,14 @@ from speq.bench.rivals.tpot import run as systems_beside
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
 from speq.bench.synthetic import synthetic_acceptance
-from speq.bench.written_options import written_options
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.files.atomic_file import check_target
 from speq.generator import Generator
 from speq.measure.report import Column, Report, print_table
 from speq.measure.runs import runs_of
+from speq.options.assignments import parse_assignments
+from speq.options.declared import declared
 from speq.units import Progress, format_bytes, parse_bytes, tracked
 
 MEDIANS = (
@@ -81,7 +82,7 @@ class Cell:
     def options(self, settings: Settings) -> dict[str, Any]:
         """Those of the run. Raises SpeqError for what is no option."""
         named = f"variant {self.variant!r}"
-        return settings.run | written_options(named, self.variant.split())
+        return settings.run | parse_assignments(named, self.variant.split(), declared(RunConfig))
 
 
 @single_shot.offered()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speq.cli import options as opt
-from speq.cli.from_dataclass import But, command
+from speq.cli.from_dataclass import Exclude, command
 from speq.errors import SpeqError
 from speq.options.declared import Option, Options
 from speq.options.kinds import Switch, Text
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "What runs keep in ~/.cache/speq and beside models: packed copies, drafts, profiles."
 # Of commands that say one sentence.
-SAID = But(without=("json", "force"))
+SAID = Exclude(without=("json", "force"))
 
 Of = Annotated[
     str | None,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.cli.options import Output
 from speq.config import Model, RunConfig
 from speq.measure.settings import CheckSettings
@@ -18,7 +18,7 @@ UNUSED = ("draft_length", "drafter", "head", "profile", "tpot_slo_ms", "latency_
 def check(
     model: Model,
     settings: CheckSettings,
-    run: Annotated[RunConfig, But(without=UNUSED)],
+    run: Annotated[RunConfig, Exclude(without=UNUSED)],
     output: Output,
 ) -> None:
     """Compare our exact path, teacher-forced, with plain transformers.

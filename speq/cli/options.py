@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.config import RunConfig
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch
@@ -83,7 +83,7 @@ class Output(Options):
 
 
 # Of commands whose results are folders, or talk.
-ON_SCREEN = But(without=("json", "force"))
+ON_SCREEN = Exclude(without=("json", "force"))
 # Time left is told by the pace of so long: layers and settings take a minute or more.
 SPEED_PERIOD_S = 600
 # Work that is done sooner shows no bar.

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from speq.cli import options as opt
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.config import Model, RunConfig
 from speq.pipeline.settings import StageSettings
 
@@ -22,7 +22,7 @@ DECIDED = (
 def stage(
     model: Model,
     settings: StageSettings,
-    run: Annotated[RunConfig, But(without=DECIDED)],
+    run: Annotated[RunConfig, Exclude(without=DECIDED)],
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Run some layers of a model for a command that was given --stages elsewhere.

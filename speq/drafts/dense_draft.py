@@ -32,7 +32,7 @@ class Shape(Protocol):
     def columns(self) -> int: ...
 
 
-# Bits of each part, by what --draft-dense says.
+# Bits of each part, by what draft_dense says.
 WIDTHS: Mapping[str, Mapping[str, int]] = {
     "none": {},
     "shared": {"mlp": 4},

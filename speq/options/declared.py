@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from speq.errors import SpeqError
-from speq.options.kinds import Kind
+from speq.options.kinds import OptionType
 
 # The default of an option that must be given.
 REQUIRED: Any = ...
@@ -19,15 +19,23 @@ REQUIRED: Any = ...
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """help: sentences for users; argument: commands take it by its place."""
+    """help: sentences for users; argument: commands take it by its place; by_set: commands take it
+    as `--set NAME=VALUE`, since few users need it.
+    """
 
     help: str
-    kind: Kind
+    kind: OptionType
     argument: bool = False
+    by_set: bool = False
+
+    @property
+    def description(self) -> str:
+        """The help, and what is taken."""
+        return " ".join(filter(None, [self.help, self.kind.limits]))
 
 
 @dataclass(frozen=True, slots=True)
-class Some:
+class Nested:
     """Options of another dataclass, held as a dictionary."""
 
     config: type
@@ -40,7 +48,7 @@ class Some:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """An option and its field. inside: the field of `Some` that it belongs to."""
+    """An option and its field. inside: the field of `Nested` that it belongs to."""
 
     name: str
     option: Option
@@ -79,7 +87,7 @@ def _read(config: type) -> tuple[Declared, ...]:
         for each in _metadata(hints[field.name]):
             if isinstance(each, Option):
                 found.append(Declared(field.name, each, default))
-            if isinstance(each, Some):
+            if isinstance(each, Nested):
                 found += [replace(inner, inside=field.name) for inner in each.declared]
     return tuple(found)
 

@@ -15,7 +15,7 @@ from speq.units import format_bytes, parse_bytes, parse_rate
 MOST_BYTES = 1 << 50
 
 
-class Kind(Protocol):
+class OptionType(Protocol):
     """A kind of values."""
 
     @property
@@ -47,7 +47,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Text(Kind):
+class Text(OptionType):
     """A text.
 
     wanted  what to give instead of an empty one; None: an empty one will do
@@ -68,7 +68,7 @@ class Text(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class File(Kind):
+class File(OptionType):
     """A path.
 
     readable  it must not be a folder, which has nothing to read
@@ -100,8 +100,12 @@ class File(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Switch(Kind):
+class Switch(OptionType):
     """On or off; given without a value on the command line."""
+
+    @property
+    def metavar(self) -> str:
+        return "true/false"
 
     @property
     def accepts(self) -> str:
@@ -121,7 +125,7 @@ class Switch(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Kind):
+class Choice(OptionType):
     """One of some names, and of those in a registry at the time."""
 
     names: tuple[str, ...] = ()
@@ -144,7 +148,7 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Kind):
+class Whole(OptionType):
     """A whole number within bounds, or one of some.
 
     word  what is typed, and may be given, for None
@@ -196,7 +200,7 @@ class Whole(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Number(Kind):
+class Number(OptionType):
     """A number from minimum, which may itself be left out, to maximum."""
 
     maximum: float
@@ -240,7 +244,7 @@ class Number(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Amount(Kind):
+class Amount(OptionType):
     """A number of things, or a share of all there are, such as "50%": held as a float up to 1.
 
     other  what may be given in place of either, and is held as it is
@@ -289,7 +293,7 @@ class Amount(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Size(Kind):
+class Size(OptionType):
     """Bytes, such as "8GiB". kept: the text is what the option holds, once it is understood."""
 
     kept: bool = False
@@ -315,7 +319,7 @@ class Size(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Rate(Kind):
+class Rate(OptionType):
     """Bytes per second, such as "25GB/s"."""
 
     @property
@@ -341,7 +345,7 @@ class Rate(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Several(Kind):
+class ListOf(OptionType):
     """Values of a kind: a sequence, or a text with commas between them.
 
     wanted    what to give, in the error
@@ -350,7 +354,7 @@ class Several(Kind):
     optional  none at all will do
     """
 
-    each: Kind
+    each: OptionType
     wanted: str = "values separated by commas"
     repeated: bool = False
     optional: bool = False

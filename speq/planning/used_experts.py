@@ -127,13 +127,13 @@ def warn(used: UsedExperts, asked: int | float | str | None) -> None:
     if asked == "auto":
         logger.warning(
             "nothing was counted of which experts are used most: only a draft of all of them is "
-            "considered; `speq tune` counts them, and --draft-counts names counts"
+            "considered; `speq tune` counts them, and draft_counts names counts"
         )
     elif used.part(asked).count:
         logger.warning(
             "nothing was counted of which experts are used most: the draft holds the first ones of "
             "each layer by their number, and would draft better with counts, which `speq tune` "
-            "keeps and --draft-counts names"
+            "keeps and draft_counts names"
         )
 
 
