@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speq.config import RunConfig
+from speq.config import ExpertBudgetOptions
 from speq.errors import SpeqError
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import Gate
@@ -63,7 +63,7 @@ class BudgetRules:
         return inside
 
 
-def rules_of(config: RunConfig, layers: int, experts: int, top_k: int) -> BudgetRules | None:
+def rules_of(config: ExpertBudgetOptions, layers: int, experts: int, top_k: int) -> BudgetRules | None:
     """The budget that options ask for, of MoE layers with so many experts; None: all they want.
 
     Raises SpeqError for fewer experts than a token chooses, and for counts of another model.

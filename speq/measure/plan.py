@@ -9,7 +9,7 @@ from typing import Unpack
 
 import torch
 
-from speq.config import DEFAULT_READER_THREADS, NO_PART, SamplingParams
+from speq.config import DEFAULT_READER_THREADS, COUNTS_ALONE, SamplingParams
 from speq.devices.allocator import overhead_bytes
 from speq.devices.named import device_named
 from speq.errors import SpeqError
@@ -116,7 +116,7 @@ def check_exclusions(settings: PlanSettings) -> None:
             "computes: give one of them"
         )
     if settings.draft_counts is not None and settings.draft_experts is None:
-        raise SpeqError(NO_PART)
+        raise SpeqError(COUNTS_ALONE)
     if settings.locality is not None and settings.routes is not None:
         raise SpeqError("locality and routes are given together; give one of them")
 

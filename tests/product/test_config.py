@@ -276,4 +276,4 @@ def test_generation_config_of_the_bundled_model_is_taken() -> None:
 def test_rows_are_given_up_of_trees_or_where_one_says_so(
     options: dict[str, Any], gives_up: bool
 ) -> None:
-    assert RunConfig.of("1GiB", **options).gives_up_rows == gives_up
+    assert RunConfig.of("1GiB", **options).prunes_rows == gives_up

@@ -218,8 +218,8 @@ def test_options_that_few_need_stand_behind_set() -> None:
     for words, sentence in (
         (["graphs"], "--set has 'graphs'; give NAME=VALUE"),
         (["=1"], "--set has '=1'; give NAME=VALUE"),
-        (["colour=1"], "--set has unknown option 'colour'; give one of draft_dense, "),
-        (["codec=raw"], "--set has unknown option 'codec'; give one of draft_dense, "),
+        (["colour=1"], "--set has unknown option 'colour'; give one of graphs, "),
+        (["codec=raw"], "--set has unknown option 'codec'; give one of graphs, "),
         (["graphs=auto", "graphs=none"], "--set has graphs twice; give it once"),
         (["draft_nodes=many"], "--set has 'draft_nodes=many'; draft_nodes takes a number"),
         (["verify_reads=perhaps"], "verify_reads takes true or false"),
