@@ -105,7 +105,7 @@ def tuned_budgets(model: str, settings: Settings) -> set[str]:
         return {
             budget
             for budget in settings.budgets
-            if profiles.wanted(option, opened, device, parse_bytes(budget)) is not None
+            if profiles.find(option, opened, device, parse_bytes(budget)) is not None
         }
     finally:
         opened.close()

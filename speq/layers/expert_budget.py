@@ -63,14 +63,16 @@ class BudgetRules:
         return inside
 
 
-def rules_of(config: ExpertBudgetOptions, layers: int, experts: int, top_k: int) -> BudgetRules | None:
+def rules_of(
+    options: ExpertBudgetOptions, layers: int, experts: int, top_k: int
+) -> BudgetRules | None:
     """The budget that options ask for, of MoE layers with so many experts; None: all they want.
 
     Raises SpeqError for fewer experts than a token chooses, and for counts of another model.
     """
-    if not config.approximates:
+    if not options.approximates:
         return None
-    asked = config.expert_budget
+    asked = options.expert_budget
     most = math.ceil(asked * experts) if isinstance(asked, float) else asked
     if most is not None and not top_k <= most <= experts:
         raise SpeqError(
@@ -78,16 +80,16 @@ def rules_of(config: ExpertBudgetOptions, layers: int, experts: int, top_k: int)
             f"{most} of {experts} experts; each token chooses {top_k}, so give {top_k} to {experts}"
         )
     counts = None
-    if config.expert_counts is not None:
-        known = ExpertCounts.read(config.expert_counts)
-        known.check_sizes(config.expert_counts, layers, experts, top_k)
+    if options.expert_counts is not None:
+        known = ExpertCounts.read(options.expert_counts)
+        known.check_sizes(options.expert_counts, layers, experts, top_k)
         counts = torch.tensor(known.counts)
     return BudgetRules(
         most,
-        config.expert_floor or 0.0,
-        truncate=config.expert_policy == "truncate",
-        residents=config.expert_residents == "free",
-        by_reach=config.expert_rows == "reach",
+        options.expert_floor or 0.0,
+        truncate=options.expert_policy == "truncate",
+        residents=options.expert_residents == "free",
+        by_reach=options.expert_rows == "reach",
         counts=counts,
     )
 

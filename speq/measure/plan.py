@@ -9,7 +9,7 @@ from typing import Unpack
 
 import torch
 
-from speq.config import DEFAULT_READER_THREADS, COUNTS_ALONE, SamplingParams
+from speq.config import COUNTS_ALONE, DEFAULT_READER_THREADS, SamplingParams
 from speq.devices.allocator import overhead_bytes
 from speq.devices.named import device_named
 from speq.errors import SpeqError
@@ -20,7 +20,6 @@ from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
 from speq.heads.head_file import HeadLabel, head_beside, model_digest, read_label
 from speq.heads.predicted_experts import AUTO, head_named
-from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
 from speq.measure.memory_read import MemoryRead, read_gb_per_s
@@ -38,6 +37,7 @@ from speq.planning.candidates import candidates_of, check_parts
 from speq.planning.demand import Budget, DeviceOverhead
 from speq.planning.dense import MemoryContext, settle_dense
 from speq.planning.model_spec import ModelSpec
+from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
 from speq.planning.used_experts import DraftPart, used_experts, warn
 from speq.units import Progress, no_progress
 
@@ -171,7 +171,7 @@ def machine_of(
     device = "cpu" if settings.device == "auto" and opened is None else settings.device
     here = "cpu" if device_named(device).torch.type == "cpu" else "cuda"
     if settings.profile == "auto" and opened is not None and link is None and memory is None:
-        kept = profiles.kept(profiles.key_of(opened, here, settings.memory_budget))
+        kept = profiles.read_kept(profiles.key_of(opened, here, settings.memory_budget))
         if kept is not None:
             return kept
     if link is not None and memory is not None:

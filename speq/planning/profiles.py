@@ -49,7 +49,7 @@ def write(profile: Profile, path: Path) -> None:
     write_whole(path, profile.to_json().encode())
 
 
-def kept(key: ProfileKey) -> Profile | None:
+def read_kept(key: ProfileKey) -> Profile | None:
     """The profile of that key, if there is one. Raises SpeqError where it is damaged."""
     path = kept_path(key)
     if path is None or not path.exists():
@@ -60,7 +60,7 @@ def kept(key: ProfileKey) -> Profile | None:
     return profile
 
 
-def wanted(option: str, opened: Opened, device: str, budget_bytes: int) -> Profile | None:
+def find(option: str, opened: Opened, device: str, budget_bytes: int) -> Profile | None:
     """The profile that a run goes by.
 
     option  "auto": the one kept for this very run, if there is one; "none"; or a file, whose budget
@@ -70,7 +70,7 @@ def wanted(option: str, opened: Opened, device: str, budget_bytes: int) -> Profi
         return None
     key = key_of(opened, device, budget_bytes)
     if option == "auto":
-        return kept(key)
+        return read_kept(key)
     profile = read(Path(option))
     theirs = profile.key
     if theirs.model != key.model:

@@ -34,7 +34,7 @@ from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import candidates_of
-from speq.planning.choose_plan import PlanDecision, choose_plan
+from speq.planning.choose_plan import PlanChooser, PlanDecision
 from speq.planning.demand import Budget
 from speq.planning.device_trial import TIMED_PASSES, DeviceTrial, Use, copied_s, some_records
 from speq.planning.fitting import fit
@@ -150,7 +150,12 @@ def planned(
     config = RunConfig.of(BUDGET_BYTES, **({"draft_length": "auto", "device": "cpu"} | options))
     longest = {} if config.draft_length is None else {"longest_draft": config.draft_length}
     budget = Budget(BUDGET_BYTES, 64, on_cpu=True, **longest)
-    return choose_plan(model_spec, budget, config, made, lambda codecs: survey or never(codecs))
+    chooser = chooser_of(model_spec, budget, config)
+    return chooser.choose(made, lambda codecs: survey or never(codecs))
+
+
+def chooser_of(model_spec: ModelSpec, budget: Budget, config: RunConfig) -> PlanChooser:
+    return PlanChooser(model_spec, budget, config, config.codec, config.prefetch != "none")
 
 
 # In the runtime.
@@ -497,7 +502,7 @@ def test_the_draft_goes_exactly_where_it_leaves_fewer_than_two_slots(
     for size in range(1 << 20, 3 << 20, 4096):
         try:
             budget = Budget(size, 64, on_cpu=True)
-            made = choose_plan(model_spec, budget, config, None, lambda codecs: WINS)
+            made = chooser_of(model_spec, budget, config).choose(None, lambda codecs: WINS)
         except SpeqError:
             continue
         fits.append((size, made.residency_plan.drafts, made.memory.slots))
@@ -637,7 +642,7 @@ def test_a_file_of_another_budget_or_version_is_said_to_be(
     file = written(tmp_path, replace(made, key=key))
     opened = open_model(model)
     try:
-        assert profiles.wanted(str(file), opened, "cpu", BUDGET_BYTES) == replace(made, key=key)
+        assert profiles.find(str(file), opened, "cpu", BUDGET_BYTES) == replace(made, key=key)
     finally:
         opened.close()
     assert "within 1 GiB; its speeds are taken for 2.5 MiB too" in caplog.text
@@ -716,7 +721,7 @@ def on_device(model: Path, survey: Survey | None, budget_bytes: int) -> PlanDeci
 
     config = RunConfig.of(budget_bytes, device="cuda", draft_length=0)
     budget = Budget(budget_bytes, 64, on_cpu=False, longest_draft=0)
-    settled = choose_plan(model_spec, budget, config, None, surveyed)
+    settled = chooser_of(model_spec, budget, config).choose(None, surveyed)
     assert tried == ([] if survey is None else ["raw", "lossless"])
     return settled
 

@@ -22,10 +22,10 @@ from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
-from speq.load import prior_of
 from speq.measure.plan import plan
 from speq.models.opened import open_model
 from speq.planning import used_experts
+from speq.planning.run_governor import profile_prior
 from speq.planning.used_experts import DraftPart, UsedExperts
 from speq.routing import Route
 from tests.helpers.cells import Cell, Folder, Folders
@@ -176,9 +176,9 @@ def test_a_part_is_expected_to_stand_less_often() -> None:
     # A profile is of a draft of all experts.
     key = ProfileKey("weights", "cpu: some", 1, "1")
     measured = Profile(key, ((1.0, 1.0),), 0.0, 0.0, 1, 0.0, 0.1, ((1.0, 1.0),), acceptance=0.9)
-    assert prior_of(measured, whole).acceptance == 0.9
-    assert prior_of(measured, part).acceptance == pytest.approx(0.54)
-    assert prior_of(replace(measured, acceptance=None), part).acceptance is None
+    assert profile_prior(measured, whole).acceptance == 0.9
+    assert profile_prior(measured, part).acceptance == pytest.approx(0.54)
+    assert profile_prior(replace(measured, acceptance=None), part).acceptance is None
 
 
 def copied(model: Path, to: Path) -> Path:

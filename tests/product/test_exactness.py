@@ -69,7 +69,7 @@ def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(store: ExpertStore) -> Fetch:
         return Reordering(fetch_from(store), seed=3)
 
-    monkeypatch.setattr("speq.runtime.fetch_from", fetch)
+    monkeypatch.setattr("speq.engine_layout.fetch_from", fetch)
 
 
 def run_cell(

@@ -91,7 +91,10 @@ TABLE = {
         ("speq.planning",), (*BELOW_MODELS, "models", "heads", "governor", "drafts", "planning")
     ),
     "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
-    "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
+    "loading": Layer(("speq.loading",), (*BELOW_LOAD, "loading")),
+    "runtime": Layer(
+        ("speq.load", "speq.engine_layout", "speq.runtime"), (*BELOW_LOAD, "loading", "runtime")
+    ),
     # Options that commands have, which should not wait for torch.
     "stage options": Layer(
         ("speq.pipeline.settings",), ("leaves", "stage options"), never=("torch", "transformers")
@@ -105,7 +108,16 @@ TABLE = {
     "generator": Layer(
         ("speq.engine.batch", "speq.generator", "speq.async_generator"),
         (
-            *("leaves", "devices", "models", "decode", "runtime", "stage options", "stages"),
+            *(
+                "leaves",
+                "devices",
+                "models",
+                "decode",
+                "planning",
+                "runtime",
+                "stage options",
+                "stages",
+            ),
             *("text", "generator"),
         ),
     ),

@@ -293,7 +293,7 @@ def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
         told.append((list(sizes), recorded))
         return 5
 
-    beside = replace(loaded.budget(context), beside=DeviceOverhead(None, overhead))
+    beside = replace(loaded.budget_for(context), beside=DeviceOverhead(None, overhead))
     demand = demand_of(loaded.model_spec, runtime.residency_plan, beside)
     assert demand.overhead is not None and demand.overhead(context) == 5
     assert told == [(made, False)]

@@ -1,0 +1,39 @@
+"""The governor of a run, with what a plan or a profile knows beforehand."""
+
+from dataclasses import replace
+
+from speq.config import DraftOptions
+from speq.governor.adaptive import make_governor
+from speq.governor.draft_length import Governor
+from speq.governor.planner import acceptance_of_part
+from speq.governor.prior import Prior
+from speq.governor.profile import Profile
+from speq.governor.residency_plan import ResidencyPlan
+from speq.planning.choose_plan import PlanDecision, objectives_of
+
+
+def run_governor(
+    drafts: DraftOptions, profile: Profile | None, decision: PlanDecision, secondary: str | None
+) -> Governor:
+    """A profile knows INT4 drafts, and a plan those of a head whose acceptance was measured; of
+    others nothing is known beforehand.
+
+    secondary  the drafter besides the run's own
+    """
+    plan, prior = decision.residency_plan, None
+    if plan.drafter in ("int4", "head"):
+        prior = decision.prior
+    if plan.drafter == "int4" and profile is not None:
+        prior = profile_prior(profile, plan)
+    longest, nodes = (decision.longest, drafts.draft_nodes) if plan.drafts else (0, None)
+    objectives = objectives_of(drafts)
+    return make_governor(drafts.draft_length, objectives, prior, longest, nodes, secondary)
+
+
+def profile_prior(profile: Profile, residency_plan: ResidencyPlan) -> Prior:
+    """The profile's, which knows drafts of all experts, for a draft that may hold a part."""
+    prior = Prior.of_profile(profile)
+    if prior.acceptance is None:
+        return prior
+    acceptance = acceptance_of_part(prior.acceptance, residency_plan.draft_covers)
+    return replace(prior, acceptance=acceptance)
