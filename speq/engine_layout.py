@@ -33,11 +33,11 @@ from speq.files.alignment import aligned_bytes
 from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import FixedDraftLength
-from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.expert_budget import LayerBudgets
 from speq.load import Loaded
 from speq.models.kv_cache import KVCache
 from speq.planning.candidates import drafter_of
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.memory import MemoryPlan
 from speq.registries import DRAFTERS
 from speq.scheduler.device_clock import DeviceClock

@@ -19,7 +19,6 @@ from speq.engine.engine import Engine
 from speq.engine_layout import EngineLayout
 from speq.errors import SpeqError
 from speq.experts.packed_store import PackedExpertStore, Verified
-from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.draft_experts import DraftExperts
 from speq.load import Loaded
 from speq.models.layer_range import RemoteStages
@@ -27,6 +26,7 @@ from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.models.shape import ModelShape
 from speq.planning.choose_plan import replan
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import demand_of
 from speq.planning.fitting import FittingPlan, fit
 from speq.planning.memory import Demand, MemoryPlan

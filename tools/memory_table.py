@@ -4,10 +4,10 @@ from functools import partial
 from pathlib import Path
 
 from speq.files.published_format import WORDS
-from speq.governor.locality import Locality
-from speq.governor.presets import preset
 from speq.planning.assumptions import Assumptions
 from speq.planning.budget_plan import plan
+from speq.planning.cost.locality import Locality
+from speq.planning.cost.presets import preset
 from speq.planning.demand import Budget
 from speq.planning.memory import BudgetTooSmall
 from speq.planning.model_spec import ModelSpec

@@ -17,13 +17,13 @@ from typing import Any
 
 from speq.bench.settings import PaperSystemsSettings as Settings
 from speq.files.atomic_file import check_target
-from speq.governor.locality import PUBLISHED, Locality
-from speq.governor.planner import Outlook
-from speq.governor.presets import preset
-from speq.governor.residency_plan import ResidencyPlan
 from speq.measure.report import Column, Report
 from speq.planning.assumptions import Assumptions
 from speq.planning.budget_plan import BudgetPlan, plan
+from speq.planning.cost.locality import PUBLISHED, Locality
+from speq.planning.cost.planner import Outlook
+from speq.planning.cost.presets import preset
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.model_spec import ModelSpec
 from speq.units import parse_bytes

@@ -12,10 +12,10 @@ from speq.bench.replay.replay import Replay, Scheduling, Times
 from speq.bench.settings import LocalitySettings as Settings
 from speq.errors import checked_int
 from speq.files.atomic_file import check_target
-from speq.governor.locality import Locality
 from speq.measure.report import Column, Report
 from speq.measure.route_trace import RouteTrace, TraceStep
 from speq.measure.routes import curve_of
+from speq.planning.cost.locality import Locality
 from speq.units import Progress, tracked
 
 # Eviction and prefetching.

@@ -9,8 +9,8 @@ from speq.measure.settings import PlanSettings
 from speq.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from speq.governor.presets import Rates
     from speq.planning.budget_plan import BudgetPlan
+    from speq.planning.cost.presets import Rates
 
 
 def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
@@ -19,7 +19,7 @@ def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
     A model's config.json is enough, in a folder or on the hub: nothing is loaded. Expected times
     are good for telling ways apart; a run measures its own.
     """
-    from speq.governor.presets import PRESETS
+    from speq.planning.cost.presets import PRESETS
 
     if settings.preset == "?":
         show_presets(PRESETS)

@@ -10,8 +10,8 @@ from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
-from speq.governor.residency_plan import ResidencyPlan
 from speq.models.opened import Opened
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.host_memory import host_plan
 from speq.planning.model_spec import ModelSpec

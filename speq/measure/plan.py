@@ -14,9 +14,6 @@ from speq.devices.allocator import overhead_bytes
 from speq.devices.named import device_named
 from speq.errors import SpeqError
 from speq.files.checkpoint import has_weights, locate_config
-from speq.governor import presets
-from speq.governor.locality import CURVES, Locality
-from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
 from speq.heads.head_file import HeadLabel, head_beside, model_digest, read_label
 from speq.heads.predicted_experts import AUTO, head_named
@@ -34,6 +31,9 @@ from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
 from speq.planning.budget_plan import BudgetPlan
 from speq.planning.budget_plan import plan as make_plan
 from speq.planning.candidates import candidates_of, check_parts
+from speq.planning.cost import presets
+from speq.planning.cost.locality import CURVES, Locality
+from speq.planning.cost.presets import MEMORY_SHARE, Rates
 from speq.planning.demand import Budget, DeviceOverhead
 from speq.planning.dense import MemoryContext, settle_dense
 from speq.planning.model_spec import ModelSpec

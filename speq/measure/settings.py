@@ -18,9 +18,9 @@ from speq.config import (
     Profile,
     RunConfig,
 )
-from speq.governor.locality import CURVES
 from speq.options.declared import Nested, Option, Options
 from speq.options.kinds import Choice, File, Number, Rate, Text, Whole
+from speq.planning.cost.locality import CURVES
 
 Prompts = Annotated[
     Path | None,

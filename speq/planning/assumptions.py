@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from speq.governor.locality import Locality, RouteCurve, nearest_curve
-from speq.governor.planner import Outlook, PassBytes, Speeds
-from speq.governor.presets import Rates
 from speq.governor.profile import Profile
-from speq.governor.residency_plan import ResidencyPlan
 from speq.governor.roofline import Link
-from speq.governor.survey import Survey
 from speq.models.shape import ModelShape
+from speq.planning.cost.locality import Locality, RouteCurve, nearest_curve
+from speq.planning.cost.planner import Outlook, PassBytes, Speeds
+from speq.planning.cost.presets import Rates
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
 
 # That a token drafted by INT4 experts stands, where it was never measured: "over 90 %" in MoE-SpeQ
 # 4.5; 0.92 to 0.98 on the bundled model.

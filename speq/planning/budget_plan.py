@@ -1,18 +1,18 @@
 """What fits a budget and what it would give, before anything is loaded: `speq plan`.
 
 Memory is planned by the same code as a run's (`speq.planning.memory`); times are the governor's
-(`speq.governor.planner`).
+(`speq.planning.cost.planner`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from speq.governor.planner import choose
-from speq.governor.residency_plan import ResidencyPlan
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import candidates_of, with_measured_head
 from speq.planning.choose_plan import outlook_of
+from speq.planning.cost.planner import choose
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.fitting import fit, fit_all, least_refusal
 from speq.planning.host_memory import HostPlan, host_plan

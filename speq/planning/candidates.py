@@ -8,7 +8,7 @@ from speq.config import DraftOptions
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.expert_store import ExpertStore
-from speq.governor.residency_plan import ResidencyPlan
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.model_spec import ModelSpec
 from speq.planning.used_experts import WHOLE, DraftPart
 from speq.registries import DRAFTERS

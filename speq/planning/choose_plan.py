@@ -14,14 +14,14 @@ from speq.config import DraftOptions
 from speq.experts.codec import codec_of
 from speq.governor.draft_length import LONGEST
 from speq.governor.objectives import Objectives, longest_within
-from speq.governor.planner import Outlook, choose
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.governor.residency_plan import ResidencyPlan
-from speq.governor.survey import Survey
 from speq.kernels import library
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import drafter_of, open_candidates
+from speq.planning.cost.planner import Outlook, choose
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.fitting import FittingPlan, fit, fit_all, least_refusal, smallest
 from speq.planning.host_memory import host_plan

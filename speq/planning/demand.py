@@ -13,13 +13,13 @@ from speq.experts.encoding_store import encoding_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST, LONGEST_SIDE
-from speq.governor.residency_plan import ResidencyPlan
 from speq.heads.head_context import ROWS as HEAD_ROWS
 from speq.kernels.dense_ops import product_scratch_bytes
 from speq.kernels.library import KERNELS
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.memory import Demand
 from speq.planning.model_spec import ModelSpec
 

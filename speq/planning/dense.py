@@ -12,8 +12,8 @@ from speq.errors import SpeqError
 from speq.files.alignment import aligned_bytes
 from speq.files.checkpoint import Checkpoint
 from speq.files.range_file import ENDS_BYTES
-from speq.governor.residency_plan import ResidencyPlan
 from speq.kernels import dense_ops, library, ops
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.fitting import fit_all
 from speq.planning.model_spec import ModelSpec

@@ -10,10 +10,10 @@ from speq.devices.device import Accelerator
 from speq.experts.codec import ExpertCodec, codec_of
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.files.alignment import aligned_bytes
-from speq.governor.presets import LAYER_S
-from speq.governor.survey import Survey
 from speq.kernels.grouping import Grouping
 from speq.models.shape import ModelShape
+from speq.planning.cost.presets import LAYER_S
+from speq.planning.cost.survey import Survey
 
 # Words of experts that a device runs to be timed, of several passes: more than its caches hold.
 RUN_BYTES = 192 << 20

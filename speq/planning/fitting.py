@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from speq.experts.codec import codec_of
 from speq.files.alignment import aligned
-from speq.governor.residency_plan import ResidencyPlan
 from speq.planning import memory
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, demand_of
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.model_spec import ModelSpec

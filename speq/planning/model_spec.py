@@ -14,13 +14,13 @@ from speq.experts.expert_store import reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
 from speq.files.published_format import WORDS, format_of
-from speq.governor.planner import PassBytes
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
+from speq.planning.cost.planner import PassBytes
 from speq.planning.used_experts import WHOLE, DraftPart
 
 # Of an expert's record a draft's codes of it take this at most.

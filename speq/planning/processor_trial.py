@@ -14,12 +14,12 @@ from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.random_expert import random_expert
 from speq.files.alignment import aligned_bytes
-from speq.governor.presets import LAYER_S, MEMORY_SHARE
-from speq.governor.survey import Survey
 from speq.kernels import ops
 from speq.kernels.grouping import Grouping
 from speq.models.opened import Opened
 from speq.models.shape import ModelShape
+from speq.planning.cost.presets import LAYER_S, MEMORY_SHARE
+from speq.planning.cost.survey import Survey
 from speq.planning.layer_trial import PassTimes, layer_bytes, passes_s
 from speq.units import Clock
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from speq.config import DraftOptions
 from speq.governor.adaptive import make_governor
 from speq.governor.draft_length import Governor
-from speq.governor.planner import acceptance_of_part
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.governor.residency_plan import ResidencyPlan
 from speq.planning.choose_plan import PlanDecision, objectives_of
+from speq.planning.cost.planner import acceptance_of_part
+from speq.planning.cost.residency_plan import ResidencyPlan
 
 
 def run_governor(

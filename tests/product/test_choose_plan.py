@@ -27,7 +27,6 @@ from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.objectives import Objectives
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.governor.survey import Survey
 from speq.heads.head_file import head_beside
 from speq.measure import codec_speed
 from speq.models.opened import open_model
@@ -35,6 +34,7 @@ from speq.planning import profiles
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import candidates_of
 from speq.planning.choose_plan import PlanChooser, PlanDecision
+from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.device_trial import TIMED_PASSES, DeviceTrial, Use, copied_s, some_records
 from speq.planning.fitting import fit

@@ -13,7 +13,6 @@ from speq import Generator, SpeqError
 from speq.config import RunConfig
 from speq.devices.device import Processor
 from speq.drafts.dense_draft import DenseDraft
-from speq.governor.residency_plan import ResidencyPlan
 from speq.kernels import dense_ops, library, ops
 from speq.kernels.library import KERNELS
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
@@ -26,6 +25,7 @@ from speq.models.dense import encode_dense, held_bytes, held_matrices, hold_dens
 from speq.models.dense_form import DenseForm
 from speq.models.opened import Opened, open_model
 from speq.planning.candidates import candidates_of
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, demand_of
 from speq.planning.dense import DenseTrial, MemoryContext, settle_dense
 from speq.planning.model_spec import ModelSpec

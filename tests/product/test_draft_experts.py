@@ -16,15 +16,15 @@ from speq.config import RunConfig
 from speq.drafts import draft_file
 from speq.drafts.draft_source import open_draft
 from speq.experts.int4 import Int4Arena, Int4Layout
-from speq.governor.planner import acceptance_of_part
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
 from speq.measure.plan import plan
 from speq.models.opened import open_model
 from speq.planning import used_experts
+from speq.planning.cost.planner import acceptance_of_part
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.run_governor import profile_prior
 from speq.planning.used_experts import DraftPart, UsedExperts
 from speq.routing import Route

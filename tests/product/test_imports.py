@@ -44,7 +44,7 @@ BELOW_MODELS = (
     *("leaves", "devices", "reference", "kernels", "files", "experts", "expert counts", "layers"),
 )
 BELOW_DECODE = (*BELOW_MODELS, "models", "heads", "scheduler", "governor")
-BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning")
+BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning costs", "planning")
 TABLE = {
     "leaves": Layer(LEAVES, ("leaves",), never=("transformers",)),
     "reference": Layer(
@@ -87,8 +87,14 @@ TABLE = {
         ("speq.governor",), ("leaves", "governor"), never=("torch", "transformers", "numpy")
     ),
     "decode": Layer(("speq.engine",), (*BELOW_DECODE, "decode")),
+    "planning costs": Layer(
+        ("speq.planning.cost",),
+        ("leaves", "governor", "planning costs"),
+        never=("torch", "transformers", "numpy"),
+    ),
     "planning": Layer(
-        ("speq.planning",), (*BELOW_MODELS, "models", "heads", "governor", "drafts", "planning")
+        ("speq.planning",),
+        (*BELOW_MODELS, "models", "heads", "governor", "drafts", "planning costs", "planning"),
     ),
     "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
     "loading": Layer(("speq.loading",), (*BELOW_LOAD, "loading")),
@@ -351,7 +357,7 @@ def test_checker_leaves_good_code_alone() -> None:
     [
         "speq",
         "speq.governor.draft_length",
-        "speq.governor.planner",
+        "speq.planning.cost.planner",
         "speq.stats",
         "speq.config",
         "speq.planning.memory",

@@ -11,11 +11,11 @@ import torch
 
 from speq.config import RunConfig
 from speq.errors import SpeqError
-from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.int4_matrix import Int4Matrix
 from speq.load import load
 from speq.models.opened import open_model
 from speq.models.shape import ModelShape
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, DeviceOverhead, demand_of, kept_bytes
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import Demand, MemoryPlan, plan

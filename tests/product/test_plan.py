@@ -22,20 +22,20 @@ from speq.experts.codec import codec_of
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import Packing, pack
 from speq.governor.adaptive import AdaptiveDraftLength
-from speq.governor.locality import BUNDLED, PUBLISHED, Locality, RouteCurve, nearest_curve
-from speq.governor.planner import Outlook, PassBytes, Speeds, choose
-from speq.governor.presets import PRESETS, preset
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.residency_plan import ResidencyPlan
 from speq.governor.roofline import Link
 from speq.governor.step_model import StepModel
-from speq.governor.survey import Survey
 from speq.load import load
 from speq.measure.plan import plan as plan_call
 from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
 from speq.planning.assumptions import Assumptions
 from speq.planning.budget_plan import BudgetPlan, plan
+from speq.planning.cost.locality import BUNDLED, PUBLISHED, Locality, RouteCurve, nearest_curve
+from speq.planning.cost.planner import Outlook, PassBytes, Speeds, choose
+from speq.planning.cost.presets import PRESETS, preset
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.model_spec import ModelSpec
 from speq.runtime import Runtime

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from speq.experts.codec import ExpertShape
 from speq.experts.int4 import Int4Layout
-from speq.governor.presets import LAYER_S
 from speq.models.opened import open_model
 from speq.planning import layer_trial, processor_trial
+from speq.planning.cost.presets import LAYER_S
 from speq.planning.layer_trial import DEEP, PASSES, WIDE, PassTimes, passes_s
 from speq.planning.processor_trial import LEAST_LAYER_S, ProcessorTrial, narrowed
 from speq.routing import Route

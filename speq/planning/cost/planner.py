@@ -15,13 +15,13 @@ from typing import NamedTuple
 from speq.errors import SpeqError, present
 from speq.governor.averages import LinearFit
 from speq.governor.draft_length import LENGTHS
-from speq.governor.locality import Locality
-from speq.governor.presets import Rates
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.governor.residency_plan import ResidencyPlan
 from speq.governor.roofline import Link, StepEstimate, accepted_tokens
-from speq.governor.survey import Survey
+from speq.planning.cost.locality import Locality
+from speq.planning.cost.presets import Rates
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
 
 # The share of transfers that computation might hide and does not: on demand, and with three-phase
 # prefetching along a draft. Both are from `speq bench schedule` on the widened model, f = 0.5 and
