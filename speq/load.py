@@ -43,7 +43,7 @@ from speq.planning import profiles
 from speq.planning.candidates import check_codec, open_candidates, secondary_drafter
 from speq.planning.choose_plan import PlanChooser, PlanDecision
 from speq.planning.demand import Budget
-from speq.planning.dense import MemoryContext, settle_dense
+from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.memory import MemoryPlan
 from speq.planning.model_spec import ModelSpec
 from speq.planning.run_budget import check_free_memory, first_context, run_budget
@@ -159,7 +159,7 @@ def load(
         budget = replace(budget, context=context)
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
         room = MemoryContext(budget, ways)
-        spec = settle_dense(spec, experts.dense, room, dense_trial(opened, budget))
+        spec = choose_dense_form(spec, experts.dense, room, dense_trial(opened, budget))
         chooser = PlanChooser(spec, budget, drafts, codec, transfer.prefetch != "none")
         decision = chooser.choose(profile, survey_trial(opened, device, spec, budget).survey)
         check_free_memory(decision.memory, memory.memory_budget, device)

@@ -18,7 +18,7 @@ from speq.cli.from_dataclass import CommandParameter
 from speq.cli.options import Output
 from speq.config import RunConfig, SamplingParams
 from speq.measure.settings import PlanSettings, TuneSettings
-from speq.options.declared import Declared, declared
+from speq.options.declared import Declared, declared_options
 from speq.pipeline.settings import StagesSettings
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
 from speq.server.ray_settings import RaySettings
@@ -94,7 +94,7 @@ def typed_module() -> str:
 def _typed_dict(name: str, configs: tuple[type, ...], without: tuple[str, ...]) -> str:
     lines = [f"\nclass {name}(TypedDict, total=False):\n"]
     for config in configs:
-        for option in declared(config):
+        for option in declared_options(config):
             if option.name not in without:
                 lines.append(f"    {option.name}: {annotation(option)}\n")
                 lines.append(_docstring(option.option.help))
@@ -119,7 +119,7 @@ def annotation(option: Declared) -> str:
 def options_page() -> str:
     """docs/options.md."""
     shared = "".join(
-        f"\n## {title}\n\n{text}\n\n{option_table(declared(config))}"
+        f"\n## {title}\n\n{text}\n\n{option_table(declared_options(config))}"
         for config, (title, text) in SHARED.items()
     )
     return PAGE + shared + "\n## Commands\n" + "".join(_commands())
@@ -156,12 +156,12 @@ def _shared(config: type, options: tuple[Declared, ...]) -> str:
     title = SHARED[config][0].lower()
     text = f"[{title}](#{title.replace(' ', '-')})"
     found = {option.name: option for option in options}
-    left_out = [_flag(each) for each in declared(config) if each.name not in found]
+    left_out = [_flag(each) for each in declared_options(config) if each.name not in found]
     if left_out:
         text += f" without {', '.join(left_out)}"
     changed = [
         f"{_flag(each)} {_default(found[each.name])}"
-        for each in declared(config)
+        for each in declared_options(config)
         if each.name in found and found[each.name].default != each.default
     ]
     return text + (f" (default {', '.join(changed)})" if changed else "")

@@ -27,7 +27,7 @@ from speq.generator import Generator
 from speq.measure.report import Column, Report, print_table
 from speq.measure.runs import runs_of
 from speq.options.assignments import parse_assignments
-from speq.options.declared import declared
+from speq.options.declared import declared_options
 from speq.units import Progress, format_bytes, parse_bytes, tracked
 
 MEDIANS = (
@@ -82,7 +82,7 @@ class Cell:
     def options(self, settings: Settings) -> dict[str, Any]:
         """Those of the run. Raises SpeqError for what is no option."""
         named = f"variant {self.variant!r}"
-        return settings.run | parse_assignments(named, self.variant.split(), declared(RunConfig))
+        return settings.run | parse_assignments(named, self.variant.split(), declared_options(RunConfig))
 
 
 @single_shot.offered()

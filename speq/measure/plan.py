@@ -35,7 +35,7 @@ from speq.planning.cost import presets
 from speq.planning.cost.locality import CURVES, Locality
 from speq.planning.cost.presets import MEMORY_SHARE, Rates
 from speq.planning.demand import Budget, DeviceOverhead
-from speq.planning.dense import MemoryContext, settle_dense
+from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
 from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
 from speq.planning.used_experts import DraftPart, used_experts, warn
@@ -82,7 +82,7 @@ def plan_of(
         beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
         budget = replace(budget, beside=beside, graphs=True)
     room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
-    form = settle_dense(model_spec, settings.dense, room, trial=None).dense.name
+    form = choose_dense_form(model_spec, settings.dense, room, trial=None).dense.name
     model_spec = room.with_dense(model_spec, form, usual=True)
     return make_plan(model_spec, budget, assumptions(model_spec, machine, settings))
 

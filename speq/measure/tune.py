@@ -95,7 +95,7 @@ def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
         return settings.out
     with closing(open_model(model)) as opened:
         device = device_named(settings.run.get("device", "auto")).torch.type
-        path = profiles.kept_path(profiles.key_of(opened, device, settings.memory_budget))
+        path = profiles.profile_path(profiles.key_of(opened, device, settings.memory_budget))
     if path is None:
         raise SpeqError("this user has no home to keep the profile in; name a file with --out")
     check_target(path, force=True)

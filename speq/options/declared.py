@@ -42,8 +42,8 @@ class Nested:
     without: tuple[str, ...] = ()
 
     @property
-    def declared(self) -> "tuple[Declared, ...]":
-        return tuple(each for each in declared(self.config) if each.name not in self.without)
+    def declared_options(self) -> "tuple[Declared, ...]":
+        return tuple(each for each in declared_options(self.config) if each.name not in self.without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Declared:
         return self.option.kind.text(value)
 
 
-def declared(config: type) -> tuple[Declared, ...]:
+def declared_options(config: type) -> tuple[Declared, ...]:
     """The options of a dataclass, in their order."""
     if config not in _DECLARED:
         _DECLARED[config] = _read(config)
@@ -103,7 +103,7 @@ class Options:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for each in declared(type(self)):
+        for each in declared_options(type(self)):
             if each.inside is None:
                 object.__setattr__(self, each.name, each.check(getattr(self, each.name)))
 
@@ -124,7 +124,7 @@ def build(config: type[Config], given: Mapping[str, Any], known: tuple[str, ...]
 
     known  names that the caller takes itself, for the sentence
     """
-    options = declared(config)
+    options = declared_options(config)
     refuse_unknown(given, (*(each.name for each in options), *known))
     missing = [each.name for each in options if each.required and each.name not in given]
     if missing:
@@ -143,7 +143,7 @@ def build(config: type[Config], given: Mapping[str, Any], known: tuple[str, ...]
 
 def split(given: Mapping[str, Any], *configs: type[Options]) -> tuple[Any, ...]:
     """Each dataclass with those of the options that are its own."""
-    names = [tuple(each.name for each in declared(config)) for config in configs]
+    names = [tuple(each.name for each in declared_options(config)) for config in configs]
     refuse_unknown(given, tuple(name for each in names for name in each))
     return tuple(
         build(config, {name: given[name] for name in own if name in given})

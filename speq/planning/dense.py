@@ -121,7 +121,7 @@ class MemoryContext:
         return any(way.slots == model_spec.count for way, _ in fitting)
 
 
-def settle_dense(
+def choose_dense_form(
     model_spec: ModelSpec, form: str, room: MemoryContext, trial: Callable[[], DenseTrial] | None
 ) -> ModelSpec:
     """The model with its dense matrices in the form of the option, or in that which is best here.

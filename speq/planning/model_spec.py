@@ -86,7 +86,7 @@ class ModelSpec:
             words=words,
             codec=codec,
             published=True,
-            draft=worthwhile(Int4Layout(*sizes), codec),
+            draft=useful_draft(Int4Layout(*sizes), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
             reading_bytes=reading_bytes(stored, experts.transposed),
             converted_bytes=0 if computed == words else stored_bytes,
@@ -125,7 +125,7 @@ class ModelSpec:
             words=words,
             codec=store.codec,
             published=store.published,
-            draft=None if draft is None else worthwhile(draft, store.codec),
+            draft=None if draft is None else useful_draft(draft, store.codec),
             dense_draft=dense,
             reading_bytes=store.reading_bytes,
             converted_bytes=opened.converted_bytes(computed),
@@ -216,7 +216,7 @@ class ModelSpec:
         )
 
 
-def worthwhile(draft: Int4Layout, codec: ExpertCodec) -> Int4Layout | None:
+def useful_draft(draft: Int4Layout, codec: ExpertCodec) -> Int4Layout | None:
     """None for dimensions that INT4 codes cannot be packed in, and for a draft that is about as
     large as the experts, as beside MXFP4: slots for these do more in its place.
     """

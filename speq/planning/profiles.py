@@ -31,7 +31,7 @@ def key_of(opened: Opened, device: str, budget_bytes: int) -> ProfileKey:
     )
 
 
-def kept_path(key: ProfileKey) -> Path | None:
+def profile_path(key: ProfileKey) -> Path | None:
     """Where a profile of that key is kept; None for a user without a home."""
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder(PROFILES)
@@ -51,7 +51,7 @@ def write(profile: Profile, path: Path) -> None:
 
 def read_kept(key: ProfileKey) -> Profile | None:
     """The profile of that key, if there is one. Raises SpeqError where it is damaged."""
-    path = kept_path(key)
+    path = profile_path(key)
     if path is None or not path.exists():
         return None
     profile = read(path)

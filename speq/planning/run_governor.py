@@ -8,7 +8,7 @@ from speq.governor.draft_length import Governor
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.planning.choose_plan import PlanDecision, objectives_of
-from speq.planning.cost.planner import acceptance_of_part
+from speq.planning.cost.planner import partial_acceptance
 from speq.planning.cost.residency_plan import ResidencyPlan
 
 
@@ -35,5 +35,5 @@ def profile_prior(profile: Profile, residency_plan: ResidencyPlan) -> Prior:
     prior = Prior.of_profile(profile)
     if prior.acceptance is None:
         return prior
-    acceptance = acceptance_of_part(prior.acceptance, residency_plan.draft_covers)
+    acceptance = partial_acceptance(prior.acceptance, residency_plan.draft_covers)
     return replace(prior, acceptance=acceptance)

@@ -112,7 +112,7 @@ def used_experts(
         return UsedExperts(layers, experts)
     path = named
     if path is None and checkpoint is not None:
-        path = kept_place(checkpoint)
+        path = counts_path(checkpoint)
     if path is None:
         return UsedExperts(layers, experts)
     counts = ExpertCounts.read(path)
@@ -147,7 +147,7 @@ def places(checkpoint: Checkpoint) -> list[Path]:
     return paths
 
 
-def kept_place(checkpoint: Checkpoint) -> Path | None:
+def counts_path(checkpoint: Checkpoint) -> Path | None:
     """Where counts of a model are kept; None: nowhere."""
     # Unlike Path.exists, it takes a locked folder for no.
     return next((path for path in places(checkpoint) if os.path.exists(path)), None)

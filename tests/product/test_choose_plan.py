@@ -244,7 +244,7 @@ def test_a_kept_profile_is_found_and_none_is_none(
 ) -> None:
     monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: WINS)
     made = profile(model, **LOSES)
-    path = profiles.kept_path(made.key)
+    path = profiles.profile_path(made.key)
     assert path is not None and path.is_relative_to(home)
     profiles.write(made, path)
     with running(model, codec="raw") as generator:

@@ -23,7 +23,7 @@ from speq.layers.gates import ScoreGate
 from speq.measure.plan import plan
 from speq.models.opened import open_model
 from speq.planning import used_experts
-from speq.planning.cost.planner import acceptance_of_part
+from speq.planning.cost.planner import partial_acceptance
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.run_governor import profile_prior
 from speq.planning.used_experts import DraftPart, UsedExperts
@@ -168,8 +168,8 @@ def test_the_planner_chooses_among_shares() -> None:
 
 
 def test_a_part_is_expected_to_stand_less_often() -> None:
-    assert acceptance_of_part(0.9, 1.0) == 0.9
-    assert acceptance_of_part(0.9, 0.6) == pytest.approx(0.54)
+    assert partial_acceptance(0.9, 1.0) == 0.9
+    assert partial_acceptance(0.9, 0.6) == pytest.approx(0.54)
     whole = ResidencyPlan("raw", "int4", 1, 1, 1)
     part = replace(whole, draft_experts=3, draft_covers=0.6)
     assert part.name.endswith("of 3 experts a layer")

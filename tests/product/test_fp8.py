@@ -31,7 +31,7 @@ from speq.measure import check
 from speq.measure.plan import plan
 from speq.models.dequantised import state_of
 from speq.models.opened import open_model
-from speq.planning.model_spec import worthwhile
+from speq.planning.model_spec import useful_draft
 from speq.quantizing.models import pack, quantize
 from tests.helpers.cells import Cell, loaded, outcomes
 from tests.helpers.fp8_files import SETTINGS, write_fp8
@@ -316,7 +316,7 @@ def test_other_codecs_are_refused(
 def test_a_draft_as_large_as_the_experts_is_not_offered(published: str, offered: bool) -> None:
     codec = own_codec(ExpertShape(2048, 768, torch.bfloat16, published))
     layout = Int4Layout(2048, 768)
-    assert (worthwhile(layout, codec) is layout) == offered
+    assert (useful_draft(layout, codec) is layout) == offered
 
 
 def test_entropy_of_codes(made: Callable[[str], tuple[Path, Path]]) -> None:

@@ -27,7 +27,7 @@ from speq.config import Model
 from speq.generator import Generator
 from speq.measure.report import Column, print_table
 from speq.options import typed
-from speq.options.declared import Option, build, declared, split
+from speq.options.declared import Option, build, declared_options, split
 from speq.options.kinds import Choice, File, ListOf, Number, Rate, Size, Switch, Text, Whole
 from speq.registries import CACHE_POLICIES
 from speq.units import parse_bytes
@@ -72,7 +72,7 @@ def test_a_throwaway_option_goes_everywhere() -> None:
     assert [(run.patience, run.memory_budget) for run in given] == [(3, 2**30), (7, 2**30)]
     assert all(run.prefetch == "three-phase" for run in given)
     row = "| `--patience` | `N` | `3` | How long to wait. |\n"
-    assert option_table(declared(Throwaway)).count(row) == 1
+    assert option_table(declared_options(Throwaway)).count(row) == 1
 
 
 def test_a_registered_thing_is_a_choice_at_once() -> None:
@@ -210,7 +210,7 @@ def test_options_that_few_need_stand_behind_set() -> None:
     listed = CliRunner().invoke(made, ["--set", "?"])  # needs nothing else
     assert listed.exit_code == 0 and len(given) == 1
     names = [line.partition("=")[0] for line in listed.stdout.splitlines() if line[0] != " "]
-    assert names == [each.name for each in declared(RunConfig) if each.option.by_set]
+    assert names == [each.name for each in declared_options(RunConfig) if each.option.by_set]
     assert {"expert_floor", "graphs", "draft_counts"} <= set(names) and len(names) == 13
     assert "graphs=NAME (default auto)" in listed.stdout
     help_text = CliRunner().invoke(made, ["--help"], env={"COLUMNS": "200"}).stdout
@@ -280,7 +280,7 @@ def test_every_bench_is_a_line_and_a_command() -> None:
 
 def test_a_word_means_the_same_in_every_command() -> None:
     """Each option that has a run's name has its default and takes the same, but for those named."""
-    run = {option.name: option for option in declared(RunConfig)}
+    run = {option.name: option for option in declared_options(RunConfig)}
     own = {
         ("batch", "max_batch"),  # nobody waits for a single text
         ("pack", "codec"),  # what is written, where auto is raw
@@ -345,7 +345,7 @@ def test_json_and_trace_mean_one_thing() -> None:
         )
         assert has == (name not in none), name
         if has:
-            assert options["json"] == declared(Output)[0]
+            assert options["json"] == declared_options(Output)[0]
         assert ("trace" in options) == (name == "generate")
 
 
@@ -383,7 +383,7 @@ def test_typed_options_are_those_of_the_dataclasses() -> None:
         wanted = {
             option.name: option
             for config in configs
-            for option in declared(config)
+            for option in declared_options(config)
             if option.name not in without
         }
         assert list(hints) == list(wanted)

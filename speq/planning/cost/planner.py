@@ -194,7 +194,7 @@ class Drafts(NamedTuple):
         return sum(map(mul, weights, self.stand)) / sum(weights)
 
 
-def acceptance_of_part(acceptance: float, covers: float) -> float:
+def partial_acceptance(acceptance: float, covers: float) -> float:
     """Of a draft that holds a part of the experts, where nothing but this was measured.
 
     acceptance  of one that holds all
@@ -239,7 +239,7 @@ class Outlook:
         """None of a drafter of which nothing is known beforehand."""
         speeds, drafter = self.speeds, residency_plan.drafter
         if drafter == "int4":
-            stand = (acceptance_of_part(self.acceptance, residency_plan.draft_covers),)
+            stand = (partial_acceptance(self.acceptance, residency_plan.draft_covers),)
             return Drafts(stand, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
         if drafter == "head" and self.head_stand:
             return Drafts(self.head_stand, 0.0, speeds.head_token_s, False)
