@@ -169,7 +169,7 @@ class MemoryOptions(Options):
 
 @dataclass(frozen=True)
 class ComputeOptions(Options):
-    """Where and how passes are computed."""
+    """Device, dtype and recording of passes."""
 
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -220,7 +220,7 @@ class ExpertOptions(Options):
 
     @property
     def reads_copies(self) -> bool:
-        """Whether published experts may be read from a packed copy in the cache folder."""
+        """True if published experts may be read from a packed copy in the cache folder."""
         return self.packed_copy == "auto" and self.codec == "auto"
 
 
@@ -313,7 +313,7 @@ class ExpertBudgetOptions(Options):
 
     @property
     def approximates(self) -> bool:
-        """Whether verifications run within an expert budget: output is not exact."""
+        """True if verifications run within an expert budget: output is not exact."""
         return self.expert_budget is not None or self.expert_floor is not None
 
     def check_together(self) -> None:
@@ -384,7 +384,7 @@ class DraftOptions(Options):
 
     @property
     def prunes_rows(self) -> bool:
-        """Whether verifications give up drafted tokens."""
+        """True if verifications give up drafted tokens."""
         by_itself = self.prune_rows == "auto" and self.draft_nodes is not None
         return by_itself or self.prune_rows == "on"
 
@@ -541,6 +541,6 @@ class SamplingParams(Options):
 
     @property
     def penalises(self) -> bool:
-        """Whether a token's odds depend on those before it beyond what the model makes of them."""
+        """True if earlier tokens change probabilities beyond what the model makes of them."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties)

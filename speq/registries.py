@@ -15,7 +15,7 @@ from speq.errors import SpeqError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegistryEntry:
     """thing: the class itself, or where it lies: "module:Class"."""
 
     thing: Any
@@ -28,7 +28,7 @@ class Registry:
     def __init__(self, kind: str, **entries: tuple[str, str]) -> None:
         self.kind = kind
         self._entries = {
-            name.replace("_", "-"): Entry(thing, summary)
+            name.replace("_", "-"): RegistryEntry(thing, summary)
             for name, (thing, summary) in entries.items()
         }
 
@@ -52,14 +52,14 @@ class Registry:
         if isinstance(entry.thing, str):
             module, _, attribute = entry.thing.partition(":")
             thing = getattr(importlib.import_module(module), attribute)
-            entry = self._entries[name] = Entry(thing, entry.summary)
+            entry = self._entries[name] = RegistryEntry(thing, entry.summary)
         return entry.thing
 
     def register(self, name: str, thing: Any, summary: str) -> None:
         """Add one more. Raises SpeqError where the name is taken."""
         if name in self._entries:
             raise SpeqError(f"there is a {self.kind} {name!r} already; choose another name")
-        self._entries[name] = Entry(thing, summary)
+        self._entries[name] = RegistryEntry(thing, summary)
 
     @contextmanager
     def registered(self, name: str, thing: Any, summary: str = "") -> Iterator[None]:
@@ -70,7 +70,7 @@ class Registry:
         finally:
             del self._entries[name]
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> RegistryEntry:
         if name not in self._entries:
             raise SpeqError(f"{self.kind} {name!r} is unknown; give one of {', '.join(self.names)}")
         return self._entries[name]

@@ -89,7 +89,7 @@ class Runtime:
 
     @property
     def records_passes(self) -> bool:
-        """Whether passes of single texts are recorded and launched as a whole."""
+        """True if passes of a single sequence are recorded and launched as a whole."""
         return self._loaded.graphs_on is not None
 
     @property
@@ -178,7 +178,7 @@ class Runtime:
         return self.engine
 
     def has_room(self, context: int) -> bool:
-        """Whether memory is laid out for so many tokens."""
+        """True if memory is laid out for so many tokens."""
         return self._room_for(context)[0] <= self.plan.context
 
     def check(self, context: int) -> None:

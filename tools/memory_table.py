@@ -5,7 +5,7 @@ from pathlib import Path
 
 from speq.files.published_format import WORDS
 from speq.planning.assumptions import Assumptions
-from speq.planning.budget_plan import plan
+from speq.planning.budget_plan import plan_budget
 from speq.planning.cost.locality import Locality
 from speq.planning.cost.presets import preset
 from speq.planning.demand import Budget
@@ -38,7 +38,7 @@ def slots(of: ModelSpec, budget_gib: int) -> dict[tuple[str, bool], int]:
     locality = Locality(experts.num_experts, of.shape.top_k)
     given = Assumptions(preset("rtx-4090"), locality, acceptance=ACCEPTANCE)
     try:
-        made = plan(of, Budget.of(budget_gib * GIB, CONTEXT, True, of.shape), given)
+        made = plan_budget(of, Budget.of(budget_gib * GIB, CONTEXT, True, of.shape), given)
     except BudgetTooSmall:
         return {}
     return {(each.codec, each.drafts): each.slots for each in made.candidates}

@@ -19,7 +19,7 @@ from speq.bench.settings import PaperSystemsSettings as Settings
 from speq.files.atomic_file import check_target
 from speq.measure.report import Column, Report
 from speq.planning.assumptions import Assumptions
-from speq.planning.budget_plan import BudgetPlan, plan
+from speq.planning.budget_plan import BudgetPlan, plan_budget
 from speq.planning.cost.locality import PUBLISHED, Locality
 from speq.planning.cost.planner import Outlook
 from speq.planning.cost.presets import preset
@@ -74,7 +74,7 @@ def systems(model_spec: ModelSpec, budget: Budget) -> list[dict[str, Any]]:
     locality = Locality(experts.num_experts, model_spec.shape.top_k, PUBLISHED)
     machine = preset(PRESET)
     assumptions = Assumptions(machine, locality, ACCEPTANCE, LINK_BYTES_PER_S)
-    made = plan(model_spec, budget, assumptions)
+    made = plan_budget(model_spec, budget, assumptions)
     found = paper_systems(made, assumptions)
     ranked = sorted(PAPER_ORDER, key=lambda name: found[name].tpot_s) if found else []
     best = made.candidates[made.best]
@@ -85,7 +85,7 @@ def systems(model_spec: ModelSpec, budget: Budget) -> list[dict[str, Any]]:
             "codec": candidate.codec,
             "slots": candidate.slots,
             "held": candidate.slots / model_spec.count,
-            "draft_length": candidate.cycle.draft_length,
+            "draft_length": candidate.step.draft_length,
             "tpot_ms": candidate.tpot_s * 1e3,
             "moved_bytes_per_token": candidate.moved_bytes_per_token,
             "paper_place": PAPER_ORDER.index(name) + 1 if name in PAPER_ORDER else None,
@@ -106,7 +106,7 @@ def paper_systems(made: BudgetPlan, assumptions: Assumptions) -> dict[str, Resid
     return {
         "moe-speq": raw[True],
         "sm": raw[False],
-        "sc": outlook.weighed(same_cache),
+        "sc": outlook.with_estimate(same_cache),
         "transformers": without_cache(outlook, raw[False], model_spec),
     }
 
@@ -119,10 +119,10 @@ def without_cache(
     moved_bytes = (
         absent * model_spec.num_layers * model_spec.shape.top_k * residency_plan.moved_bytes
     )
-    cycle = outlook.cycle(residency_plan, 0)._replace(
+    step = outlook.step_estimate(residency_plan, 0)._replace(
         new_s=outlook.link.transfer_s(moved_bytes), moved_bytes=moved_bytes, exposed=1.0
     )
-    return replace(residency_plan, expected=cycle)
+    return replace(residency_plan, expected=step)
 
 
 def notes(report: Report) -> list[str]:

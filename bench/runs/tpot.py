@@ -82,7 +82,9 @@ class Cell:
     def options(self, settings: Settings) -> dict[str, Any]:
         """Those of the run. Raises SpeqError for what is no option."""
         named = f"variant {self.variant!r}"
-        return settings.run | parse_assignments(named, self.variant.split(), declared_options(RunConfig))
+        return settings.run | parse_assignments(
+            named, self.variant.split(), declared_options(RunConfig)
+        )
 
 
 @single_shot.offered()

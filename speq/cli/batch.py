@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli import options as opt
 from speq.cli.from_dataclass import Exclude
-from speq.cli.machines import check_machines, loaded
+from speq.cli.machines import check_machines, open_generator
 from speq.cli.serve import name_of, terminated_as_interrupted
 from speq.config import Model, RunConfig, SamplingParams
 from speq.offline.settings import BatchSettings
@@ -104,7 +104,7 @@ def here(job: Job) -> "Iterator[Answerer]":
     from speq.offline.batch_answerer import BatchAnswerer
 
     quiet = job.output.quiet
-    with loaded(job.model, job.run, job.machines, job.replicas, quiet=quiet) as generator:
+    with open_generator(job.model, job.run, job.machines, job.replicas, quiet=quiet) as generator:
         yield BatchAnswerer(generator, job.sampling, job.name)
 
 

@@ -71,7 +71,7 @@ def cache() -> None:
     """What runs keep in ~/.cache/speq and beside models: packed copies, drafts, profiles."""
 
 
-def chosen(of: str | None) -> "list[Kept]":
+def select_kept(of: str | None) -> "list[Kept]":
     """What is kept of a model, or of all."""
     from speq.files.kept import kept_things
 
@@ -88,7 +88,7 @@ def list_kept(settings: CacheSettings, output: opt.Output) -> None:
     from speq.files.kept import limit_bytes
 
     output.check()
-    things, limit = chosen(settings.of), limit_bytes()
+    things, limit = select_kept(settings.of), limit_bytes()
     counted = sum(each.nbytes for each in things if not each.beside)
     output.write(
         {
@@ -141,7 +141,7 @@ def verify(settings: CacheSettings, output: Annotated[opt.Output, SAID]) -> None
     from speq.files.kept import NAMED
 
     bad = 0
-    for each in chosen(settings.of):
+    for each in select_kept(settings.of):
         if each.kind != NAMED[COPIES]:
             continue
         try:
@@ -167,7 +167,7 @@ def clear(settings: ClearSettings, output: Annotated[opt.Output, SAID]) -> None:
     """
     from speq.files.kept import remove
 
-    things = chosen(settings.of)
+    things = select_kept(settings.of)
     for each in things:
         try:
             remove(each)

@@ -11,7 +11,7 @@ from speq.cli import options as opt
 from speq.cli.conversation import Command, Conversation, Turn, help_text, parse
 from speq.cli.from_dataclass import Exclude
 from speq.cli.live import Live, check_live, live_view
-from speq.cli.machines import ONE_MODEL, check_machines, loaded
+from speq.cli.machines import ONE_MODEL, check_machines, open_generator
 from speq.cli.run_report import print_summary
 from speq.config import Model, RunConfig, SamplingParams
 from speq.errors import SpeqError
@@ -57,7 +57,7 @@ def chat(
     first = conversation.messages("Hello"), 1
     with (
         opt.log_of(output.quiet),
-        loaded(model, run, machines, cluster, first, output.quiet) as generator,
+        open_generator(model, run, machines, cluster, first, output.quiet) as generator,
     ):
         if not output.quiet:
             budget = format_bytes(run.memory_budget)

@@ -128,7 +128,7 @@ def _command_parameter(name: str, hint: Any) -> CommandParameter:
         raise TypeError(f"parameter {name} is neither an option nor a dataclass of options")
     exclude = next((each for each in extras if isinstance(each, Exclude)), Exclude())
     defaults = dict(exclude.defaults)
-    options = Nested(config, exclude.without).declared
+    options = Nested(config, exclude.without).options
     return CommandParameter(
         name,
         tuple(replace(each, default=defaults.get(each.name, each.default)) for each in options),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from speq.cli import options as opt
 from speq.cli.from_dataclass import Exclude
 from speq.cli.live import Live, check_live, live_view
-from speq.cli.machines import ONE_MODEL, check_machines, loaded
+from speq.cli.machines import ONE_MODEL, check_machines, open_generator
 from speq.cli.run_report import (
     print_approximation,
     print_explanation,
@@ -90,7 +90,7 @@ def generate(
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)
         first = prompt, sampling.max_new_tokens
-        with loaded(model, run, machines, cluster, first, output.quiet) as generator:
+        with open_generator(model, run, machines, cluster, first, output.quiet) as generator:
             shown = not output.printed
             echoed = prompt if settings.echo else ""
             answer = _answer(generator, prompt, sampling, echoed, live, output)

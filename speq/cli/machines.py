@@ -1,4 +1,4 @@
-"""Where a command's model runs: on this machine, or in stages on several, which Ray may place."""
+"""Runs a command's model on this machine, or in stages on several, which Ray may place."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -54,7 +54,7 @@ def check_machines(machines: StagesSettings, cluster: RaySettings, replicas: boo
 
 
 @contextmanager
-def loaded(
+def open_generator(
     model: str,
     run: RunConfig,
     machines: StagesSettings,
@@ -66,13 +66,13 @@ def loaded(
     with ExitStack() as stack:
         rendezvous = None
         if machines.wanted and cluster.ray:
-            rendezvous = stack.enter_context(placed(model, run, machines, cluster))
+            rendezvous = stack.enter_context(place_stages(model, run, machines, cluster))
         made = opt.load_generator(model, run, first_request, quiet, machines, rendezvous)
         yield stack.enter_context(closing(made))
 
 
 @contextmanager
-def placed(
+def place_stages(
     model: str, run: RunConfig, machines: StagesSettings, cluster: RaySettings
 ) -> Iterator["Rendezvous"]:
     """Stages on a Ray cluster, and where they come to."""

@@ -30,7 +30,7 @@ Force = Annotated[bool, Option("Replace files that are there.", Switch())]
 
 @dataclass(frozen=True, slots=True)
 class Output(Options):
-    """Where a command's result goes, beside what it shows."""
+    """Destination of a command's result, beside what it shows."""
 
     json: Annotated[
         Path | None,
@@ -46,7 +46,7 @@ class Output(Options):
 
     @property
     def printed(self) -> bool:
-        """Whether standard output is for the object alone."""
+        """True if standard output is for the object alone."""
         return self.json == PRINTED
 
     @property
@@ -156,7 +156,7 @@ def progress_bar(quiet: bool = False) -> Iterator["Progress"]:
             bar.stop()
 
 
-def counted(each: Iterable[T], label: str, total: int, quiet: bool = False) -> Iterator[T]:
+def count_progress(each: Iterable[T], label: str, total: int, quiet: bool = False) -> Iterator[T]:
     """The same, one after the other, with a bar that counts them."""
     with progress_bar(quiet) as progress:
         for done, one in enumerate(each, start=1):

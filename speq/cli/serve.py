@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 from speq.cli import options as opt
-from speq.cli.machines import check_machines, loaded
+from speq.cli.machines import check_machines, open_generator
 from speq.config import Model, RunConfig
 from speq.pipeline.settings import StagesSettings
 from speq.server.ray_settings import RayServeSettings
@@ -60,7 +60,9 @@ def serve(
         stack.enter_context(terminated_as_interrupted())
         # First: a port that is not to be had is refused before a model is loaded.
         listening = stack.enter_context(closing(port_of(settings.host, settings.port)))
-        generator = stack.enter_context(loaded(model, run, machines, replicas, quiet=output.quiet))
+        generator = stack.enter_context(
+            open_generator(model, run, machines, replicas, quiet=output.quiet)
+        )
         stack.enter_context(metrics.listening(generator.runtime.recorder))
         viewers: list[Watched] = []
         addresses: list[str] = []

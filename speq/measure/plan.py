@@ -28,8 +28,7 @@ from speq.options.declared import build
 from speq.options.typed import PlanOptions
 from speq.planning import profiles
 from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
-from speq.planning.budget_plan import BudgetPlan
-from speq.planning.budget_plan import plan as make_plan
+from speq.planning.budget_plan import BudgetPlan, plan_budget
 from speq.planning.candidates import candidates_of, check_parts
 from speq.planning.cost import presets
 from speq.planning.cost.locality import CURVES, Locality
@@ -38,7 +37,7 @@ from speq.planning.demand import Budget, DeviceOverhead
 from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
 from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
-from speq.planning.used_experts import DraftPart, used_experts, warn
+from speq.planning.used_experts import DraftPart, used_experts, warn_without_counts
 from speq.units import Progress, no_progress
 
 # Read to measure this machine's memory: seconds, not minutes.
@@ -84,7 +83,7 @@ def plan_of(
     room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
     form = choose_dense_form(model_spec, settings.dense, room, trial=None).dense.name
     model_spec = room.with_dense(model_spec, form, usual=True)
-    return make_plan(model_spec, budget, assumptions(model_spec, machine, settings))
+    return plan_budget(model_spec, budget, assumptions(model_spec, machine, settings))
 
 
 def parts_of(
@@ -95,7 +94,7 @@ def parts_of(
     used = used_experts(asked, settings.draft_counts, checkpoint, model_spec.shape)
     parts = used.parts(asked)
     check_parts(parts, model_spec.codec)
-    warn(used, asked)
+    warn_without_counts(used, asked)
     return parts
 
 

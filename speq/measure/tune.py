@@ -84,7 +84,7 @@ def tuned(
     profile, counts = measured(model, settings, tell)
     profiles.write(profile, path)
     with closing(open_model(model)) as opened:
-        counts_path = used_experts.keep(counts, opened.checkpoint)
+        counts_path = used_experts.write_counts(counts, opened.checkpoint)
     return Tuned(profile, path, counts_path)
 
 

@@ -41,7 +41,7 @@ def copy_to_write(
 
 
 def copies(opened: Opened, options: ExpertOptions, device: Processor | Accelerator) -> bool:
-    """Whether a run may use a packed copy: of published experts, on the CPU."""
+    """True if a run may use a packed copy: of published experts, on the CPU."""
     return (
         options.reads_copies
         and isinstance(device, Processor)

@@ -42,8 +42,10 @@ class Nested:
     without: tuple[str, ...] = ()
 
     @property
-    def declared_options(self) -> "tuple[Declared, ...]":
-        return tuple(each for each in declared_options(self.config) if each.name not in self.without)
+    def options(self) -> "tuple[Declared, ...]":
+        return tuple(
+            each for each in declared_options(self.config) if each.name not in self.without
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def _read(config: type) -> tuple[Declared, ...]:
             if isinstance(each, Option):
                 found.append(Declared(field.name, each, default))
             if isinstance(each, Nested):
-                found += [replace(inner, inside=field.name) for inner in each.declared]
+                found += [replace(inner, inside=field.name) for inner in each.options]
     return tuple(found)
 
 

@@ -66,23 +66,23 @@ class Assumptions:
 
     @property
     def drafted(self) -> bool:
-        """Whether it is known how fast drafts are."""
+        """True if it is known how fast drafts are."""
         return not isinstance(self.machine, Profile) or self.machine.drafted
 
     @property
     def encode_bytes_per_s(self) -> dict[str, float]:
-        """Of the codecs whose encoding was timed, by name."""
+        """Speed of each codec whose encoding was timed, by name."""
         return {} if isinstance(self.machine, Rates) else self.machine.encode_bytes_per_s
 
-    def timed(self, residency_plan: ResidencyPlan, on_cpu: bool) -> bool:
-        """Whether it is known how fast published words are encoded, if a holding needs that. On a
+    def knows_encoding(self, residency_plan: ResidencyPlan, on_cpu: bool) -> bool:
+        """True if it is known how fast published words are encoded, or a plan needs no such. On a
         GPU host memory holds them encoded already: a miss moves records.
         """
         return not residency_plan.encoded or (
             on_cpu and residency_plan.codec in self.encode_bytes_per_s
         )
 
-    def priced(
+    def with_encoding_cost(
         self, residency_plan: ResidencyPlan, words_bytes: int, on_cpu: bool, count: int
     ) -> ResidencyPlan:
         """The holding with the time that encoding adds to a miss, and to a load. A load reads all

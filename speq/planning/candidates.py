@@ -130,7 +130,7 @@ def secondary_drafter(drafts: DraftOptions, approximates: bool) -> str | None:
 
 
 def needs_int4(drafts: DraftOptions, asked: str, codec: ExpertCodec) -> bool:
-    """Whether an INT4 copy is to be held: to draft with, or to read exact experts over.
+    """True if an INT4 copy is to be held: to draft with, or to read exact experts over.
 
     asked  the option codec; codec: of the experts at hand
     """

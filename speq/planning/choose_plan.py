@@ -44,7 +44,7 @@ class PlanDecision:
     reason          the planner's; None where there was nothing to weigh
     gives_up_draft  whether a draft would fit and is expected to lose
     longest         no draft is longer: by the plan, longer ones miss the time objectives
-    prior           of the run's cycles; None where nothing was weighed, or nothing is known of who
+    prior           of the run's steps; None where nothing was weighed, or nothing is known of who
                     drafts
     """
 
@@ -155,7 +155,7 @@ class PlanChooser:
         known = [
             (way, memory)
             for way, memory in fitting
-            if way.codec in computed and (assumptions.timed(way, on_cpu) or not on_cpu)
+            if way.codec in computed and (assumptions.knows_encoding(way, on_cpu) or not on_cpu)
         ]
         if not profile.drafted and any(way.drafter == "int4" for way, _ in known):
             logger.info("a draft fits, and the profile was measured without one: it is left aside")
@@ -181,7 +181,7 @@ class PlanChooser:
         spec = self.model_spec
         words_bytes = spec.codec.shape.nbytes
         plans = [
-            assumptions.priced(way, words_bytes, self.budget.on_cpu, spec.count)
+            assumptions.with_encoding_cost(way, words_bytes, self.budget.on_cpu, spec.count)
             for way, _ in fitting
         ]
         outlook = replace(outlook_of(spec, assumptions, plans), ahead=self.prefetches)
@@ -231,14 +231,14 @@ def outlook_of(
 
 
 def asks_for_draft(drafts: DraftOptions) -> bool:
-    """Whether a draft is asked for by name, by its experts or by its length."""
+    """True if a draft is asked for by name, by its experts or by its length."""
     named = drafts.draft not in ("auto", "none") or drafts.drafter not in ("auto", "none")
     sized = drafts.draft_experts not in (None, "auto")
     return named or sized or bool(drafts.draft_length)
 
 
 def longest_for(drafts: DraftOptions, outlook: Outlook, residency_plan: ResidencyPlan) -> int:
-    """The longest draft within the time objectives. Where the profile finds none, cycles will have
+    """The longest draft within the time objectives. Where the profile finds none, steps will have
     to tell.
     """
     objectives = objectives_of(drafts)
@@ -246,7 +246,7 @@ def longest_for(drafts: DraftOptions, outlook: Outlook, residency_plan: Residenc
     if not timed or drafts.draft_length is not None or objectives == Objectives():
         return LONGEST
     longest = longest_within(
-        objectives, (outlook.cycle(residency_plan, length) for length in range(LONGEST + 1))
+        objectives, (outlook.step_estimate(residency_plan, length) for length in range(LONGEST + 1))
     )
     if longest is None:
         logger.info("by the profile no draft length meets the objectives")

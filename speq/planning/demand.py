@@ -70,7 +70,7 @@ class Budget:
     def of(
         cls, budget_bytes: int, context: int | None, on_cpu: bool, shape: ModelShape
     ) -> "Budget":
-        """Of a run with options as they are.
+        """The budget of a run with default options.
 
         context  None: `DEFAULT_CONTEXT`, or the model's limit where that is less
         """
@@ -221,7 +221,9 @@ def kept_bytes(
     if residency_plan.holds_int4 and model_spec.draft is not None:
         for part, dtype in model_spec.draft.shapes.values():
             yield (
-                model_spec.drafted(residency_plan.draft_experts) * math.prod(part) * dtype.itemsize
+                model_spec.drafted_experts(residency_plan.draft_experts)
+                * math.prod(part)
+                * dtype.itemsize
             )
     if residency_plan.drafter == "int4":
         for layout in model_spec.dense_draft.layouts.values():

@@ -30,7 +30,7 @@ class HostPlan:
 
     @property
     def resident(self) -> bool:
-        """Whether all experts are held."""
+        """True if all experts are held."""
         return self.records == self.experts
 
     @property

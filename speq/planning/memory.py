@@ -79,7 +79,7 @@ class MemoryPlan:
         }
 
 
-def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
+def plan_memory(demand: Demand, budget: int, context: int) -> MemoryPlan:
     """Spend `budget` bytes on a context of so many tokens.
 
     Raises BudgetTooSmall, item by item, where it leaves fewer than two slots.

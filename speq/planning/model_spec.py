@@ -187,9 +187,9 @@ class ModelSpec:
         """The same of a draft that holds a part of the experts."""
         if self.draft is None:
             return 0
-        return self.drafted(part.count) * self.draft.nbytes + self.dense_draft.nbytes
+        return self.drafted_experts(part.count) * self.draft.nbytes + self.dense_draft.nbytes
 
-    def drafted(self, count: int | None) -> int:
+    def drafted_experts(self, count: int | None) -> int:
         """Experts of all layers together of which a draft holds so many a layer; None: all."""
         return self.count if count is None else self.num_layers * count
 

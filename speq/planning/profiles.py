@@ -32,7 +32,7 @@ def key_of(opened: Opened, device: str, budget_bytes: int) -> ProfileKey:
 
 
 def profile_path(key: ProfileKey) -> Path | None:
-    """Where a profile of that key is kept; None for a user without a home."""
+    """Path of the profile of that key in the cache; None for a user without a home."""
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder(PROFILES)
     return None if folder is None else folder / f"{digest}.json"

@@ -12,7 +12,7 @@ from speq.heads.predicted_experts import head_named, head_worth_weighing
 from speq.models.opened import Opened
 from speq.planning.candidates import check_parts, drafter_of, needs_int4
 from speq.planning.model_spec import ModelSpec
-from speq.planning.used_experts import DraftPart, UsedExperts, used_experts, warn
+from speq.planning.used_experts import DraftPart, UsedExperts, used_experts, warn_without_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RunDraft:
         used = used_experts(asked, drafts.draft_counts, opened.checkpoint, shape)
         parts = used.parts(asked)
         check_parts(parts, opened.store.codec, codec)
-        warn(used, asked)
+        warn_without_counts(used, asked)
         source = draft_source(opened, drafts, codec)
         try:
             dense = dense_draft(drafts.draft_dense, shape.draft_layers, source)

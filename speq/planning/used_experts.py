@@ -120,7 +120,7 @@ def used_experts(
     return UsedExperts(layers, experts, counts)
 
 
-def warn(used: UsedExperts, asked: int | float | str | None) -> None:
+def warn_without_counts(used: UsedExperts, asked: int | float | str | None) -> None:
     """Say so where nothing tells which experts a draft should hold. asked: as `parts`."""
     if used.counts is not None or asked is None:
         return
@@ -137,8 +137,8 @@ def warn(used: UsedExperts, asked: int | float | str | None) -> None:
         )
 
 
-def places(checkpoint: Checkpoint) -> list[Path]:
-    """Where counts of a model may be kept, the preferred place first."""
+def counts_paths(checkpoint: Checkpoint) -> list[Path]:
+    """Paths where counts of a model may be kept, the preferred one first."""
     digest = hashlib.sha256(checkpoint.fingerprint().encode()).hexdigest()[:16]
     name = f"expert-counts-{digest}.json"
     paths, cache = [checkpoint.path / FOLDER / name], cache_folder(COUNTS)
@@ -148,15 +148,15 @@ def places(checkpoint: Checkpoint) -> list[Path]:
 
 
 def counts_path(checkpoint: Checkpoint) -> Path | None:
-    """Where counts of a model are kept; None: nowhere."""
+    """Path of the counts of a model; None: there are none."""
     # Unlike Path.exists, it takes a locked folder for no.
-    return next((path for path in places(checkpoint) if os.path.exists(path)), None)
+    return next((path for path in counts_paths(checkpoint) if os.path.exists(path)), None)
 
 
-def keep(counts: ExpertCounts, checkpoint: Checkpoint) -> Path | None:
+def write_counts(counts: ExpertCounts, checkpoint: Checkpoint) -> Path | None:
     """Write counts to the first place that takes them, and return it; say so where none does."""
     reasons = []
-    for path in places(checkpoint):
+    for path in counts_paths(checkpoint):
         try:
             counts.write(path)
             return path

@@ -36,7 +36,13 @@ from speq.planning.candidates import candidates_of
 from speq.planning.choose_plan import PlanChooser, PlanDecision
 from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
-from speq.planning.device_trial import TIMED_PASSES, DeviceTrial, Use, copied_s, some_records
+from speq.planning.device_trial import (
+    TIMED_PASSES,
+    DeviceTrial,
+    ExpertTimes,
+    copied_s,
+    some_records,
+)
 from speq.planning.fitting import fit
 from speq.planning.model_spec import ModelSpec
 from speq.planning.processor_trial import ProcessorTrial
@@ -587,7 +593,7 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     words_bytes = 3 * 64 * 48 * 2
     candidates = {
         (way.codec, way.encoded): replace(
-            assumptions.priced(way, words_bytes, True, LAYERS * EXPERTS), slots=30
+            assumptions.with_encoding_cost(way, words_bytes, True, LAYERS * EXPERTS), slots=30
         )
         for way in candidates_of(model_spec, on_cpu=True)
     }
@@ -601,16 +607,16 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     assert encoded.read_bytes == packed.read_bytes < words_bytes
     # In host memory they lie encoded, whatever the disk has.
     [held] = [way for way in candidates_of(model_spec, on_cpu=False) if way.encoded]
-    assert assumptions.priced(held, words_bytes, False, LAYERS * EXPERTS) == replace(
+    assert assumptions.with_encoding_cost(held, words_bytes, False, LAYERS * EXPERTS) == replace(
         packed, encoded=True, slots=0
     )
     outlook = assumptions.outlook(LAYERS, model_spec.pass_bytes, [encoded])
-    cycle = outlook.cycle(encoded, 0)
-    missed = cycle.moved_bytes / words_bytes
+    step = outlook.step_estimate(encoded, 0)
+    missed = step.moved_bytes / words_bytes
     assert missed > 0
-    assert cycle.new_s == pytest.approx(missed * words_bytes / 1e9)
-    resident_s = outlook.cycle(replace(encoded, encode_s=0.0), 0).verify_s
-    assert cycle.verify_s == pytest.approx(resident_s + missed * words_bytes / 1e6)
+    assert step.new_s == pytest.approx(missed * words_bytes / 1e9)
+    resident_s = outlook.step_estimate(replace(encoded, encode_s=0.0), 0).verify_s
+    assert step.verify_s == pytest.approx(resident_s + missed * words_bytes / 1e6)
     assert encoded.name == "lossless encoded as read, without a draft"
 
 
@@ -800,12 +806,15 @@ def test_an_experts_use_is_timed_by_the_devices_events(codec: str, model: Path) 
         made = codec_of(codec, store.codec.shape)
         # Room for eight experts: between the nth pair of events there are 2n - 1 seconds.
         limit = 8 * made.shape.nbytes
-        use = Use.of(store, given, opened.shape, torch.float32, limit, made)
+        use = ExpertTimes.of(store, given, opened.shape, torch.float32, limit, made)
         assert use.copy_s == pytest.approx(sum(2 * n - 1 for n in range(2, 9)) / 7)
         assert use.run_s == pytest.approx((2 * 9 - 1) / (TIMED_PASSES * TOP_K))
         assert given.gives_back == 1
         few: Any = Scripted()  # a token's experts are run, whatever is allowed
-        assert Use.of(store, few, opened.shape, torch.float32, 1, made).copy_s == (3 + 5 + 7) / 3
+        assert (
+            ExpertTimes.of(store, few, opened.shape, torch.float32, 1, made).copy_s
+            == (3 + 5 + 7) / 3
+        )
         # A survey has bytes of the largest record by the time of a copy, and of a run.
         third: Any = Scripted()
         trial = DeviceTrial(store, third, opened.shape, torch.float32, limit, graphs=True)

@@ -297,7 +297,7 @@ def test_a_trial_times_one_matrix_in_copies(tiny_bfloat16: Folder) -> None:
     made = DenseTrial.of(opened.checkpoint, names.is_expert, limit, lambda: next(ticks))
     opened.close()
     assert (made.raw_s, made.lossless_s) == (1.0, 0.5)
-    assert made.worth
+    assert made.pays
 
 
 def test_plans_count_usual_records(tiny_bfloat16: Folder) -> None:

@@ -206,7 +206,7 @@ def with_counts(model: Path, to: Path) -> tuple[Path, ExpertCounts]:
     model = copied(model, to)
     counts = counts_for(model)
     with closing(open_model(model)) as opened:
-        used_experts.keep(counts, opened.checkpoint)
+        used_experts.write_counts(counts, opened.checkpoint)
     return model, counts
 
 

@@ -2,7 +2,7 @@
 
 For each way it finds the best draft length, and where speculation breaks even. Times come from the
 roofline model (`speq.governor.roofline`), with bandwidths or a measured profile. They are good for
-telling ways apart. A run measures its own cycles and goes by those.
+telling ways apart. A run measures its own steps and goes by those.
 """
 
 import math
@@ -27,7 +27,7 @@ from speq.planning.cost.survey import Survey
 # prefetching along a draft. Both are from `speq bench schedule` on the widened model, f = 0.5 and
 # 0.7, as (TPOT - floor) / the shorter of link and computation.
 EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
-# What was planned weighs as much as so many cycles of the run, and an assumed acceptance as much as
+# What was planned weighs as much as so many steps of the run, and an assumed acceptance as much as
 # so many tokens.
 PLANNED, PLANNED_TOKENS = 1.0, 4.0
 # A break-even is looked for within so many powers of ten of the link at hand.
@@ -188,14 +188,14 @@ class Drafts(NamedTuple):
 
     @property
     def acceptance(self) -> float:
-        """Of all depths together: a depth counts as often as it is reached."""
+        """Acceptance of all depths together: a depth counts as often as it is reached."""
         reached = accumulate(self.stand[:-1], mul, initial=1.0)
         weights = list(reached)
         return sum(map(mul, weights, self.stand)) / sum(weights)
 
 
 def partial_acceptance(acceptance: float, covers: float) -> float:
-    """Of a draft that holds a part of the experts, where nothing but this was measured.
+    """Acceptance of a draft that holds a part of the experts, if only that of all was measured.
 
     acceptance  of one that holds all
     covers      share of what tokens choose that is of the part
@@ -264,7 +264,7 @@ class Outlook:
         experts_s = self.asked(rows) * speeds.expert_s[residency_plan.codec]
         return speeds.pass_s + (rows - 1) * speeds.row_s + experts_s
 
-    def cycle(self, residency_plan: ResidencyPlan, draft_length: int) -> StepEstimate:
+    def step_estimate(self, residency_plan: ResidencyPlan, draft_length: int) -> StepEstimate:
         """The time and the yield of a round with so many drafted tokens.
 
         Experts of rejected tokens are moved and read like all others. Encoding takes the processor
@@ -296,7 +296,7 @@ class Outlook:
         """
         speeds, drafts = self.speeds, self._known_drafts(residency_plan)
         rows = [length + 1 for length in LENGTHS]
-        best = residency_plan.cycle.draft_length + 1
+        best = residency_plan.step.draft_length + 1
         return Prior(
             verify=tuple((float(t), self.verify_s(residency_plan, t)) for t in rows),
             distinct=tuple((float(t), self.asked(t)) for t in rows),
@@ -316,14 +316,14 @@ class Outlook:
             tokens=PLANNED_TOKENS,
         )
 
-    def weighed(self, residency_plan: ResidencyPlan) -> ResidencyPlan:
+    def with_estimate(self, residency_plan: ResidencyPlan) -> ResidencyPlan:
         """The holding at its best draft length: 0 without a draft, at least 1 with one.
 
         A drafter of which nothing is known beforehand is weighed as plain decoding.
         """
         lengths = self.lengths if self.drafts(residency_plan) is not None else (0,)
-        cycles = [self.cycle(residency_plan, draft_length) for draft_length in lengths]
-        return replace(residency_plan, expected=min(cycles, key=lambda cycle: cycle.token_s))
+        steps = [self.step_estimate(residency_plan, draft_length) for draft_length in lengths]
+        return replace(residency_plan, expected=min(steps, key=lambda step: step.token_s))
 
     def gain(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
         """Time per token of the best way without a draft over that of the best one with an INT4
@@ -331,8 +331,8 @@ class Outlook:
 
         None if there are not both.
         """
-        drafting = [self.weighed(h).tpot_s for h in residency_plans if h.drafter == "int4"]
-        plain = [self.weighed(h).tpot_s for h in residency_plans if not h.drafts]
+        drafting = [self.with_estimate(h).tpot_s for h in residency_plans if h.drafter == "int4"]
+        plain = [self.with_estimate(h).tpot_s for h in residency_plans if not h.drafts]
         return min(plain) / min(drafting) if drafting and plain else None
 
     def break_even_acceptance(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
@@ -401,22 +401,22 @@ def choose(
     def cost_s(residency_plan: ResidencyPlan) -> float:
         if not residency_plan.drafts:
             return residency_plan.cost_s
-        if residency_plan.cycle.moved_bytes > 0:
+        if residency_plan.step.moved_bytes > 0:
             return residency_plan.cost_s / (1 - margin)
         if len(outlook.lengths) == 1:  # what was asked for is drafted whether it pays or not
             return residency_plan.cost_s
-        plain = replace(residency_plan, expected=outlook.cycle(residency_plan, 0))
+        plain = replace(residency_plan, expected=outlook.step_estimate(residency_plan, 0))
         return min(residency_plan.cost_s, plain.cost_s)
 
-    weighed = map(outlook.weighed, residency_plans)
+    weighed = map(outlook.with_estimate, residency_plans)
     ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.cost_s))
     if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
     best, others = ranked[0], ranked[1:]
     beside = ", ".join(f"{other.name} {other.cost_s * 1e3:.1f}" for other in others)
-    cycle = best.cycle
+    step = best.step
     reason = (
-        f"{best.name}, k={cycle.draft_length}: {best.cost_s * 1e3:.1f} ms a token expected, most "
-        f"of it {cycle.limit}"
+        f"{best.name}, k={step.draft_length}: {best.cost_s * 1e3:.1f} ms a token expected, most "
+        f"of it {step.limit}"
     )
     return best, reason + (f" ({beside})" if beside else "")
