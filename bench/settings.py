@@ -1,6 +1,6 @@
 """Settings of every bench. Nothing here needs torch: the command line reads it."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +15,12 @@ from speq.config import (
     DraftDense,
     DraftLength,
     Dtype,
+    ExpertBudgetOptions,
     ReaderThreads,
     RunConfig,
 )
 from speq.measure.settings import MaxNewTokens, NumPrompts, Prompts, Rounds
-from speq.options.declared import Nested, Option, Options
+from speq.options.declared import Nested, Option, Options, option_names
 from speq.options.kinds import Choice, File, ListOf, Number, OptionType, Size, Switch, Text, Whole
 
 # More is a slip: it is a multiple of what all experts take.
@@ -653,7 +654,7 @@ class AblationSettings(Options):
 
 
 # Of a budget's own options there are as many as a bench compares.
-BUDGET_OPTIONS = tuple(each.name for each in fields(RunConfig) if each.name.startswith("expert_"))
+BUDGET_OPTIONS = option_names(ExpertBudgetOptions)
 
 
 # As `speq.bench.formats.files` writes them.

@@ -28,7 +28,6 @@ from speq.files import heap
 from speq.governor.batches import Governors
 from speq.heads.draft_head import DraftHead
 from speq.kernels import library
-from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import BudgetRules, rules_of
 from speq.loading.dense import DraftMatrices, dense_records
@@ -44,11 +43,10 @@ from speq.planning.candidates import check_codec, open_candidates, secondary_dra
 from speq.planning.choose_plan import PlanChooser, PlanDecision
 from speq.planning.demand import Budget
 from speq.planning.dense import MemoryContext, choose_dense_form
-from speq.planning.memory import MemoryPlan
 from speq.planning.model_spec import ModelSpec
 from speq.planning.run_budget import check_free_memory, first_context, run_budget
 from speq.planning.run_draft import RunDraft
-from speq.planning.run_governor import run_governor
+from speq.planning.run_governor import run_governors
 from speq.planning.trials import dense_trial, survey_trial
 from speq.units import Progress, label_progress, no_progress
 
@@ -93,15 +91,6 @@ class Loaded:
     def budget_for(self, context: int) -> Budget:
         """The budget with a KV cache of so many tokens."""
         return replace(self.budget, context=context)
-
-    def memory(self, plan: MemoryPlan) -> dict[str, int]:
-        """A plan item by item, in bytes, with what is taken of the host."""
-        if self.host is None:
-            return plan.report()
-        return plan.report() | {
-            "host_records": self.host.nbytes,
-            "host_pinned": self.host.pinned_bytes,
-        }
 
     def close(self) -> None:
         """Give back files, and the host's memory."""
@@ -208,7 +197,6 @@ def load(
         if draft.head is not None and decision.residency_plan.drafter == "head":
             model.capture_hidden_states(draft.head.shape.captured_layers)
             head = draft.head.held(spec.dtype, device.torch)
-        governor = run_governor(drafts, profile, decision, secondary)
         loaded = Loaded(
             config,
             opened,
@@ -221,7 +209,7 @@ def load(
             backend,
             host,
             recording_device(compute.graphs, device, model),
-            Governors(governor, MAX_LINEAR_ROWS),
+            run_governors(drafts, profile, decision, secondary),
             copy if decision.memory.slots < spec.count else None,
             limits,
             head,

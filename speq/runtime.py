@@ -126,7 +126,9 @@ class Runtime:
 
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
-        memory = self._loaded.memory(self.plan)
+        memory, host = self.plan.report(), self._loaded.host
+        if host is not None:
+            memory |= {"host_records": host.nbytes, "host_pinned": host.pinned_bytes}
         form = self._loaded.model_spec.dense.name
         return RunStats(start_s, memory, self.residency_plan.codec, form, self.planned)
 

@@ -81,6 +81,11 @@ def declared_options(config: type) -> tuple[Declared, ...]:
     return _DECLARED[config]
 
 
+def option_names(*configs: type) -> tuple[str, ...]:
+    """Names of the options of some dataclasses."""
+    return tuple(each.name for config in configs for each in declared_options(config))
+
+
 def _read(config: type) -> tuple[Declared, ...]:
     hints = get_type_hints(config, include_extras=True)
     found: list[Declared] = []
@@ -145,11 +150,10 @@ def build(config: type[Config], given: Mapping[str, Any], known: tuple[str, ...]
 
 def split(given: Mapping[str, Any], *configs: type[Options]) -> tuple[Any, ...]:
     """Each dataclass with those of the options that are its own."""
-    names = [tuple(each.name for each in declared_options(config)) for config in configs]
-    refuse_unknown(given, tuple(name for each in names for name in each))
+    refuse_unknown(given, option_names(*configs))
     return tuple(
-        build(config, {name: given[name] for name in own if name in given})
-        for config, own in zip(configs, names, strict=True)
+        build(config, {name: given[name] for name in option_names(config) if name in given})
+        for config in configs
     )
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from speq.errors import SpeqError, checked_choice, checked_int, shown
 from speq.registries import Registry
@@ -83,9 +83,7 @@ class File(OptionType):
     def metavar(self) -> str:
         return "FOLDER" if "folder" in self.wanted else "FILE"
 
-    @property
-    def accepts(self) -> str:
-        return "str | Path"
+    accepts: ClassVar[str] = "str | Path"
 
     def check(self, name: str, value: Any) -> Path:
         wanted = f"{self.wanted}, or - to print" if self.printed else self.wanted
@@ -103,17 +101,9 @@ class File(OptionType):
 class Switch(OptionType):
     """On or off; given without a value on the command line."""
 
-    @property
-    def metavar(self) -> str:
-        return "true/false"
-
-    @property
-    def accepts(self) -> str:
-        return "bool"
-
-    @property
-    def typed(self) -> type:
-        return bool
+    metavar: ClassVar[str] = "true/false"
+    accepts: ClassVar[str] = "bool"
+    typed: ClassVar[type] = bool
 
     def check(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -130,14 +120,11 @@ class Choice(OptionType):
 
     names: tuple[str, ...] = ()
     registry: Registry | None = None
+    metavar: ClassVar[str] = "NAME"
 
     @property
     def choices(self) -> tuple[str, ...]:
         return (*self.names, *(self.registry.names if self.registry else ()))
-
-    @property
-    def metavar(self) -> str:
-        return "NAME"
 
     @property
     def limits(self) -> str:
@@ -159,9 +146,7 @@ class Whole(OptionType):
     word: str | None = None
     among: tuple[int, ...] = ()
 
-    @property
-    def metavar(self) -> str:
-        return "N"
+    metavar: ClassVar[str] = "N"
 
     @property
     def limits(self) -> str:
@@ -212,13 +197,8 @@ class Number(OptionType):
     def metavar(self) -> str:
         return {"milliseconds": "MS"}.get(self.unit, "X")
 
-    @property
-    def accepts(self) -> str:
-        return "float"
-
-    @property
-    def typed(self) -> type:
-        return float
+    accepts: ClassVar[str] = "float"
+    typed: ClassVar[type] = float
 
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -253,13 +233,8 @@ class Amount(OptionType):
     minimum: int = 1
     other: str | None = None
 
-    @property
-    def metavar(self) -> str:
-        return "N|SHARE%"
-
-    @property
-    def accepts(self) -> str:
-        return "int | str"
+    metavar: ClassVar[str] = "N|SHARE%"
+    accepts: ClassVar[str] = "int | str"
 
     def check(self, name: str, value: Any) -> int | float | str:
         if self.other is not None and value == self.other:
@@ -298,13 +273,8 @@ class Size(OptionType):
 
     kept: bool = False
 
-    @property
-    def metavar(self) -> str:
-        return "SIZE"
-
-    @property
-    def accepts(self) -> str:
-        return "str | int"
+    metavar: ClassVar[str] = "SIZE"
+    accepts: ClassVar[str] = "str | int"
 
     def check(self, name: str, value: Any) -> Any:
         size = parse_bytes(value)
@@ -322,13 +292,8 @@ class Size(OptionType):
 class Rate(OptionType):
     """Bytes per second, such as "25GB/s"."""
 
-    @property
-    def metavar(self) -> str:
-        return "RATE"
-
-    @property
-    def accepts(self) -> str:
-        return "str | float"
+    metavar: ClassVar[str] = "RATE"
+    accepts: ClassVar[str] = "str | float"
 
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, str):

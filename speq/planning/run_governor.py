@@ -1,21 +1,24 @@
-"""The governor of a run, with what a plan or a profile knows beforehand."""
+"""The governors of a run, with what a plan or a profile knows beforehand."""
 
 from dataclasses import replace
 
 from speq.config import DraftOptions
 from speq.governor.adaptive import make_governor
-from speq.governor.draft_length import Governor
+from speq.governor.batches import Governors
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
+from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.planning.choose_plan import PlanDecision, objectives_of
 from speq.planning.cost.planner import partial_acceptance
 from speq.planning.cost.residency_plan import ResidencyPlan
 
 
-def run_governor(
+def run_governors(
     drafts: DraftOptions, profile: Profile | None, decision: PlanDecision, secondary: str | None
-) -> Governor:
-    """A profile knows INT4 drafts, and a plan those of a head whose acceptance was measured; of
+) -> Governors:
+    """The governor of each batch size.
+
+    A profile knows INT4 drafts, and a plan also those of a head whose acceptance was measured. Of
     others nothing is known beforehand.
 
     secondary  the drafter besides the run's own
@@ -27,7 +30,8 @@ def run_governor(
         prior = profile_prior(profile, plan)
     longest, nodes = (decision.longest, drafts.draft_nodes) if plan.drafts else (0, None)
     objectives = objectives_of(drafts)
-    return make_governor(drafts.draft_length, objectives, prior, longest, nodes, secondary)
+    governor = make_governor(drafts.draft_length, objectives, prior, longest, nodes, secondary)
+    return Governors(governor, MAX_LINEAR_ROWS)
 
 
 def profile_prior(profile: Profile, residency_plan: ResidencyPlan) -> Prior:
