@@ -38,12 +38,12 @@ class Allowance(Protocol):
         """Another draft begins."""
 
     def named(self, layer: int, route: Route, accept_prob: float) -> None:
-        """A drafted token that stands with this chance has this route (T = 1)."""
+        """A drafted token that is accepted with this probability has this route (T = 1)."""
 
     def predicted(
         self, layer: int, prediction: RoutePrediction, accept_prob: Sequence[float]
     ) -> None:
-        """Tokens that no draft has run will probably want these, and stand with these chances."""
+        """Tokens that no draft has run will probably want these; accept_prob: of each."""
 
     def worth(self, layer: int, experts: list[int]) -> list[int]:
         """Those of a layer's experts that are worth a transfer, in the same order."""
@@ -84,7 +84,7 @@ class Prefetcher(Protocol):
     def new_experts(self) -> int: ...
 
     def begin(self, draft_length: int, batch_size: int = 1) -> None:
-        """A step follows that drafts so many tokens at most for each of some texts."""
+        """A step follows that drafts so many tokens at most for each of some sequences."""
 
     def request(self, token: int, layer: int, route: Route) -> None:
         """A draft's route, as soon as it is known; tokens as `LookaheadBuffer` counts them."""
@@ -170,7 +170,7 @@ class ThreePhase:
         self._loader.throttle.pause()
         self._draft_length = draft_length
         self._saturated = draft_length <= 1
-        # By layer: of the tokens that want each expert, how many are expected to stand.
+        # By layer: of the tokens that want each expert, how many are expected to be accepted.
         self._wanted: list[dict[int, float]] = [{} for _ in range(self.lookahead.num_layers)]
         # Layers of which anything is.
         self._named: set[int] = set()
@@ -240,7 +240,7 @@ class ThreePhase:
             self._unsettled = set(self._named)
 
     def _want(self, token: int, layer: int, experts: list[int], weights: list[float]) -> None:
-        """Count a token's experts by the chance that it stands. A pending token does."""
+        """Count a token's experts by its acceptance probability: 1 for a pending token."""
         accept_prob, even = self.lookahead.accept_prob_of(token), sum(weights) / len(experts)
         wanted = self._wanted[layer]
         self._named.add(layer)

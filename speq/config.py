@@ -33,7 +33,7 @@ MAX_DRAFT_LENGTH = MAX_DRAFT_NODES = 63
 HOST_SHARE = 0.8
 # With draft_nodes.
 TREE_DRAFTERS = ("auto", "int4", "cached", "head")
-# As many texts as native kernels run rows alike.
+# As many sequences as native kernels run rows alike.
 MAX_BATCH = 64
 COUNTS_ALONE = (
     "draft_counts is given without draft_experts; give both, or leave it out: a draft of all "

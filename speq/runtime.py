@@ -40,8 +40,8 @@ logger = logging.getLogger("speq")
 class Runtime:
     """A loaded model under one memory budget.
 
-    holding  how its experts are held, and who drafts
-    plan     the memory that is laid out
+    residency_plan  how its experts are held, and who drafts
+    plan            the memory that is laid out
     """
 
     def __init__(self, loaded: Loaded, progress: Progress | None = None) -> None:
@@ -112,7 +112,7 @@ class Runtime:
 
     @property
     def planned(self) -> str | None:
-        """Why the planner chose the holding, where there was something to weigh."""
+        """Why the planner chose the residency plan, where there was something to weigh."""
         return self._loaded.decision.reason
 
     def synchronize(self) -> None:

@@ -84,7 +84,7 @@ def findings(made: "BudgetPlan") -> list[str]:
     lines = [f"best: {made.reason}"]
     if made.budget.batch_size > 1:
         lines.append(
-            f"memory is for {made.budget.batch_size} texts, and times are of one by itself"
+            f"memory is for {made.budget.batch_size} sequences, and times are for one alone"
         )
     lines += [f"left out: {name}, {reason}" for name, reason in made.left_out.items()]
     lines.append(
@@ -132,13 +132,13 @@ def _head_line(made: "BudgetPlan") -> str:
     return (
         f"with --drafter head: the head takes {format_bytes(held.items['head'])} and "
         f"{format_bytes(kv_bytes)} of the KV cache, which leaves {held.slots} slots; "
-        + (_stand_line(made.model_spec.head_stand) or "a run measures whether it pays")
+        + (_stand_line(made.model_spec.head_acceptance) or "a run measures whether it pays")
     )
 
 
 def _stand_line(stand: tuple[float, ...]) -> str:
     shares = ", ".join(f"{share:.0%}" for share in stand)
-    return shares and f"where it was trained, {shares} of its tokens stood, by depth"
+    return shares and f"in training, {shares} of its tokens were accepted, by depth"
 
 
 def _acceptance_line(value: float | None) -> str:

@@ -53,7 +53,7 @@ def profile(
                     tokens, "generating", sampling.max_new_tokens, output.quiet
                 ):
                     pass
-                done = present(generator.last_run, "a text has ended and left no run")
+                done = present(generator.last_run, "a sequence has ended and left no run")
                 record = present(recording.record(), "a run has ended and left no record")
             write_timeline(done, files[TRACE], record.link)
             record.write(files[RUN])

@@ -138,7 +138,7 @@ def subject_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Opene
         model_spec = ModelSpec.of_model(model, opened, dtype)
         head = head_beside_model(opened) if head_name == AUTO else head_named(head_name, opened)
         if head is not None:
-            model_spec = replace(model_spec, head=head.shape, head_stand=head.stand)
+            model_spec = replace(model_spec, head=head.shape, head_acceptance=head.stand)
         return model_spec, opened
     except BaseException:
         opened.close()

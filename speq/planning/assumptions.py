@@ -12,7 +12,7 @@ from speq.planning.cost.presets import Rates
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.cost.survey import Survey
 
-# That a token drafted by INT4 experts stands, where it was never measured: "over 90 %" in MoE-SpeQ
+# Acceptance of tokens drafted by INT4 experts, where it was never measured: "over 90 %" in MoE-SpeQ
 # 4.5; 0.92 to 0.98 on the bundled model.
 DEFAULT_ACCEPTANCE = 0.9
 
@@ -85,7 +85,7 @@ class Assumptions:
     def with_encoding_cost(
         self, residency_plan: ResidencyPlan, words_bytes: int, on_cpu: bool, count: int
     ) -> ResidencyPlan:
-        """The holding with the time that encoding adds to a miss, and to a load. A load reads all
+        """The plan with the time that encoding adds to a miss, and to a load. A load reads all
         experts for it, which a prompt would otherwise do.
 
         words_bytes  of one expert as published; count: of all experts
@@ -102,9 +102,9 @@ class Assumptions:
         num_layers: int,
         sizes: PassBytes,
         residency_plans: Iterable[ResidencyPlan],
-        head_stand: tuple[float, ...] = (),
+        head_acceptance: tuple[float, ...] = (),
     ) -> Outlook:
-        """head_stand: by depth, how often tokens of the model's head stand; empty: not measured"""
+        """head_acceptance: by depth, acceptance of the model's head; empty: not measured"""
         machine, locality = self.machine, self.locality
         if isinstance(machine, Profile):
             speeds = Speeds.of_profile(
@@ -115,7 +115,12 @@ class Assumptions:
         else:
             speeds = Speeds.of_rates(machine, sizes, residency_plans)
         return Outlook(
-            num_layers, locality, speeds, self.link, self.acceptance, head_stand=head_stand
+            num_layers,
+            locality,
+            speeds,
+            self.link,
+            self.acceptance,
+            head_acceptance=head_acceptance,
         )
 
 

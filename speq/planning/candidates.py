@@ -74,10 +74,10 @@ def with_measured_head(
     model_spec: ModelSpec, candidates: Sequence[ResidencyPlan]
 ) -> list[ResidencyPlan]:
     """The ways without a draft once more, with the model's head in it, if it is known how far its
-    drafts stand.
+    drafts are accepted.
     """
     plain = [way for way in candidates if not way.drafts and not way.needs_draft]
-    return [replace(way, drafter="head") for way in plain] if model_spec.head_stand else []
+    return [replace(way, drafter="head") for way in plain] if model_spec.head_acceptance else []
 
 
 def check_codec(store: ExpertStore, codec: str) -> None:

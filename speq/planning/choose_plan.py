@@ -226,7 +226,7 @@ def outlook_of(
 ) -> Outlook:
     """The outlook of a model, with what is known of its head."""
     return assumptions.outlook(
-        model_spec.num_layers, model_spec.pass_bytes, residency_plans, model_spec.head_stand
+        model_spec.num_layers, model_spec.pass_bytes, residency_plans, model_spec.head_acceptance
     )
 
 

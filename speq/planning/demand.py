@@ -51,7 +51,7 @@ class Budget:
     longest_draft  tokens of a draft that is to be verified, at most
     beside         what is taken besides tensors on a device; None: nothing of that is asked
     graphs         whether passes are recorded, which the CPU never does
-    texts          that run side by side, at most, each with a KV cache of its own
+    batch_size     sequences that run as one batch, at most, each with a KV cache of its own
     longest_side   as `longest_draft`, of a drafter that takes no memory, beside the run's own or
                    alone
     """
@@ -93,7 +93,7 @@ def demand_of(model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budg
     batch_size = budget.batch_size
     each = 1 + budget.longest_draft if residency_plan.drafts else 1
     alone = max(each, 1 + budget.longest_side)
-    # Side by side, texts draft less far each: all rows of a pass are few.
+    # In a batch each sequence drafts less far: all rows of a pass are few.
     scored = max(alone, batch_size * min(each, MAX_LINEAR_ROWS // batch_size))
     order_bytes = 0
     if residency_plan.draft_bytes and residency_plan.encoded and codec.needs_draft:
@@ -213,7 +213,7 @@ def kept_bytes(
     model_spec: ModelSpec, residency_plan: ResidencyPlan, context: int, batch_size: int = 1
 ) -> Iterator[int]:
     """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
-    weights, the INT4 copy part by part, the head, and the KV caches of so many texts.
+    weights, the INT4 copy part by part, the head, and the KV caches of the batch.
     """
     shape, size = model_spec.shape, model_spec.dtype.itemsize
     yield from model_spec.dense.sizes

@@ -42,9 +42,9 @@ class ModelSpec:
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
     packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
                    none of; empty where no pack holds any
-    draft_parts    which shares of the experts the draft may hold, one of which is settled on
+    draft_parts    which shares of the experts the draft may hold, of which one is chosen
     head           sizes of the head that may draft; None: there is none
-    head_stand     by depth, how often its tokens stood where it was trained; empty: not measured
+    head_acceptance     by depth, acceptance of its tokens in training; empty: not measured
     """
 
     name: str
@@ -61,7 +61,7 @@ class ModelSpec:
     copying_bytes: int = 0
     packed_dense: tuple[int | None, ...] = ()
     head: HeadSizes | None = None
-    head_stand: tuple[float, ...] = ()
+    head_acceptance: tuple[float, ...] = ()
     draft_parts: tuple[DraftPart, ...] = (WHOLE,)
 
     @classmethod

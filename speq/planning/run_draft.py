@@ -57,7 +57,7 @@ class RunDraft:
         spec = replace(spec, draft_parts=self.parts, copying_bytes=copying_bytes)
         if self.head is None:
             return spec
-        return replace(spec, head=self.head.shape, head_stand=self.head.stand)
+        return replace(spec, head=self.head.shape, head_acceptance=self.head.stand)
 
     def close(self) -> None:
         self.source.close()

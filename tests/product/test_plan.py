@@ -521,9 +521,9 @@ HEAD = replace(PLAIN, drafter="head", slots=90)
 
 def test_a_head_is_weighed_by_how_far_its_tokens_stood() -> None:
     speeds = replace(outlook().speeds, head_token_s=1e-3)
-    of = outlook(speeds=speeds, head_stand=(0.8, 0.5))
+    of = outlook(speeds=speeds, head_acceptance=(0.8, 0.5))
     drafts = of.drafts(HEAD)
-    assert drafts is not None and drafts.stands(4) == [0.8, 0.5, 0.5, 0.5]
+    assert drafts is not None and drafts.accept_probs(4) == [0.8, 0.5, 0.5, 0.5]
     # The second depth is reached by eight drafts of ten.
     assert drafts.acceptance == pytest.approx((0.8 + 0.8 * 0.5) / 1.8)
     step = of.step_estimate(HEAD, 3)
@@ -575,7 +575,7 @@ def test_a_draft_must_save_its_margin() -> None:
 def test_a_length_that_was_asked_for_is_drafted() -> None:
     """What plain decoding would take beside a draft is no reason to hold that one."""
     speeds = replace(outlook().speeds, head_token_s=1e-2, expert_s={"raw": 0.0, "residual": 1e-4})
-    of = replace(outlook(speeds=speeds, head_stand=(0.05,)), lengths=(3,))
+    of = replace(outlook(speeds=speeds, head_acceptance=(0.05,)), lengths=(3,))
     head, draft = (replace(way, slots=8 * 32) for way in (HEAD, DRAFT))
     plain_s = [replace(way, expected=of.step_estimate(way, 0)).cost_s for way in (head, draft)]
     assert plain_s[0] < plain_s[1]
@@ -703,7 +703,7 @@ def test_what_is_printed_says_what_it_rests_on() -> None:
 
 def test_a_plan_for_several_texts_says_whose_times_it_has() -> None:
     given = (DEEPSEEK, "--memory-budget", "12GiB", "--preset", "rtx-4090", "--max-batch", "4")
-    assert "memory is for 4 texts, and times are of one by itself" in " ".join(run(*given).split())
+    assert "memory is for 4 sequences, and times are for one alone" in " ".join(run(*given).split())
 
 
 def test_what_the_hosts_memory_holds_is_said() -> None:

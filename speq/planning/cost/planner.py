@@ -169,29 +169,29 @@ def _cost(profile: Profile, codec: str, read_bytes: dict[str, int]) -> float:
 
 
 class Drafts(NamedTuple):
-    """What one drafter's tokens take, and how far they stand.
+    """Cost and acceptance of one drafter's tokens.
 
-    stand      by depth, probability that a token stands, given that those before it did; the last
+    by_depth   by depth, probability that a token is accepted if those before it are; the last
                one is that of all deeper tokens
     base_s, token_s  T_draft(k) = base + k * token
     ahead      whether experts move while the draft that named them goes on
     """
 
-    stand: tuple[float, ...]
+    by_depth: tuple[float, ...]
     base_s: float
     token_s: float
     ahead: bool
 
-    def stands(self, draft_length: int) -> list[float]:
+    def accept_probs(self, draft_length: int) -> list[float]:
         """p_1 to p_k."""
-        return [self.stand[min(depth, len(self.stand) - 1)] for depth in range(draft_length)]
+        return [self.by_depth[min(depth, len(self.by_depth) - 1)] for depth in range(draft_length)]
 
     @property
     def acceptance(self) -> float:
         """Acceptance of all depths together: a depth counts as often as it is reached."""
-        reached = accumulate(self.stand[:-1], mul, initial=1.0)
+        reached = accumulate(self.by_depth[:-1], mul, initial=1.0)
         weights = list(reached)
-        return sum(map(mul, weights, self.stand)) / sum(weights)
+        return sum(map(mul, weights, self.by_depth)) / sum(weights)
 
 
 def partial_acceptance(acceptance: float, covers: float) -> float:
@@ -212,10 +212,10 @@ class Outlook:
     """A model on a machine.
 
     num_layers  number of layers with experts
-    acceptance  probability that an INT4 draft's token stands, given that those before it did
+    acceptance  probability that an INT4 draft's token is accepted if those before it are
     lengths     draft lengths to choose from
     ahead       whether experts move while the draft that named them goes on
-    head_stand  the same probability of a head's tokens by depth; empty: it was not measured
+    head_acceptance  the same probability of a head's tokens by depth; empty: it was not measured
     """
 
     num_layers: int
@@ -225,7 +225,7 @@ class Outlook:
     acceptance: float
     lengths: tuple[int, ...] = tuple(k for k in LENGTHS if k)
     ahead: bool = True
-    head_stand: tuple[float, ...] = ()
+    head_acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -239,10 +239,10 @@ class Outlook:
         """None of a drafter of which nothing is known beforehand."""
         speeds, drafter = self.speeds, residency_plan.drafter
         if drafter == "int4":
-            stand = (partial_acceptance(self.acceptance, residency_plan.draft_covers),)
-            return Drafts(stand, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
-        if drafter == "head" and self.head_stand:
-            return Drafts(self.head_stand, 0.0, speeds.head_token_s, False)
+            by_depth = (partial_acceptance(self.acceptance, residency_plan.draft_covers),)
+            return Drafts(by_depth, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
+        if drafter == "head" and self.head_acceptance:
+            return Drafts(self.head_acceptance, 0.0, speeds.head_token_s, False)
         return None
 
     def _known_drafts(self, residency_plan: ResidencyPlan) -> Drafts:
@@ -276,7 +276,7 @@ class Outlook:
         tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
         if draft_length:
             drafts = self._known_drafts(residency_plan)
-            tokens += accepted_tokens(drafts.stands(draft_length))
+            tokens += accepted_tokens(drafts.accept_probs(draft_length))
             draft_s = drafts.base_s + draft_length * drafts.token_s
             exposed = EXPOSED_AHEAD if drafts.ahead else exposed
         return StepEstimate(
@@ -291,7 +291,7 @@ class Outlook:
         )
 
     def prior(self, residency_plan: ResidencyPlan) -> Prior:
-        """What a run begins with, of a holding that was weighed. What a miss takes of the processor
+        """Prior of a run, of a plan with an estimate. What a miss takes of the processor
         counts as a part of its transfer.
         """
         speeds, drafts = self.speeds, self._known_drafts(residency_plan)
@@ -317,7 +317,7 @@ class Outlook:
         )
 
     def with_estimate(self, residency_plan: ResidencyPlan) -> ResidencyPlan:
-        """The holding at its best draft length: 0 without a draft, at least 1 with one.
+        """The plan at its best draft length: 0 without a draft, at least 1 with one.
 
         A drafter of which nothing is known beforehand is weighed as plain decoding.
         """
@@ -386,7 +386,7 @@ def _border(pays: Callable[[float], bool], inside: float, outside: float) -> flo
 def choose(
     outlook: Outlook, residency_plans: Sequence[ResidencyPlan], margin: float = 0.0
 ) -> tuple[ResidencyPlan, str]:
-    """The holding of the least expected time per token, weighed, and why it is chosen.
+    """The plan of the least expected time per token, with its estimate, and why it is chosen.
 
     margin  share of the time that a draft must be expected to save if it takes slots which experts
             want
@@ -395,7 +395,7 @@ def choose(
     leaves it aside when it does not pay, so that it is worth plain decoding at least. Of drafts
     that are all expected to lose, the one that is expected to lose least is held.
 
-    Raises SpeqError where there is no holding at all.
+    Raises SpeqError where there is no plan at all.
     """
 
     def cost_s(residency_plan: ResidencyPlan) -> float:

@@ -1,5 +1,5 @@
 """A way to hold a model's exact experts in a budget: the one type that is proposed, planned,
-weighed and settled on.
+weighed and chosen.
 """
 
 from dataclasses import dataclass, replace
@@ -81,8 +81,8 @@ class ResidencyPlan:
 
     @property
     def step(self) -> StepEstimate:
-        """The expected round, of a holding that was weighed."""
-        return present(self.expected, "a holding is asked for its step that was not weighed")
+        """The expected step, of a plan that was weighed."""
+        return present(self.expected, "a residency plan has no estimate of its step")
 
     @property
     def tpot_s(self) -> float:
