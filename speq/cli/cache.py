@@ -16,7 +16,7 @@ from speq.options.kinds import Switch, Text
 from speq.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from speq.files.kept import Kept
+    from speq.files.kept import CacheItem
 
 SUMMARY = "What runs keep in ~/.cache/speq and beside models: packed copies, drafts, profiles."
 # Of commands that say one sentence.
@@ -71,7 +71,7 @@ def cache() -> None:
     """What runs keep in ~/.cache/speq and beside models: packed copies, drafts, profiles."""
 
 
-def select_kept(of: str | None) -> "list[Kept]":
+def select_kept(of: str | None) -> "list[CacheItem]":
     """What is kept of a model, or of all."""
     from speq.files.kept import kept_things
 
@@ -104,7 +104,7 @@ def list_kept(settings: CacheSettings, output: opt.Output) -> None:
         output.note(f"{format_bytes(counted)} in {cache_folder()}; {most}")
 
 
-def entry_of(thing: "Kept") -> dict[str, Any]:
+def entry_of(thing: "CacheItem") -> dict[str, Any]:
     return {
         "kind": thing.kind,
         "path": str(thing.path),
@@ -115,7 +115,7 @@ def entry_of(thing: "Kept") -> dict[str, Any]:
     }
 
 
-def show(things: "Sequence[Kept]") -> None:
+def show(things: "Sequence[CacheItem]") -> None:
     """One line for each thing."""
     from rich.table import Table
 

@@ -40,7 +40,7 @@ BESIDE_A_MODEL = {DRAFTS: "draft-int4-rtn-*.safetensors", COUNTS: "expert-counts
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheItem:
     """One thing that is kept: a file, or the folder of a copy.
 
     kind       as in NAMED
@@ -68,7 +68,7 @@ class Kept:
         return self.model == os.path.realpath(model) or repository in Path(self.model).parts
 
 
-def kept_things(models: Iterable[Path] = ()) -> list[Kept]:
+def kept_things(models: Iterable[Path] = ()) -> list[CacheItem]:
     """All that is kept in the cache folder, beside the models that it names, and beside others.
 
     models  folders of those others
@@ -83,7 +83,7 @@ def kept_things(models: Iterable[Path] = ()) -> list[Kept]:
     return found
 
 
-def in_cache(models: dict[str, str] | None = None) -> Iterator[Kept]:
+def in_cache(models: dict[str, str] | None = None) -> Iterator[CacheItem]:
     """What is kept in the cache folder. models: folders of models, by their fingerprints"""
     known = dict(models or {})
     for kind in NAMED:
@@ -118,13 +118,13 @@ def fingerprints(model: str) -> Iterator[str]:
         yield checkpoint.fingerprint()
 
 
-def thing_at(kind: str, path: Path, model: str | None, beside: bool = False) -> Iterator[Kept]:
+def thing_at(kind: str, path: Path, model: str | None, beside: bool = False) -> Iterator[CacheItem]:
     """What lies at a path; nothing where it has gone."""
     with suppress(OSError):
         stats = [each.stat() for each in files_in(path)]
         read = [max(each.st_mtime, 0 if kind == COPIES else each.st_atime) for each in stats]
         nbytes = sum(each.st_size for each in stats)
-        yield Kept(NAMED[kind], path, model, nbytes, max(read, default=0.0), beside)
+        yield CacheItem(NAMED[kind], path, model, nbytes, max(read, default=0.0), beside)
 
 
 def files_in(path: Path) -> list[Path]:
@@ -134,7 +134,7 @@ def files_in(path: Path) -> list[Path]:
     return sorted(path.iterdir(), key=lambda each: (each.name != EXPERTS_MANIFEST, each.name))
 
 
-def remove(thing: Kept) -> None:
+def remove(thing: CacheItem) -> None:
     """Whoever reads it goes on with what is open. Raises Taken where a run writes it, OSError where
     it cannot be removed.
     """

@@ -102,7 +102,7 @@ class LayerBudgets(NamedTuple):
 
 
 @dataclass(slots=True)
-class Kept:
+class BudgetUse:
     """What verifications under a budget kept of what their rows wanted.
 
     wanted, kept  [T]: routing weight of each row's own experts, summed over layers, and that part
@@ -135,18 +135,18 @@ class ExpertBudget:
     loader: Loader
     timed: Timed
     _reach: Scores | None = field(default=None, init=False)
-    _kept: Kept = field(init=False)
+    _kept: BudgetUse = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kept = Kept(np.zeros(0, np.float32), np.zeros(0, np.float32))
+        self._kept = BudgetUse(np.zeros(0, np.float32), np.zeros(0, np.float32))
 
     def begin(self, accept_prob: Sequence[float]) -> None:
         """A verification follows whose rows stand with these chances."""
         rows = len(accept_prob)
         self._reach = np.asarray(accept_prob if self.rules.by_reach else [1.0] * rows, np.float32)
-        self._kept = Kept(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
+        self._kept = BudgetUse(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
 
-    def end(self) -> Kept:
+    def end(self) -> BudgetUse:
         """It is over; others have all their experts."""
         self._reach = None
         return self._kept
