@@ -11,15 +11,15 @@ from speq.config import (
     RunConfig,
 )
 from speq.measure.settings import MaxNewTokens, NumPrompts, Rounds
-from speq.options.declared import Option, Options, Some
-from speq.options.kinds import Choice, File, Kind, Number, Several, Size, Switch, Text, Whole
+from speq.options.declared import Nested, Option, Options
+from speq.options.kinds import Choice, File, ListOf, Number, OptionType, Size, Switch, Text, Whole
 
 
-def numbers(each: Kind, such_as: str, sort: str = "whole") -> Several:
-    return Several(each, f"{sort} numbers separated by commas, such as {such_as}")
+def numbers(each: OptionType, such_as: str, sort: str = "whole") -> ListOf:
+    return ListOf(each, f"{sort} numbers separated by commas, such as {such_as}")
 
 
-Budgets = Annotated[tuple[str, ...], Option("Memory budgets.", Several(Size(kept=True)))]
+Budgets = Annotated[tuple[str, ...], Option("Memory budgets.", ListOf(Size(kept=True)))]
 Neighbours = Annotated[
     int, Option("Busy loops that run beside, each a process of its own.", Whole(0, 256))
 ]
@@ -28,7 +28,7 @@ PromptKinds = Annotated[
     Option(
         "Kinds of prompts, each code, maths, prose, questions, dialogue or a JSON Lines file with "
         "a `prompt` in each row.",
-        Several(File("a kind or a file of prompts"), "a kind, a file or several", repeated=True),
+        ListOf(File("a kind or a file of prompts"), "a kind, a file or several", repeated=True),
     ),
 ]
 ServerUrl = Annotated[
@@ -56,7 +56,7 @@ SyntheticAcceptance = Annotated[
 # Of all runs of a bench that has budgets and draft lengths of its own.
 RunOptions = Annotated[
     dict[str, Any],
-    Some(
+    Nested(
         RunConfig,
         without=("memory_budget", "draft_length", "draft", "tpot_slo_ms", "latency_slo_ms"),
     ),
@@ -65,13 +65,13 @@ RunOptions = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class KernelSettings(Options):
-    shapes: Annotated[tuple[str, ...], Option("Layers of models, or all.", Several(Text()))] = (
+    shapes: Annotated[tuple[str, ...], Option("Layers of models, or all.", ListOf(Text()))] = (
         "all",
     )
     rows: Annotated[
         tuple[int, ...], Option("Rows of a call, each in turn.", numbers(Whole(1), "1,4"))
     ] = (1, 2, 4, 8, 16)
-    kernels: Annotated[tuple[str, ...], Option("Kernels, or all.", Several(Text()))] = ("all",)
+    kernels: Annotated[tuple[str, ...], Option("Kernels, or all.", ListOf(Text()))] = ("all",)
     group_size: Annotated[int, Option("INT4 weights to one scale.", Whole(2))] = 128
     dtype: Annotated[
         str, Option("Of the rows.", Choice(tuple(d for d in DTYPES if d[-2:] in ("16", "32"))))
@@ -113,7 +113,7 @@ class TransferSettings(Options):
     ] = (1, 2, 4, 8)
     sizes: Annotated[
         tuple[str, ...],
-        Option("Sizes of plain reads; the largest counts.", Several(Size(kept=True))),
+        Option("Sizes of plain reads; the largest counts.", ListOf(Size(kept=True))),
     ] = ("256KiB", "16MiB")
     volume: Annotated[str, Option("Read for each measurement.", Size(kept=True))] = "256MiB"
     rounds: Rounds = 9
@@ -126,7 +126,7 @@ class TpotSettings(Options):
     budgets: Budgets
     draft_lengths: Annotated[
         tuple[str, ...],
-        Option("Draft lengths, auto among them; 0 is without a draft.", Several(Text("0 or more"))),
+        Option("Draft lengths, auto among them; 0 is without a draft.", ListOf(Text("0 or more"))),
     ] = ("0", "4")
     prompts: PromptKinds = ()
     num_prompts: NumPrompts = 4
@@ -141,7 +141,7 @@ class TpotSettings(Options):
         Option(
             "Options of a run that are set beside those of all runs, such as 'codec=raw "
             "dense=raw'; each in turn.",
-            Several(Text("name=value, separated by spaces"), "options", repeated=True),
+            ListOf(Text("name=value, separated by spaces"), "options", repeated=True),
         ),
     ] = ()
     synthetic_acceptance: SyntheticAcceptance = None
@@ -150,7 +150,7 @@ class TpotSettings(Options):
         Option(
             "Measure systems beside each other instead, each in a process of its own with the same "
             "memory; `?` lists them. Those of speq take options, such as 'speq draft-length=4'.",
-            Several(Text("names"), "names of systems separated by commas", optional=True),
+            ListOf(Text("names"), "names of systems separated by commas", optional=True),
         ),
     ] = ()
     lossless: PackedLossless = None
@@ -243,19 +243,19 @@ class AllSettings(Options):
         tuple[str, ...],
         Option(
             "Memory budgets; default: what caps of 0.475, 0.665 and 1.2 of the model leave.",
-            Several(Size(kept=True), optional=True),
+            ListOf(Size(kept=True), optional=True),
         ),
     ] = ()
     systems: Annotated[
         tuple[str, ...],
         Option(
             "Systems; default: seven of them.",
-            Several(Text("names"), "names of systems separated by commas", optional=True),
+            ListOf(Text("names"), "names of systems separated by commas", optional=True),
         ),
     ] = ()
     kinds: Annotated[
         tuple[str, ...],
-        Option("Kinds of prompts, or files of them.", Several(Text("kinds"), "kinds of prompts")),
+        Option("Kinds of prompts, or files of them.", ListOf(Text("kinds"), "kinds of prompts")),
     ] = ("code", "prose")
     num_prompts: Annotated[int, Option("How many of each kind.", Whole(1))] = 1
     max_new_tokens: MaxNewTokens = 32

@@ -11,6 +11,13 @@ Progress = Callable[[str, int, int], None]
 Done = Callable[[int, int], None]
 
 
+def label_progress(progress: Progress | None, label: str) -> Done | None:
+    """Progress of one thing, told under a label; None where nobody is told."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(label, done, total)
+
+
 def no_progress(what: str, done: int, total: int) -> None:
     """Ignore progress."""
 

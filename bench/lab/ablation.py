@@ -45,7 +45,7 @@ from speq.measure.picture import LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.measure.settings import MaxNewTokens, NumPrompts, Prompts, Rounds
-from speq.options.declared import Option, Options, Some
+from speq.options.declared import Nested, Option, Options
 from speq.options.kinds import Whole
 from speq.registries import PREFETCHERS
 from speq.runtime import Runtime
@@ -72,7 +72,7 @@ class AblationSettings(Options):
     neighbours: Neighbours = 0
     run: Annotated[
         dict[str, Any],
-        Some(
+        Nested(
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "draft", "tpot_slo_ms", "latency_slo_ms"),

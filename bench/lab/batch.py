@@ -35,7 +35,7 @@ from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
 from speq.measure.settings import MaxNewTokens, Rounds
-from speq.options.declared import Option, Options, Some
+from speq.options.declared import Nested, Option, Options
 from speq.options.kinds import Whole
 from speq.stats import StepStats, ratio
 from speq.units import Progress, track
@@ -59,7 +59,7 @@ class BatchSettings(Options):
     neighbours: Neighbours = 0
     run: Annotated[
         dict[str, Any],
-        Some(
+        Nested(
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "draft_nodes", "draft", "profile", "max_batch"),

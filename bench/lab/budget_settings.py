@@ -13,8 +13,8 @@ from speq.bench.settings import PromptKinds, numbers
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.layers.expert_budget import BudgetRules
-from speq.options.declared import Option, Options, Some
-from speq.options.kinds import Choice, File, Number, Several, Switch, Whole
+from speq.options.declared import Nested, Option, Options
+from speq.options.kinds import Choice, File, ListOf, Number, Switch, Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class BudgetSettings(Options):
         tuple[float, ...],
         Option(
             "Least shares of a layer's routing weight, compared with the router's ranking.",
-            Several(
+            ListOf(
                 Number(1.0, without_minimum=True),
                 "shares separated by commas, such as 0.01,0.03",
                 optional=True,
@@ -38,17 +38,17 @@ class BudgetSettings(Options):
     ] = (0.01, 0.03)
     rankings: Annotated[
         tuple[str, ...],
-        Option("Router, static or oracle.", Several(Choice(("router", "static", "oracle")))),
+        Option("Router, static or oracle.", ListOf(Choice(("router", "static", "oracle")))),
     ] = ("router",)
     policies: Annotated[
         tuple[str, ...],
-        Option("Substitute or truncate.", Several(Choice(("substitute", "truncate")))),
+        Option("Substitute or truncate.", ListOf(Choice(("substitute", "truncate")))),
     ] = ("substitute",)
     residents: Annotated[
         tuple[str, ...],
         Option(
             "Whether experts in slots are free, or ranked like all others.",
-            Several(Choice(("free", "ranked"))),
+            ListOf(Choice(("free", "ranked"))),
         ),
     ] = ("free", "ranked")
     counts: Annotated[
@@ -70,7 +70,7 @@ class BudgetSettings(Options):
     ] = False
     run: Annotated[
         dict[str, Any],
-        Some(
+        Nested(
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "tpot_slo_ms", "latency_slo_ms"),

@@ -11,13 +11,13 @@ from speq.cli.bench import BenchCommand, function_of
 from speq.cli.from_dataclass import command
 from speq.config import Model
 from speq.options.declared import Option
-from speq.options.kinds import File, Several
+from speq.options.kinds import File, ListOf
 
 Folders = Annotated[
     tuple[Path, ...],
     Option(
         "Folders with a config.json.",
-        Several(File("a folder"), "a folder or several", repeated=True),
+        ListOf(File("a folder"), "a folder or several", repeated=True),
         argument=True,
     ),
 ]

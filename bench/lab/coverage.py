@@ -41,7 +41,7 @@ from speq.measure.picture import Axis, Picture, percent
 from speq.measure.report import Column, Report, print_table
 from speq.measure.settings import MaxNewTokens
 from speq.options.declared import Option, Options
-from speq.options.kinds import File, Several, Whole
+from speq.options.kinds import File, ListOf, Whole
 from speq.units import Progress
 
 
@@ -83,7 +83,7 @@ class CoverageSettings(Options):
         Option(
             "How many of a layer's experts are kept; default: an eighth of them, two, three, four "
             "and six eighths.",
-            Several(Whole(1), "whole numbers separated by commas, such as 8,16", optional=True),
+            ListOf(Whole(1), "whole numbers separated by commas, such as 8,16", optional=True),
         ),
     ] = ()
     counts: Annotated[

@@ -26,8 +26,8 @@ from speq.heads.head_shape import HeadShape
 from speq.measure.picture import BUDGET, LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
 from speq.measure.report import Column, Report
 from speq.measure.settings import MaxNewTokens, NumPrompts, Rounds
-from speq.options.declared import Option, Options, Some
-from speq.options.kinds import Choice, File, Number, Several, Whole
+from speq.options.declared import Nested, Option, Options
+from speq.options.kinds import Choice, File, ListOf, Number, Whole
 from speq.stats import RunStats
 from speq.units import Progress, format_bytes, track
 
@@ -48,7 +48,7 @@ class DraftersSettings(Options):
         tuple[str, ...],
         Option(
             "Which drafters; default: all that the model, its head and the budget allow.",
-            Several(Choice(COMPARED_DRAFTERS), "names separated by commas", optional=True),
+            ListOf(Choice(COMPARED_DRAFTERS), "names separated by commas", optional=True),
         ),
     ] = ()
     heads: Annotated[
@@ -56,14 +56,14 @@ class DraftersSettings(Options):
         Option(
             "Heads that `speq train-head` wrote, each compared with the others, such as one "
             "without contrast and one of a single branch; default: the one beside the model.",
-            Several(File("a folder"), "a folder or several", repeated=True),
+            ListOf(File("a folder"), "a folder or several", repeated=True),
         ),
     ] = ()
     temperatures: Annotated[
         tuple[float, ...],
         Option(
             "How freely tokens are drawn; 0 is greedy.",
-            Several(Number(1e4), "numbers separated by commas, such as 0,1"),
+            ListOf(Number(1e4), "numbers separated by commas, such as 0,1"),
         ),
     ] = (0.0, 1.0)
     draft_length: FixedLength = 4
@@ -74,7 +74,7 @@ class DraftersSettings(Options):
     rounds: Rounds = 3
     run: Annotated[
         dict[str, Any],
-        Some(
+        Nested(
             RunConfig,
             without=(
                 *("memory_budget", "draft_length", "draft_nodes", "drafter", "head", "max_batch"),

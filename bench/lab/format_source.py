@@ -25,7 +25,7 @@ from speq.files.published_format import WORDS
 from speq.measure.settings import NumPrompts, Rounds
 from speq.models.opened import Opened, open_model
 from speq.options.declared import Option, Options
-from speq.options.kinds import Choice, File, Several, Size, Text, Whole
+from speq.options.kinds import Choice, File, ListOf, Size, Text, Whole
 
 # As `bench.lab.format_files` writes them.
 PUBLISHED_FORMATS = ("bf16", "fp8", "mxfp4")
@@ -51,13 +51,13 @@ class FormatSettings(Options):
         ),
     ] = None
     formats: Annotated[
-        tuple[str, ...], Option("Which formats.", Several(Choice(PUBLISHED_FORMATS)))
+        tuple[str, ...], Option("Which formats.", ListOf(Choice(PUBLISHED_FORMATS)))
     ] = PUBLISHED_FORMATS
     budgets: Annotated[
         tuple[str, ...],
         Option(
             "Memory budgets; default: 0.4 of what the model takes in BF16, and room for all of it.",
-            Several(Size(kept=True), optional=True),
+            ListOf(Size(kept=True), optional=True),
         ),
     ] = ()
     layers: Annotated[int, Option("Layers.", Whole(1, 1000))] = 8

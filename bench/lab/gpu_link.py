@@ -31,13 +31,13 @@ from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
 from speq.measure.settings import Rounds
 from speq.options.declared import Option, Options
-from speq.options.kinds import Several, Size
+from speq.options.kinds import ListOf, Size
 from speq.units import Clock, Progress, format_bytes, parse_bytes, track
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLinkSettings(Options):
-    sizes: Annotated[tuple[str, ...], Option("Sizes of copies.", Several(Size(kept=True)))] = (
+    sizes: Annotated[tuple[str, ...], Option("Sizes of copies.", ListOf(Size(kept=True)))] = (
         *("64KiB", "256KiB"),
         *("1MiB", "4MiB", "16MiB"),
     )

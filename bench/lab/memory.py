@@ -50,7 +50,7 @@ from speq.measure.report import Column, Report
 from speq.models.dense_form import DenseForm
 from speq.models.opened import Opened, open_model
 from speq.options.declared import Option, Options
-from speq.options.kinds import Choice, Several, Whole
+from speq.options.kinds import Choice, ListOf, Whole
 from speq.planning.model_spec import ModelSpec
 from speq.units import Progress, format_bytes, track
 
@@ -63,7 +63,7 @@ class MemorySettings(Options):
         Option(
             "How experts are counted: token (of one token, in draft and target), resident (all in "
             "the draft) or all (in both).",
-            Several(Choice(("token", "resident", "all"))),
+            ListOf(Choice(("token", "resident", "all"))),
         ),
     ] = ("token", "resident", "all")
 

@@ -3,7 +3,7 @@
 Nothing here is measured, and no GPU is needed. Instructions a weight are counted in the machine
 code of `libspeq_cuda.so` (see `speq.bench.machine.sass`), in the loop over weights that one row of
 inputs passes in bfloat16; what is outside that loop, and loops within it for what is rare, are left
-out. Cards are those of `speq.governor.presets`, at their boost clocks.
+out. Cards are those of `speq.planning.cost.presets`, at their boost clocks.
 
 Issue time takes every multiprocessor to issue four instructions a clock. Integers go through half
 the lanes on the cards before Blackwell's, so that where they are more than half of the loop, twice
@@ -20,10 +20,10 @@ from speq.bench.machine.expert_layer import SHAPES, Layer, LayerShape
 from speq.bench.machine.sass import Kernel, Loop, kernels
 from speq.bench.settings import KernelSettings as Settings
 from speq.errors import SpeqError, checked_choice
-from speq.governor.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.kernels import library
 from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
+from speq.planning.cost.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.units import Progress, track
 
 LANES = 32

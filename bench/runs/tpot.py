@@ -18,7 +18,6 @@ from speq.bench.rivals.tpot import run as systems_beside
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
 from speq.bench.synthetic import synthetic_acceptance
-from speq.bench.written_options import written_options
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.generator import Generator
@@ -35,6 +34,8 @@ from speq.measure.picture import (
 )
 from speq.measure.report import Column, Report, print_table
 from speq.measure.runs import runs_of
+from speq.options.assignments import parse_assignments
+from speq.options.declared import declared_options
 from speq.stats import ratio
 from speq.units import Progress, format_bytes, parse_bytes, track
 
@@ -118,7 +119,9 @@ class TpotCell:
     def options(self, settings: Settings) -> dict[str, Any]:
         """Those of the run. Raises SpeqError for what is no option."""
         named = f"variant {self.variant!r}"
-        return settings.run | written_options(named, self.variant.split())
+        return settings.run | parse_assignments(
+            named, self.variant.split(), declared_options(RunConfig)
+        )
 
 
 def run(model: str, settings: Settings, progress: Progress | None = None) -> Report:

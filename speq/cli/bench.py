@@ -18,14 +18,22 @@ from speq.cli import options as opt
 from speq.cli.from_dataclass import command
 from speq.config import Model
 from speq.options.declared import Option, Options
-from speq.options.kinds import File, Several, Text
+from speq.options.kinds import File, ListOf, Text
 from speq.units import format_bytes
 
 Models = Annotated[
     tuple[str, ...],
     Option(
         "Model folders, packed or plain.",
-        Several(Text(path=True), "a folder or several", repeated=True),
+        ListOf(Text(path=True), "a folder or several", repeated=True),
+        argument=True,
+    ),
+]
+Folders = Annotated[
+    tuple[Path, ...],
+    Option(
+        "Folders with a config.json.",
+        ListOf(File("a folder"), "a folder or several", repeated=True),
         argument=True,
     ),
 ]

@@ -85,7 +85,7 @@ def tune_with(
     profile, counts = measure_profile(model, settings, tell)
     profiles.write(profile, path)
     with closing(open_model(model)) as opened:
-        counts_path = used_experts.keep(counts, opened.checkpoint)
+        counts_path = used_experts.write_counts(counts, opened.checkpoint)
     return TuneResult(profile, path, counts_path)
 
 
@@ -96,7 +96,7 @@ def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
         return settings.out
     with closing(open_model(model)) as opened:
         device = find_device(settings.run.get("device", "auto")).torch.type
-        path = profiles.kept_path(profiles.key_of(opened, device, settings.memory_budget))
+        path = profiles.profile_path(profiles.key_of(opened, device, settings.memory_budget))
     if path is None:
         raise SpeqError("this user has no home folder for the profile; name a file with --out")
     check_target(path, force=True)

@@ -15,8 +15,8 @@ from speq.bench.machine.issue import COUNTED, HALF_RATE, issue_slots
 from speq.bench.machine.kernels import Settings
 from speq.bench.machine.sass import Kernel, kernels
 from speq.errors import SpeqError
-from speq.governor.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.kernels import library
+from speq.planning.cost.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from tests.helpers.command import Command
 from tests.helpers.needed import absent
 

@@ -201,7 +201,9 @@ def test_every_step_is_a_command_that_speq_takes(tmp_path: Path) -> None:
         for bench in BENCHES:
             if step.command[:2] == ["bench", bench.name]:
                 (settings,) = (
-                    part for part in command(function_of(bench)).parts if part.name == "settings"
+                    part
+                    for part in command(function_of(bench)).parameters
+                    if part.name == "settings"
                 )
                 assert isinstance(settings.value(context.params), bench.settings)
 

@@ -37,7 +37,7 @@ def test_variants_and_neighbours_are_measured_in_turn(tiny_bfloat16: Folder) -> 
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        ("codec", r"variant 'codec' has 'codec'; give options as name=value"),
+        ("codec", r"variant 'codec' has 'codec'; give NAME=VALUE"),
         ("=raw", "variant '=raw' has '=raw'"),
         ("dense=thin", "dense is 'thin'; it must be one of"),
         ("no-option=1", "no_option"),

@@ -646,7 +646,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
     for options, message in (
         (
             {"max_new_tokens": 3},
-            "unknown option max_new_tokens; the options are memory_budget, dev",
+            "unknown option max_new_tokens; the options are memory_budget, host",
         ),
         ({"device": "tpu"}, "device is 'tpu'; it must be one of auto, cpu, cuda"),
         ({"dtype": "float8"}, "dtype is 'float8'; it must be one of auto, bfloat16, float16, flo"),

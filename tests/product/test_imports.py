@@ -45,8 +45,8 @@ REFERENCES = (
 BELOW_MODELS = (
     *("leaves", "devices", "reference", "kernels", "files", "experts", "expert counts", "layers"),
 )
-BELOW_ENGINE = (*BELOW_MODELS, "models", "heads", "scheduler", "governor")
-BELOW_LOAD = (*BELOW_ENGINE, "drafts", "engine", "planning")
+BELOW_DECODE = (*BELOW_MODELS, "models", "heads", "scheduler", "governor")
+BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning costs", "planning")
 TABLE = {
     "leaves": Layer(LEAVES, ("leaves",), never=("transformers",)),
     "reference": Layer(
@@ -88,12 +88,21 @@ TABLE = {
     "governor": Layer(
         ("speq.governor",), ("leaves", "governor"), never=("torch", "transformers", "numpy")
     ),
-    "engine": Layer(("speq.engine",), (*BELOW_ENGINE, "engine")),
+    "decode": Layer(("speq.engine",), (*BELOW_DECODE, "decode")),
+    "planning costs": Layer(
+        ("speq.planning.cost",),
+        ("leaves", "governor", "planning costs"),
+        never=("torch", "transformers", "numpy"),
+    ),
     "planning": Layer(
-        ("speq.planning",), (*BELOW_MODELS, "models", "heads", "governor", "drafts", "planning")
+        ("speq.planning",),
+        (*BELOW_MODELS, "models", "heads", "governor", "drafts", "planning costs", "planning"),
     ),
     "quantizing": Layer(("speq.quantizing",), (*BELOW_MODELS, "models", "drafts", "quantizing")),
-    "runtime": Layer(("speq.load", "speq.runtime"), (*BELOW_LOAD, "runtime")),
+    "loading": Layer(("speq.loading",), (*BELOW_LOAD, "loading")),
+    "runtime": Layer(
+        ("speq.load", "speq.engine_layout", "speq.runtime"), (*BELOW_LOAD, "loading", "runtime")
+    ),
     # Options that commands have, which should not wait for torch.
     "stage options": Layer(
         ("speq.pipeline.settings",), ("leaves", "stage options"), never=("torch", "transformers")
@@ -106,11 +115,16 @@ TABLE = {
     "text": Layer(("speq.text",), ("leaves", "files", "text")),
     "generator": Layer(
         (
-            *("speq.engine.batch", "speq.engine.engine_thread", "speq.engine.token_stream"),
-            *("speq.generator", "speq.async_generator"),
-        ),
-        (
-            *("leaves", "devices", "models", "engine", "runtime", "stage options", "pipeline"),
+            *(
+                "leaves",
+                "devices",
+                "models",
+                "decode",
+                "planning",
+                "runtime",
+                "stage options",
+                "stages",
+            ),
             *("text", "generator"),
         ),
     ),
@@ -364,7 +378,7 @@ def test_checker_leaves_good_code_alone() -> None:
     [
         "speq",
         "speq.governor.draft_length",
-        "speq.governor.planner",
+        "speq.planning.cost.planner",
         "speq.stats",
         "speq.config",
         "speq.planning.memory",

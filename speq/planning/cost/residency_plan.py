@@ -1,5 +1,5 @@
 """A way to hold a model's exact experts in a budget: the one type that is proposed, planned,
-weighed and settled on.
+weighed and chosen.
 """
 
 from dataclasses import dataclass, replace
@@ -57,12 +57,12 @@ class ResidencyPlan:
 
     @property
     def holds_int4(self) -> bool:
-        """Whether an INT4 copy is held: of no experts it may take no bytes."""
+        """True if an INT4 copy is held: of no experts it may take no bytes."""
         return self.drafter == "int4" or self.draft_bytes > 0
 
     @property
     def can_drop_draft(self) -> bool:
-        """Whether the INT4 copy only drafts, so that a run goes on without it."""
+        """True if the INT4 copy only drafts, so that a run goes on without it."""
         return self.holds_int4 and not self.needs_draft and not self.dense_base
 
     @property
@@ -80,14 +80,14 @@ class ResidencyPlan:
         return f"{self.codec}{encoded} {held}"
 
     @property
-    def cycle(self) -> StepEstimate:
-        """The expected round, of a holding that was weighed."""
-        return present(self.expected, "a holding is asked for its cycle that was not weighed")
+    def step(self) -> StepEstimate:
+        """The expected step, of a plan that was weighed."""
+        return present(self.expected, "a residency plan has no estimate of its step")
 
     @property
     def tpot_s(self) -> float:
         """Expected time per token."""
-        return self.cycle.token_s
+        return self.step.token_s
 
     @property
     def cost_s(self) -> float:
@@ -96,4 +96,4 @@ class ResidencyPlan:
 
     @property
     def moved_bytes_per_token(self) -> float:
-        return self.cycle.moved_bytes / self.cycle.tokens
+        return self.step.moved_bytes / self.step.tokens

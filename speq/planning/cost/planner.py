@@ -2,7 +2,7 @@
 
 For each way it finds the best draft length, and where speculation breaks even. Times come from the
 roofline model (`speq.governor.roofline`), with bandwidths or a measured profile. They are good for
-telling ways apart. A run measures its own cycles and goes by those.
+telling ways apart. A run measures its own steps and goes by those.
 """
 
 import math
@@ -15,19 +15,19 @@ from typing import NamedTuple
 from speq.errors import SpeqError, present
 from speq.governor.averages import LinearFit
 from speq.governor.draft_length import LENGTHS
-from speq.governor.locality import Locality
-from speq.governor.presets import Rates
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.governor.residency_plan import ResidencyPlan
 from speq.governor.roofline import Link, StepEstimate, accepted_tokens
-from speq.governor.survey import Survey
+from speq.planning.cost.locality import Locality
+from speq.planning.cost.presets import Rates
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
 
 # The share of transfers that computation might hide and does not: on demand, and with three-phase
 # prefetching along a draft. Both are of the widened model (bench/results/schedule-*.json), f = 0.5
 # and 0.7, as (TPOT - floor) / the shorter of link and computation.
 EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
-# What was planned weighs as much as so many cycles of the run, and an assumed acceptance as much as
+# What was planned weighs as much as so many steps of the run, and an assumed acceptance as much as
 # so many tokens.
 PLANNED, PLANNED_TOKENS = 1.0, 4.0
 # A break-even is looked for within so many powers of ten of the link at hand.
@@ -169,33 +169,33 @@ def _cost(profile: Profile, codec: str, read_bytes: dict[str, int]) -> float:
 
 
 class Drafts(NamedTuple):
-    """What one drafter's tokens take, and how far they stand.
+    """Cost and acceptance of one drafter's tokens.
 
-    stand      by depth, probability that a token stands, given that those before it did; the last
+    by_depth   by depth, probability that a token is accepted if those before it are; the last
                one is that of all deeper tokens
     base_s, token_s  T_draft(k) = base + k * token
     ahead      whether experts move while the draft that named them goes on
     """
 
-    stand: tuple[float, ...]
+    by_depth: tuple[float, ...]
     base_s: float
     token_s: float
     ahead: bool
 
-    def stands(self, draft_length: int) -> list[float]:
+    def accept_probs(self, draft_length: int) -> list[float]:
         """p_1 to p_k."""
-        return [self.stand[min(depth, len(self.stand) - 1)] for depth in range(draft_length)]
+        return [self.by_depth[min(depth, len(self.by_depth) - 1)] for depth in range(draft_length)]
 
     @property
     def acceptance(self) -> float:
-        """Of all depths together: a depth counts as often as it is reached."""
-        reached = accumulate(self.stand[:-1], mul, initial=1.0)
+        """Acceptance of all depths together: a depth counts as often as it is reached."""
+        reached = accumulate(self.by_depth[:-1], mul, initial=1.0)
         weights = list(reached)
-        return sum(map(mul, weights, self.stand)) / sum(weights)
+        return sum(map(mul, weights, self.by_depth)) / sum(weights)
 
 
-def acceptance_of_part(acceptance: float, covers: float) -> float:
-    """Of a draft that holds a part of the experts, where nothing but this was measured.
+def partial_acceptance(acceptance: float, covers: float) -> float:
+    """Acceptance of a draft that holds a part of the experts, if only that of all was measured.
 
     acceptance  of one that holds all
     covers      share of what tokens choose that is of the part
@@ -212,10 +212,10 @@ class Outlook:
     """A model on a machine.
 
     num_layers  number of layers with experts
-    acceptance  probability that an INT4 draft's token stands, given that those before it did
+    acceptance  probability that an INT4 draft's token is accepted if those before it are
     lengths     draft lengths to choose from
     ahead       whether experts move while the draft that named them goes on
-    head_stand  the same probability of a head's tokens by depth; empty: it was not measured
+    head_acceptance  the same probability of a head's tokens by depth; empty: it was not measured
     """
 
     num_layers: int
@@ -225,7 +225,7 @@ class Outlook:
     acceptance: float
     lengths: tuple[int, ...] = tuple(k for k in LENGTHS if k)
     ahead: bool = True
-    head_stand: tuple[float, ...] = ()
+    head_acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -239,10 +239,10 @@ class Outlook:
         """None of a drafter of which nothing is known beforehand."""
         speeds, drafter = self.speeds, residency_plan.drafter
         if drafter == "int4":
-            stand = (acceptance_of_part(self.acceptance, residency_plan.draft_covers),)
-            return Drafts(stand, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
-        if drafter == "head" and self.head_stand:
-            return Drafts(self.head_stand, 0.0, speeds.head_token_s, False)
+            by_depth = (partial_acceptance(self.acceptance, residency_plan.draft_covers),)
+            return Drafts(by_depth, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
+        if drafter == "head" and self.head_acceptance:
+            return Drafts(self.head_acceptance, 0.0, speeds.head_token_s, False)
         return None
 
     def _known_drafts(self, residency_plan: ResidencyPlan) -> Drafts:
@@ -264,7 +264,7 @@ class Outlook:
         experts_s = self.asked(rows) * speeds.expert_s[residency_plan.codec]
         return speeds.pass_s + (rows - 1) * speeds.row_s + experts_s
 
-    def cycle(self, residency_plan: ResidencyPlan, draft_length: int) -> StepEstimate:
+    def step_estimate(self, residency_plan: ResidencyPlan, draft_length: int) -> StepEstimate:
         """The time and the yield of a round with so many drafted tokens.
 
         Experts of rejected tokens are moved and read like all others. Encoding takes the processor
@@ -276,7 +276,7 @@ class Outlook:
         tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
         if draft_length:
             drafts = self._known_drafts(residency_plan)
-            tokens += accepted_tokens(drafts.stands(draft_length))
+            tokens += accepted_tokens(drafts.accept_probs(draft_length))
             draft_s = drafts.base_s + draft_length * drafts.token_s
             exposed = EXPOSED_AHEAD if drafts.ahead else exposed
         return StepEstimate(
@@ -291,12 +291,12 @@ class Outlook:
         )
 
     def prior(self, residency_plan: ResidencyPlan) -> Prior:
-        """What a run begins with, of a holding that was weighed. What a miss takes of the processor
+        """Prior of a run, of a plan with an estimate. What a miss takes of the processor
         counts as a part of its transfer.
         """
         speeds, drafts = self.speeds, self._known_drafts(residency_plan)
         rows = [length + 1 for length in LENGTHS]
-        best = residency_plan.cycle.draft_length + 1
+        best = residency_plan.step.draft_length + 1
         return Prior(
             verify=tuple((float(t), self.verify_s(residency_plan, t)) for t in rows),
             distinct=tuple((float(t), self.asked(t)) for t in rows),
@@ -316,14 +316,14 @@ class Outlook:
             tokens=PLANNED_TOKENS,
         )
 
-    def weighed(self, residency_plan: ResidencyPlan) -> ResidencyPlan:
-        """The holding at its best draft length: 0 without a draft, at least 1 with one.
+    def with_estimate(self, residency_plan: ResidencyPlan) -> ResidencyPlan:
+        """The plan at its best draft length: 0 without a draft, at least 1 with one.
 
         A drafter of which nothing is known beforehand is weighed as plain decoding.
         """
         lengths = self.lengths if self.drafts(residency_plan) is not None else (0,)
-        cycles = [self.cycle(residency_plan, draft_length) for draft_length in lengths]
-        return replace(residency_plan, expected=min(cycles, key=lambda cycle: cycle.token_s))
+        steps = [self.step_estimate(residency_plan, draft_length) for draft_length in lengths]
+        return replace(residency_plan, expected=min(steps, key=lambda step: step.token_s))
 
     def gain(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
         """Time per token of the best way without a draft over that of the best one with an INT4
@@ -331,8 +331,8 @@ class Outlook:
 
         None if there are not both.
         """
-        drafting = [self.weighed(h).tpot_s for h in residency_plans if h.drafter == "int4"]
-        plain = [self.weighed(h).tpot_s for h in residency_plans if not h.drafts]
+        drafting = [self.with_estimate(h).tpot_s for h in residency_plans if h.drafter == "int4"]
+        plain = [self.with_estimate(h).tpot_s for h in residency_plans if not h.drafts]
         return min(plain) / min(drafting) if drafting and plain else None
 
     def break_even_acceptance(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
@@ -386,7 +386,7 @@ def _border(pays: Callable[[float], bool], inside: float, outside: float) -> flo
 def choose(
     outlook: Outlook, residency_plans: Sequence[ResidencyPlan], margin: float = 0.0
 ) -> tuple[ResidencyPlan, str]:
-    """The holding of the least expected time per token, weighed, and why it is chosen.
+    """The plan of the least expected time per token, with its estimate, and why it is chosen.
 
     margin  share of the time that a draft must be expected to save if it takes slots which experts
             want
@@ -395,28 +395,28 @@ def choose(
     leaves it aside when it does not pay, so that it is worth plain decoding at least. Of drafts
     that are all expected to lose, the one that is expected to lose least is held.
 
-    Raises SpeqError where there is no holding at all.
+    Raises SpeqError where there is no plan at all.
     """
 
     def cost_s(residency_plan: ResidencyPlan) -> float:
         if not residency_plan.drafts:
             return residency_plan.cost_s
-        if residency_plan.cycle.moved_bytes > 0:
+        if residency_plan.step.moved_bytes > 0:
             return residency_plan.cost_s / (1 - margin)
         if len(outlook.lengths) == 1:  # what was asked for is drafted whether it pays or not
             return residency_plan.cost_s
-        plain = replace(residency_plan, expected=outlook.cycle(residency_plan, 0))
+        plain = replace(residency_plan, expected=outlook.step_estimate(residency_plan, 0))
         return min(residency_plan.cost_s, plain.cost_s)
 
-    weighed = map(outlook.weighed, residency_plans)
+    weighed = map(outlook.with_estimate, residency_plans)
     ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.cost_s))
     if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
     best, others = ranked[0], ranked[1:]
     beside = ", ".join(f"{other.name} {other.cost_s * 1e3:.1f}" for other in others)
-    cycle = best.cycle
+    step = best.step
     reason = (
-        f"{best.name}, k={cycle.draft_length}: {best.cost_s * 1e3:.1f} ms a token expected, most "
-        f"of it {cycle.limit}"
+        f"{best.name}, k={step.draft_length}: {best.cost_s * 1e3:.1f} ms a token expected, most "
+        f"of it {step.limit}"
     )
     return best, reason + (f" ({beside})" if beside else "")

@@ -94,8 +94,9 @@ CURVES: dict[str, RouteCurve | None] = {
 
 
 def nearest_curve(num_experts: int) -> RouteCurve:
-    """That of the model whose layers have most nearly as many experts: tokens share the more of
-    them, the fewer there are.
+    """The curve of the model whose layers have most nearly as many experts.
+
+    Tokens share the more of them, the fewer there are.
     """
     return min((BUNDLED, PUBLISHED), key=lambda c: abs(math.log(c.num_experts / num_experts)))
 
