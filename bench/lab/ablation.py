@@ -7,10 +7,6 @@
     both                  neither of the two, as in the paper
     lookahead eviction    the least recently used expert leaves
     governor              every step drafts as many tokens
-    slots first           a layer computes when all of its experts are there, not those in slots
-                          while the others come
-    grouping by expert    a verification runs token by token, and reads an expert again for each
-                          (the reordering of MoE-SpeQ 3.4.4)
     compact slots         experts and dense matrices are plain words
     INT4 dense layers     the draft runs the exact dense layers
     draft                 plain decoding
@@ -21,14 +17,10 @@ full is taken within a round, and then the median over rounds; the spread is tha
 token over rounds: the slowest less the fastest, over the median.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Generator as Coroutine
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Annotated, Any
-
-from torch import Tensor
 
 from bench.lab.command import main
 from bench.lab.options import BudgetText, Published
@@ -37,20 +29,15 @@ from speq.bench.neighbours import disturbed
 from speq.bench.rotation import rotated
 from speq.bench.settings import Neighbours
 from speq.config import MAX_DRAFT_LENGTH, DraftLength, RunConfig
-from speq.errors import Broken, SpeqError
+from speq.errors import SpeqError
 from speq.generator import Generator
-from speq.kernels.ops import ExpertBiases
-from speq.layers.exact_experts import ExactExperts
 from speq.measure.picture import LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.measure.settings import MaxNewTokens, NumPrompts, Prompts, Rounds
 from speq.options.declared import Option, Options, Some
 from speq.options.kinds import Whole
-from speq.registries import PREFETCHERS
 from speq.runtime import Runtime
-from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.prefetch import ThreePhase
 from speq.stats import RunStats, ratio
 from speq.units import Progress, format_bytes, tracked
 
@@ -84,7 +71,6 @@ class AblationSettings(Options):
 
 WARM_UP_TOKENS = 8
 FULL = "full"
-IN_ONE_WAVE = "in-one-wave"
 
 COLUMNS: dict[str, Column] = {
     "without": ("without", "{}"),
@@ -112,53 +98,6 @@ def unfused(runtime: Runtime) -> None:
     if runtime.draft_bank is None:
         raise SpeqError("no draft of INT4 experts is held at this budget")
     runtime.draft_bank.kernel = DRAFT_KERNELS["unfused"]
-
-
-def token_by_token(runtime: Runtime) -> None:
-    """Have verifications run one row after the other, each with all of its experts."""
-    target = runtime.engine.offload.target
-    if not isinstance(target, ExactExperts):
-        raise Broken("rows are to be verified one by one by experts that are not exact")
-    target.experts = replace(target.experts, op=row_by_row(target.experts.op))
-
-
-def row_by_row(op: Callable[..., None]) -> Callable[..., None]:
-    """A kernel of `SlotExperts` that is called for each row by itself."""
-
-    def run(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, *more: Any) -> None:
-        biases = [each for each in more[-1:] if isinstance(each, ExpertBiases)]
-        *held, activation, out = more[: len(more) - len(biases)]
-        for row in range(len(hidden_states)):
-            only = slice(row, row + 1)
-            op(
-                hidden_states[only],
-                topk_ids[only],
-                slot_table,
-                *held,
-                activation,
-                out[only],
-                *biases,
-            )
-
-    return run
-
-
-class InOneWave(ThreePhase):
-    """Has all experts of a layer in slots before any of them is handed on."""
-
-    def serve(self, layer: int, experts: list[int]) -> Coroutine[dict[int, int], None, None]:
-        cache, waves = self._loader.cache, super().serve(layer, experts)
-        if len(experts) > cache.policy.quota(layer):
-            yield from waves  # they are never there together
-            return
-        keys = [ExpertKey(layer, expert) for expert in experts]
-        cache.pin(keys)
-        try:
-            for _ in waves:
-                pass  # what is there waits for what is not
-            yield from self._loader.serve(layer, experts)
-        finally:
-            cache.unpin(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +128,10 @@ def parts_of(settings: AblationSettings) -> list[Part]:
         Part("both", on_demand | launched, unfused),
         Part("lookahead eviction", {"cache_policy": "lru"}),
         Part("governor", {"draft_length": settings.fixed_length}),
-        Part("slots first", {"prefetch": IN_ONE_WAVE}),
-        Part("grouping by expert", {}, token_by_token),
         Part("compact slots", {"codec": "raw", "dense": "raw"}),
         Part("INT4 dense layers", {"draft_dense": "none"}),
         Part("draft", {"drafter": "none", "draft_length": 0}),
     ]
-
-
-@contextmanager
-def offered() -> Iterator[None]:
-    """Have `InOneWave` among the prefetchers during the block."""
-    with PREFETCHERS.registered(IN_ONE_WAVE, InOneWave, "as three-phase, all of a layer at once"):
-        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +160,6 @@ class Sample:
 
 
 @disturbed
-@offered()
 def run(model: str, settings: AblationSettings, progress: Progress | None = None) -> Report:
     """Measure the model whole and without each part.
 

@@ -71,24 +71,3 @@ def strongest_pair(together: Ids) -> tuple[int, int]:
     above = np.triu(together, k=1)
     first, second = divmod(int(above.argmax()), above.shape[1])
     return first, max(second, first + 1)
-
-
-def clustered(together: Ids) -> list[int]:
-    """Experts of a layer [E, E] in the order of a hierarchical clustering (Figure 8): those that
-    are chosen together stand side by side.
-
-    Two groups are as close as pairs across them were chosen together on the mean. The closest two
-    are joined until one is left.
-    """
-    groups = [[expert] for expert in range(len(together))]
-    close = together.astype(np.float64)
-    np.fill_diagonal(close, -1.0)
-    while len(groups) > 1:
-        one, other = sorted(divmod(int(close.argmax()), len(groups)))
-        sizes = len(groups[one]), len(groups[other])
-        close[one] = (sizes[0] * close[one] + sizes[1] * close[other]) / sum(sizes)
-        close[:, one] = close[one]
-        close[one, one] = -1.0
-        groups[one] += groups.pop(other)
-        close = np.delete(np.delete(close, other, axis=0), other, axis=1)
-    return groups[0]

@@ -147,10 +147,14 @@ def function_of(bench: BenchCommand) -> Any:
 
 def show(module: Any, report: Any) -> None:
     """Print the tables of a bench."""
+    from speq.measure.report import print_table
+
     if hasattr(module, "show"):
         module.show(report)
-    else:
-        report.print(module.COLUMNS)
+        return
+    report.print(module.COLUMNS)
+    for title, name, columns in getattr(module, "FURTHER_TABLES", ()):
+        print_table(title, columns, getattr(report, name))
 
 
 def widen(
