@@ -47,7 +47,7 @@ WITH_OTHERS = "--rendezvous"
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class PrintedCommand:
     """A command of `speq` as a page prints it; words: the arguments behind `speq`."""
 
     page: Path
@@ -80,13 +80,13 @@ def code_lines(text: str) -> Iterator[tuple[int, str]]:
         joined = ""
 
 
-def commands_of(page: Path) -> list[Command]:
+def commands_of(page: Path) -> list[PrintedCommand]:
     """The commands of `speq` in a page's code blocks."""
     found = []
     for number, line in code_lines(page.read_text(encoding="utf-8")):
         if line.startswith(f"{SPEQ} "):
             words = shlex.split(line, comments=True)
-            found.append(Command(page, number, tuple(words[1:])))
+            found.append(PrintedCommand(page, number, tuple(words[1:])))
     return found
 
 
@@ -95,13 +95,13 @@ def programs_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def slow(command: Command) -> bool:
+def slow(command: PrintedCommand) -> bool:
     """Whether a command measures for minutes."""
     name, *rest = command.words
     return name in SLOW and not (name == "bench" and rest[0] in QUICK_BENCHES)
 
 
-def here(command: Command, scratch: Path, wide: bool) -> list[str]:
+def here(command: PrintedCommand, scratch: Path, wide: bool) -> list[str]:
     """The words of a command in the scratch folder, where /tmp is its own."""
     words: list[str] = []
     for word in command.words:

@@ -25,8 +25,8 @@ from typing import Annotated, Any
 from bench.lab.command import main
 from bench.lab.options import BudgetText, Published
 from bench.lab.step import DRAFT_KERNELS
-from speq.bench.neighbours import disturbed
-from speq.bench.rotation import rotated
+from speq.bench.neighbours import beside_neighbours
+from speq.bench.rotation import rotate
 from speq.bench.settings import Neighbours
 from speq.config import MAX_DRAFT_LENGTH, DraftLength, RunConfig
 from speq.errors import SpeqError
@@ -93,7 +93,7 @@ def nothing(runtime: Runtime) -> None:
     """All is as it was loaded."""
 
 
-def unfused(runtime: Runtime) -> None:
+def unfuse(runtime: Runtime) -> None:
     """Raises SpeqError where no INT4 experts are held."""
     if runtime.draft_bank is None:
         raise SpeqError("no draft of INT4 experts is held at this budget")
@@ -101,7 +101,7 @@ def unfused(runtime: Runtime) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AblatedPart:
     """Something to be without. options: of the run; change: made to what was loaded for it."""
 
     name: str
@@ -118,24 +118,24 @@ class Part:
         return self.options.get("codec") == "raw"
 
 
-def parts_of(settings: AblationSettings) -> list[Part]:
+def parts_of(settings: AblationSettings) -> list[AblatedPart]:
     """Rows in order, the first with nothing left out."""
     on_demand, launched = {"prefetch": "none"}, {"graphs": "none"}
     return [
-        Part(FULL, {}),
-        Part("async prefetch", on_demand),
-        Part("fused kernel", launched, unfused),
-        Part("both", on_demand | launched, unfused),
-        Part("lookahead eviction", {"cache_policy": "lru"}),
-        Part("governor", {"draft_length": settings.fixed_length}),
-        Part("compact slots", {"codec": "raw", "dense": "raw"}),
-        Part("INT4 dense layers", {"draft_dense": "none"}),
-        Part("draft", {"drafter": "none", "draft_length": 0}),
+        AblatedPart(FULL, {}),
+        AblatedPart("async prefetch", on_demand),
+        AblatedPart("fused kernel", launched, unfuse),
+        AblatedPart("both", on_demand | launched, unfuse),
+        AblatedPart("lookahead eviction", {"cache_policy": "lru"}),
+        AblatedPart("governor", {"draft_length": settings.fixed_length}),
+        AblatedPart("compact slots", {"codec": "raw", "dense": "raw"}),
+        AblatedPart("INT4 dense layers", {"draft_dense": "none"}),
+        AblatedPart("draft", {"drafter": "none", "draft_length": 0}),
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class AblationSample:
     """One setting's texts in one round."""
 
     tpot_ms: float
@@ -144,7 +144,7 @@ class Sample:
     moved_bytes_per_token: float
 
     @classmethod
-    def of(cls, runs: Sequence[RunStats]) -> "Sample":
+    def of(cls, runs: Sequence[RunStats]) -> "AblationSample":
         """From runs that decoded at least one step, all together."""
 
         def total(name: str) -> float:
@@ -159,7 +159,7 @@ class Sample:
         )
 
 
-@disturbed
+@beside_neighbours
 def run(model: str, settings: AblationSettings, progress: Progress | None = None) -> Report:
     """Measure the model whole and without each part.
 
@@ -170,9 +170,9 @@ def run(model: str, settings: AblationSettings, progress: Progress | None = None
     parts = parts_of(settings)
     for part in parts:
         RunConfig.of(settings.memory_budget, **part.config(settings))
-    samples: dict[str, list[Sample]] = {part.name: [] for part in parts}
+    samples: dict[str, list[AblationSample]] = {part.name: [] for part in parts}
     refused: dict[str, str] = {}
-    turns = [part for turn in range(settings.rounds) for part in rotated(parts, turn)]
+    turns = [part for turn in range(settings.rounds) for part in rotate(parts, turn)]
     for part in tracked("measuring settings", turns, len(turns), progress):
         if part.name in refused:
             continue
@@ -189,7 +189,9 @@ def run(model: str, settings: AblationSettings, progress: Progress | None = None
     return Report("ablation", model, settings.as_json(), rows)
 
 
-def measure(model: str, settings: AblationSettings, part: Part, prompts: list[str]) -> Sample:
+def measure(
+    model: str, settings: AblationSettings, part: AblatedPart, prompts: list[str]
+) -> AblationSample:
     """All prompts, the slots warm from one before that does not count."""
     source = settings.published if part.plain and settings.published else model
     generator = Generator.from_pretrained(source, settings.memory_budget, **part.config(settings))
@@ -197,13 +199,18 @@ def measure(model: str, settings: AblationSettings, part: Part, prompts: list[st
         longest = max(len(generator.encode(prompt)) for prompt in prompts)
         generator.reserve(longest + settings.max_new_tokens)  # arenas that are changed then stay
         part.change(generator.runtime)
-        return Sample.of(runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS))
+        return AblationSample.of(
+            runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
+        )
     finally:
         generator.close()
 
 
 def summarise(
-    name: str, samples: Sequence[Sample], full: Sequence[Sample], refused: str | None
+    name: str,
+    samples: Sequence[AblationSample],
+    full: Sequence[AblationSample],
+    refused: str | None,
 ) -> dict[str, Any]:
     """One row: medians over rounds.
 

@@ -20,7 +20,7 @@ from bench.lab.route_sample import (
     TextSample,
     TreePlan,
     TreeSample,
-    recorded,
+    record_routes,
 )
 from speq.bench.kinds import texts_of
 from speq.bench.settings import PromptKinds, numbers
@@ -207,7 +207,7 @@ def run(model: str, settings: CoverageSettings, progress: Progress | None = None
     )
     try:
         sizes = sizes_of(settings.experts, generator.runtime.shape.experts.num_experts)
-        samples = recorded(generator, texts, settings.max_new_tokens, trees, progress)
+        samples = record_routes(generator, texts, settings.max_new_tokens, trees, progress)
         top_k = generator.runtime.shape.top_k
     finally:
         generator.close()
@@ -287,9 +287,9 @@ def covered_by(
         tokens = sample.tokens
         for rows in expert_shares.windows(tokens.tokens, window):
             scores = tokens.probabilities[:, rows].sum(1)
-            probability.append(expert_shares.covered(scores, scores, sizes))
+            probability.append(expert_shares.covered_shares(scores, scores, sizes))
             weights = tokens.weights[:, rows].sum(1)
-            served.append(expert_shares.covered(scores, weights, sizes))
+            served.append(expert_shares.covered_shares(scores, weights, sizes))
     return len(probability), np.mean(probability, axis=0), np.mean(served, axis=0)
 
 

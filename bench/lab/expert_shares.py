@@ -18,14 +18,14 @@ def windows(tokens: int, window: int) -> Iterator[slice]:
     return (slice(at, at + window) for at in range(0, tokens - window + 1, window))
 
 
-def chosen(ids: Ids, num_experts: int) -> Flags:
+def choices_of(ids: Ids, num_experts: int) -> Flags:
     """Whether each token chose each expert: [L, T, E] of ids [L, T, K]."""
     marks = np.zeros((*ids.shape[:2], num_experts), bool)
     np.put_along_axis(marks, ids, True, axis=2)
     return marks
 
 
-def served(ids: Ids, weights: Floats, num_experts: int) -> Floats:
+def served_shares(ids: Ids, weights: Floats, num_experts: int) -> Floats:
     """The weight that each token gave each expert, 0 where it chose others: [L, T, E]."""
     spread = np.zeros((*ids.shape[:2], num_experts))
     np.put_along_axis(spread, ids, weights, axis=2)
@@ -42,7 +42,7 @@ def ranking(scores: Floats) -> Ids:
     return np.argsort(-scores, axis=1, kind="stable")
 
 
-def covered(scores: Floats, weights: Floats, sizes: Sequence[int]) -> Floats:
+def covered_shares(scores: Floats, weights: Floats, sizes: Sequence[int]) -> Floats:
     """The share of a window's weight that its B best experts hold: [L, len(sizes)].
 
     scores   [L, E] that experts are ranked by: the sums of Eq. 5

@@ -52,7 +52,7 @@ BENCHES = (
     BenchCommand(
         "serve",
         "speq.bench.runs.serve",
-        declared.ServeSettings,
+        declared.ServeBenchSettings,
         "A running server under requests that arrive by chance: how soon text begins and comes.",
         subject=("url", declared.ServerUrl),
     ),

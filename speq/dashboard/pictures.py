@@ -137,8 +137,9 @@ def _figures(place: str, row: Row, picture: Picture) -> Row:
         value = row.get(axis.key)
         if value is not None and not is_number(value):
             raise wrong(f"{place}.{axis.key}", value, "a number")
-        exact = value is None or axis.scale == 1.0
-        found[axis.key] = value if exact else value * axis.scale  # type: ignore[operator]
+        found[axis.key] = value
+        if value is not None and axis.scale != 1.0:
+            found[axis.key] = value * axis.scale
     return found
 
 

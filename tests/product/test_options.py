@@ -33,7 +33,7 @@ from speq.registries import CACHE_POLICIES
 from speq.units import parse_bytes
 from tests.helpers.paths import ROOT
 from tests.helpers.told import Told
-from tools.options import TYPED, annotation, option_table, typed_module, written
+from tools.options import TYPED, annotation, option_table, typed_module, written_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ def test_the_command_line_waits_for_torch() -> None:
 
 
 def test_what_is_written_from_the_declarations_is_up_to_date() -> None:
-    for path, text in written():
+    for path, text in written_files():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run python -m tools.options"
 
 
