@@ -70,13 +70,13 @@ def test_what_it_is_not_for_is_refused(tiny: Folder) -> None:
     own = generator.runtime.engine.drafters[0]
     with pytest.raises(SpeqError, match="synthetic_acceptance is 2; it must be from 0 to 1"):
         synthetic_acceptance(generator, [TEXT], 8, 2).__enter__()
-    chooses = own.next_token  # type: ignore[attr-defined]
+    chooses = own.next_tokens  # type: ignore[attr-defined]
     with synthetic_acceptance(generator, [TEXT], 8, 0.5):
         with pytest.raises(SpeqError, match="for greedy texts and this one is drawn or penalised"):
             generator.generate(TEXT, max_new_tokens=8, temperature=1.0)
         with pytest.raises(SpeqError, match="this one is not among them; give its prompt before"):
             generator.generate("Another", max_new_tokens=8)
-    assert generator.runtime.engine.drafters[0].next_token is chooses  # type: ignore[attr-defined]
+    assert generator.runtime.engine.drafters[0].next_tokens is chooses  # type: ignore[attr-defined]
     generator.close()
     ngram = Generator.from_pretrained(tiny(FAMILY), "1GiB", draft_length=2, drafter="ngram")
     with pytest.raises(

@@ -72,9 +72,9 @@ def test_the_widened_model_is_drafted_for_by_the_widened_head(tmp_path: Path, ti
         drafts: list[list[int]] = []
         score = generator.runtime.engine.verification.score
 
-        def scored(pending: int, draft, drafts=drafts, score=score):  # type: ignore[no-untyped-def]
-            drafts.append(list(draft.token_ids))
-            return score(pending, draft)
+        def scored(batch, drafts=drafts, score=score):  # type: ignore[no-untyped-def]
+            drafts.append([*batch[0].token_ids[1:]])
+            return score(batch)
 
         generator.reserve(len(PROMPT) + 24)
         generator.runtime.engine.verification.score = scored  # type: ignore[method-assign]

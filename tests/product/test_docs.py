@@ -13,6 +13,7 @@ from speq import cli
 from speq.models.families import FAMILIES
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS, Registry
 from tests.helpers.command import parse
+from tests.helpers.lab import lab_commands
 from tools import pages, run_docs
 
 ROOT = Path(pages.__file__).parent.parent
@@ -90,7 +91,7 @@ def test_nonsense_does_not_parse(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_options_that_pages_speak_of_exist(page: Path) -> None:
-    known = options(typer.main.get_command(cli.app))
+    known = options(typer.main.get_command(cli.app)).union(*map(options, lab_commands().values()))
     spoken = set(re.findall(r"`(--[a-z][a-z-]*)", page.read_text(encoding="utf-8")))
     assert spoken <= known | {"--check", "--slow"}
 

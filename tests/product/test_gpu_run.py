@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command import parse
+from tests.helpers.lab import lab_commands
 from tests.helpers.paths import ROOT
 from tools import gpu, rehearse
 from tools.gpu import Run, run_command
@@ -42,9 +43,14 @@ def test_no_test_of_a_gpu_is_left_out() -> None:
 
 def test_commands_parse(tmp_path: Path) -> None:
     ours = [step for step in steps(tmp_path) if step.command[:2] == ("-m", "speq")]
-    assert len(ours) >= 8 + 4 * len(SHARES)
+    assert len(ours) >= 5 + 4 * len(SHARES)
     for step in ours:
         parse((*step.command[2:], *step.rehearsed_by))
+    lab = [step for step in steps(tmp_path) if step.command[1].startswith("bench.lab.")]
+    assert len(lab) == 2
+    for step in lab:
+        name = step.command[1].removeprefix("bench.lab.")
+        lab_commands()[name].make_context(name, [*step.command[2:]])
 
 
 def test_budgets_are_shares_of_the_model_made(tmp_path: Path) -> None:
