@@ -89,7 +89,7 @@ def run(model: str, settings: Settings, quiet: bool = False) -> Report:
 def draw(steps: list[SuiteStep], folder: Path) -> None:
     """The pictures of what was measured. What cannot be drawn is left out, and the page says so."""
     from speq.dashboard.page import write_page
-    from speq.dashboard.report_page import gather_sources, page_of_sources
+    from speq.dashboard.report.report_page import gather_sources, page_of_sources
 
     files = [step.file(folder) for step in steps if not step.makes and step.file(folder).exists()]
     write_page(page_of_sources(*gather_sources(files)), folder / PICTURES)

@@ -92,7 +92,7 @@ class DrawnPage(Options):
         if self.picture is None:
             return
         from speq.dashboard.page import write_page
-        from speq.dashboard.report_page import page_of_bench
+        from speq.dashboard.report.report_page import page_of_bench
 
         # As a file would have it.
         write_page(page_of_bench(json.loads(json.dumps(asdict(report)))), self.picture)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from bench.lab import gpu_link
 from bench.lab.command import app_of
-from speq.dashboard.report_page import page_of
+from speq.dashboard.report.report_page import page_of
 from tests.helpers.lab import NAMES
 from tests.helpers.paths import BUNDLED
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.dashboard.panel import Page, Panel
-from speq.dashboard.pictures import panels_of, slug, wrong
+from speq.dashboard.report.pictures import panels_of, slug, wrong
 from speq.dashboard.run_record import FORMAT, run_of
 from speq.errors import SpeqError
 from speq.files.json_file import read_json
