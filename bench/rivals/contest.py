@@ -169,7 +169,8 @@ class Contest:
             if first is not None and tokens != found[first]:
                 raise SpeqError(
                     f"{label} and {first} compute different tokens in float32: "
-                    f"{first_difference(tokens, found[first])}; this is a defect, and no time is measured"
+                    f"{first_difference(tokens, found[first])}; this is a defect, and no time is "
+                    "measured"
                 )
         return found[first] if first is not None else []
 

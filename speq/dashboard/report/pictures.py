@@ -7,7 +7,7 @@ import json
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from speq.dashboard.panel import Cell, Panel, Table
 from speq.errors import SpeqError
@@ -272,7 +272,7 @@ def log_axis(title: str) -> dict[str, Any]:
     return axis(f"{title} (log scale)", type="log", dtick="D2")
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether it can be drawn: finite, and no truth value."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and -MOST <= value <= MOST
