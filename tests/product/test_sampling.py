@@ -11,7 +11,7 @@ from scipy import stats
 from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.engine.sampling import (
-    chosen,
+    choose,
     distribution,
     draw,
     greedy,
@@ -100,8 +100,8 @@ def test_penalties_count_tokens_before_a_position() -> None:
     text = Request([0, 1], SamplingParams(**given), output_token_ids=[1, 2, 1])
     expected = torch.tensor([1, 1 - 0.5 - 0.25, -4 - 0.625, 1 - 0.625, 2, -torch.inf])
     torch.testing.assert_close(penalised(logits, text, [3]), expected)
-    assert chosen(logits, text, [3]) == 4
-    assert chosen(logits, text, [3, 4]) == 0
+    assert choose(logits, text, [3]) == 4
+    assert choose(logits, text, [3, 4]) == 0
     assert logits[0] == 2  # what is given is left alone
 
 
@@ -249,8 +249,8 @@ def test_temperature_zero_is_greedy() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_a_lead_is_what_logits_may_change_by(temperature: float) -> None:
-    """If those of the chosen token and of the next one come closer by less, the choice is the same.
-    If they do by more, the next one is chosen.
+    """If those of the choose token and of the next one come closer by less, the choice is the same.
+    If they do by more, the next one is choose.
     """
     rng = torch.Generator().manual_seed(21)
     for position in range(50):
@@ -262,12 +262,12 @@ def test_a_lead_is_what_logits_may_change_by(temperature: float) -> None:
         behind = runners_up(standing, request.sampling, 2)[1].tolist()
         ahead = behind[0]
         assert ahead <= behind[1]
-        assert chosen(logits, request, []) == first
+        assert choose(logits, request, []) == first
         for share, expected in ((0.99, first), (1.01, second)):
             moved = logits.clone()
             moved[first] -= ahead * share / 2
             moved[second] += ahead * share / 2
-            assert chosen(moved, request, []) == expected
+            assert choose(moved, request, []) == expected
 
 
 def test_leads_by_hand() -> None:
