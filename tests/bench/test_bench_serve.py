@@ -11,7 +11,7 @@ from speq.bench.runs import serve
 from speq.bench.runs.http_client import AnswerTimes, Target
 from speq.bench.runs.serve import arrivals_at, load, percentile, summed_up
 from speq.bench.settings import ServeBenchSettings
-from speq.server.keys import Keys
+from speq.server.access import Keys
 from tests.helpers.api_server import NAME, Rig, api_server
 from tests.helpers.command import PATIENCE_S, Command
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces

@@ -16,7 +16,7 @@ from speq.engine.sampling import (
     draw,
     greedy,
     noise,
-    penalised,
+    penalise,
     runners_up,
     standings,
 )
@@ -27,7 +27,9 @@ ROWS, V = 48, 40
 MARGIN = 1e-5
 
 
-def shaped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray | None:
+def expected_probs(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float
+) -> np.ndarray | None:
     """One row's probabilities; None where rounding may decide which tokens remain."""
     scores = logits.astype(np.float64) / temperature
     keep = np.ones(len(scores), dtype=bool)
@@ -56,7 +58,7 @@ def test_distribution_matches_numpy(temperature: float, top_k: int, top_p: float
     assert ours.shape == (ROWS, V)
     compared = 0
     for row, probs in zip(logits.numpy(), ours.numpy(), strict=True):
-        wanted = shaped(row, temperature, top_k, top_p)
+        wanted = expected_probs(row, temperature, top_k, top_p)
         if wanted is None:
             continue
         compared += 1
@@ -99,7 +101,7 @@ def test_penalties_count_tokens_before_a_position() -> None:
     given = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.125}
     text = Request([0, 1], SamplingParams(**given), output_token_ids=[1, 2, 1])
     expected = torch.tensor([1, 1 - 0.5 - 0.25, -4 - 0.625, 1 - 0.625, 2, -torch.inf])
-    torch.testing.assert_close(penalised(logits, text, [3]), expected)
+    torch.testing.assert_close(penalise(logits, text, [3]), expected)
     assert choose(logits, text, [3]) == 4
     assert choose(logits, text, [3, 4]) == 0
     assert logits[0] == 2  # what is given is left alone
@@ -125,7 +127,7 @@ def test_logits_of_any_dtype(dtype: torch.dtype) -> None:
     ours = distribution(logits, SamplingParams(temperature=0.8))
     assert ours.dtype == torch.float32
     for row, probs in zip(logits.double().numpy(), ours.numpy(), strict=True):
-        np.testing.assert_allclose(probs, shaped(row, 0.8, 0, 1.0), rtol=2e-5)
+        np.testing.assert_allclose(probs, expected_probs(row, 0.8, 0, 1.0), rtol=2e-5)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-60, 5e-324])
