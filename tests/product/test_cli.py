@@ -348,7 +348,7 @@ def test_a_fault_of_our_own_is_a_sentence(
     def broken(*_: Any, **__: Any) -> None:
         raise Broken("settled tokens were given up")
 
-    monkeypatch.setattr(MoEModel, "read", broken)
+    monkeypatch.setattr(MoEModel, "prefill", broken)
     ended = command("generate", tiny("olmoe"), "--memory-budget", "32MiB", "--prompt", "a")
     assert ended.code == 1
     assert ended.err.splitlines()[-1] == (
