@@ -145,11 +145,7 @@ def test_values_as_they_are_held(kind: Any, given: Any, held: Any) -> None:
         (File(readable=True), "/", "it is '/', a folder; give a file"),
         (File(printed=True), "--stats", "it is '--stats'; give a file, or - to print"),
         (Switch(), 1, "it is 1; it must be True or False"),
-        (
-            ListOf(Whole(1), "numbers, such as 1,4"),
-            "1,two",
-            "it is '1,two'; it must be numbers, s",
-        ),
+        (ListOf(Whole(1), "numbers, such as 1,4"), "1,two", "it is '1,two'; it must be numbers, s"),
         (ListOf(Whole(1), "numbers, such as 1,4"), 3, "it is 3; it must be numbers, such as 1,4"),
         (ListOf(Whole(2)), "3,1", "it is 1; it must be at least 2"),
         (ListOf(Number(16), "numbers"), "1e999", "it is '1e999'; it must be numbers"),
