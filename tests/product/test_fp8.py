@@ -22,7 +22,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from bench.lab import codec as bench_codec
 from bench.lab.scaled_codes import codes_in, entropy_of
 from speq import Generator, SpeqError
-from speq.bench.lab.codec import CodecSettings
 from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
 from speq.experts.int4 import Int4Layout
@@ -322,7 +321,7 @@ def test_a_draft_as_large_as_the_experts_is_not_offered(published: str, offered:
 def test_entropy_of_codes(made: Callable[[str], tuple[Path, Path]]) -> None:
     """By hand, of all experts together."""
     model, _ = made("deepseek_v3")
-    [row] = bench_codec.run(str(model), CodecSettings()).rows
+    [row] = bench_codec.run(str(model), bench_codec.CodecSettings()).rows
     tensors = load_file(model / "model.safetensors")
     pattern = re.compile(r"experts\.\d+\..*weight(_scale_inv)?$")
     experts = {name: tensor for name, tensor in tensors.items() if pattern.search(name)}

@@ -17,7 +17,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from bench.lab import codec as bench_codec
 from speq import Generator, SpeqError
-from speq.bench.lab.codec import CodecSettings
 from speq.experts.expert_store import expert_slot, read_matrices
 from speq.models.dequantised import load_dequantized
 from speq.models.opened import open_model
@@ -141,7 +140,7 @@ def test_transformers_makes_the_same_words_of_gpt_oss(made: tuple[Path, Path, Pa
 def test_entropy_of_codes(made: tuple[Path, Path, Path]) -> None:
     """By hand, of all experts together: two codes to a byte, and a byte for each 32 of them."""
     model, _, _ = made
-    [row] = bench_codec.run(str(model), CodecSettings()).rows
+    [row] = bench_codec.run(str(model), bench_codec.CodecSettings()).rows
     codes = Counter[int]()
     for name, tensor in load_file(model / "model.safetensors").items():
         if name.endswith("_blocks"):
