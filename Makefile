@@ -104,7 +104,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 	@rm -rf build/typed && $(BIN)/python setup.py -q build_py --build-lib build/typed 2>/dev/null
-	$(BIN)/mypy --config-file pyproject.toml build/typed/speq tools
+	$(BIN)/mypy --config-file pyproject.toml build/typed/speq tools bench/lab
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,8 +1,9 @@
 """Build the native library with CMake and install the top-level folders as parts of `speq`.
 
 `scheduler/`, `governor/` and `bench/` live at the top of the repository and are installed as
-`speq.scheduler`, `speq.governor` and `speq.bench`; nobody imports the bare names. CMAKE_ARGS holds
-more arguments of CMake, such as -DSPEQ_CUDA_ARCHITECTURES=90-real.
+`speq.scheduler`, `speq.governor` and `speq.bench`; nobody imports the bare names. `bench/lab` is
+not installed, and keeps its own. CMAKE_ARGS holds more arguments of CMake, such as
+-DSPEQ_CUDA_ARCHITECTURES=90-real.
 """
 
 import os
@@ -73,7 +74,10 @@ setup(
     version=version(),
     packages=[
         *find_packages(include=["speq", "speq.*"]),
-        *(f"speq.{name}" for name in find_packages(include=[*OUTSIDE, *WITHIN])),
+        *(
+            f"speq.{name}"
+            for name in find_packages(include=[*OUTSIDE, *WITHIN], exclude=["bench.lab"])
+        ),
         "speq.measure.prompts",
         "speq.bench.prompts",
     ],

@@ -104,7 +104,7 @@ class Profile:
 
     @property
     def drafted(self) -> bool:
-        """Whether drafts were measured: there was room for one in the budget."""
+        """True if drafts were measured: there was room for one in the budget."""
         return self.draft_token_s > 0
 
     @property
@@ -117,7 +117,7 @@ class Profile:
 
     @classmethod
     def from_entries(cls, entries: dict[str, Any], source: str = "the profile") -> "Profile":
-        """Of the object that `to_json` writes. Raises SpeqError, naming `source`, for any other."""
+        """Read what `to_json` writes. Raises SpeqError, naming `source`, for anything else."""
         try:
             content = dict(entries)
             if content.pop("format") != FORMAT:

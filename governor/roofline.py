@@ -25,7 +25,7 @@ def accepted_tokens(probabilities: Iterable[float]) -> float:
     return expected
 
 
-def interpolated(points: Points, x: float) -> float:
+def interpolate(points: Points, x: float) -> float:
     """The line through (x, y) points in rising order, at x; never less than 0.
 
     Beyond the points the two nearest ones give the line. One point alone is a constant.

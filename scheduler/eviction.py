@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from speq.errors import Broken
 from speq.scheduler.expert_key import ExpertKey
 
-# Weight of the newest token (or visit) in the moving averages of an expert's frequency, routing
-# weight and probability.
+# Of an expert's frequency, and of the probability that a visit wants it, so much is
+# the last token's, or the last visit's where it matters little how many tokens that had.
 RECENCY = 0.05
 # Largest weight of one visit. A visit of many tokens, as in prefill, uses nearly all experts and
 # says little about visits of a few tokens.
@@ -165,10 +165,10 @@ class LruPolicy:
 
 
 class LfuPolicy(LruPolicy):
-    """Evicts the expert that the fewest recent visits used.
+    """Least frequently used out first: who was wanted by the fewest visits lately.
 
-    Counts are MoE-Infinity's (arXiv:2401.14361), with decay, so that a new sequence is not judged
-    by an old one.
+    MoE-Infinity's kind of count (arXiv:2401.14361), aged so that a new sequence is not judged by
+    an old one.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
@@ -184,31 +184,8 @@ class LfuPolicy(LruPolicy):
         return sorted(super().candidates(layer, ahead), key=lambda key: self._frequency[key])
 
 
-class WeightMeanPolicy(LruPolicy):
-    """Evicts the expert with the least recent routing weight.
-
-    The weight is a running mean over tokens, 0 for tokens that did not choose the expert.
-    """
-
-    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        super().__init__(num_slots, num_layers, num_experts)
-        self._weight = np.zeros((num_layers, num_experts))
-
-    def observe(
-        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
-    ) -> None:
-        rows, experts = len(topk_ids), self._weight.shape[1]
-        of_pass = np.bincount(topk_ids.ravel(), topk_weights.ravel(), minlength=experts)
-        recency = 1 - (1 - RECENCY) ** rows
-        self._weight[layer] *= 1 - recency
-        self._weight[layer] += recency * of_pass / rows
-
-    def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
-        return sorted(super().candidates(layer, ahead), key=lambda key: self._weight[key])
-
-
-class SpreadShares:
-    """Divides slots among layers by the number of experts that their routing spreads over.
+class EntropyPolicy(LruPolicy):
+    """Least recently used out first, shares of slots by how many experts a layer's routing uses.
 
     That number is the exponential of the entropy of a layer's recent choices: a layer that uses
     few experts lends slots to layers that use many. Shares change once a pass. No layer has less
@@ -216,15 +193,14 @@ class SpreadShares:
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        self._num_layers = num_layers
         self._frequency = np.full((num_layers, num_experts), 1 / num_experts)
-        self.divide(num_slots)
+        super().__init__(num_slots, num_layers, num_experts)
 
     def divide(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._share_out()
 
-    def of(self, layer: int) -> int:
+    def quota(self, layer: int) -> int:
         return max(1, int(self._shares[layer]))
 
     def visit(self, layer: int, experts: list[int]) -> None:
@@ -247,23 +223,6 @@ class SpreadShares:
         self._shares = np.floor(exact).astype(int)
         left = self._num_slots - int(self._shares.sum())
         self._shares[np.argsort(self._shares - exact, kind="stable")[:left]] += 1
-
-
-class EntropyPolicy(LruPolicy):
-    """LRU whose layers share slots by `SpreadShares`."""
-
-    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        self._shares = SpreadShares(num_slots, num_layers, num_experts)
-        super().__init__(num_slots, num_layers, num_experts)
-
-    def divide(self, num_slots: int) -> None:
-        self._shares.divide(num_slots)
-
-    def quota(self, layer: int) -> int:
-        return self._shares.of(layer)
-
-    def visit(self, layer: int, experts: list[int]) -> None:
-        self._shares.visit(layer, experts)
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
         found = super().candidates(layer, ahead)
@@ -376,33 +335,3 @@ class LookaheadPolicy:
         expected = self._expected(layers, visits)
         order = np.argsort(-expected, kind="stable")
         return [(float(expected[at]), ExpertKey(int(layers[at]), int(experts[at]))) for at in order]
-
-
-class EntropyLookaheadPolicy(LookaheadPolicy):
-    """Lookahead whose layers share slots by `SpreadShares` (MoE-SpeQ 3.3.3).
-
-    A layer that fills its share evicts its own experts; any other evicts from layers beyond theirs.
-    """
-
-    def __init__(self, num_slots: int, num_layers: int, num_experts: int) -> None:
-        self._shares = SpreadShares(num_slots, num_layers, num_experts)
-        super().__init__(num_slots, num_layers, num_experts)
-
-    def divide(self, num_slots: int) -> None:
-        self._shares.divide(num_slots)
-
-    def quota(self, layer: int) -> int:
-        return self._shares.of(layer)
-
-    def visit(self, layer: int, experts: list[int]) -> None:
-        super().visit(layer, experts)
-        self._shares.visit(layer, experts)
-
-    def candidates(self, layer: int | None, ahead: bool = False) -> Iterator[ExpertKey]:
-        found = super().candidates(layer, ahead)
-        if layer is not None:
-            yield from (key for key in found if key.layer == layer)
-            return
-        held = self._resident.sum(axis=1)
-        over = [bool(held[at] > self.quota(at)) for at in range(self._num_layers)]
-        yield from sorted(found, key=lambda key: not over[key.layer])

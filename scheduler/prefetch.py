@@ -1,14 +1,14 @@
 """Prefetches the experts that a verification needs.
 
-`OnDemand` loads missing experts when a layer needs them, as Mixtral-Offloading does: the baseline
-(`--prefetch none`). `ThreePhase` loads experts as the draft names them (MoE-SpeQ 3.3.2). For tokens
-that were not drafted it predicts them with the next layer's router. Experts that a draft head names
-are predictions too. Each kind of prediction is used if it came true often enough so far. `Primed`
-adds the paper's first phase. `speq.registries.PREFETCHERS` has the classes by name.
+`OnDemand` fetches what is missing when it is asked for, as Mixtral-Offloading does: the baseline
+(`--prefetch none`) that everything cleverer is compared with. `ThreePhase` fetches what the draft
+names, as it names it (MoE-SpeQ 3.3.2), and for tokens that no draft spoke of what the next layer's
+router would say now. Names that no router chose, as a head's, are guesses as well: each kind is
+believed as far as it came true so far.
+`speq.registries.PREFETCHERS` has them by name.
 """
 
 from collections.abc import Generator, Sequence
-from enum import Enum
 from functools import partial
 from operator import itemgetter
 from typing import ClassVar, Protocol
@@ -29,8 +29,6 @@ WORTH, LIGHT = 0.6, 0.5
 # A prediction costs a router's product, which is lost if all experts are resident. A layer that
 # missed nothing for this many visits is not predicted until it does.
 QUIET_VISITS = 32
-# Share of a draft in which `Primed` lets the link rest.
-PRIMED_SHARE = 1 / 3
 
 
 class Allowance(Protocol):
@@ -40,12 +38,12 @@ class Allowance(Protocol):
         """Begin another draft."""
 
     def named(self, layer: int, route: Route, accept_prob: float) -> None:
-        """Note the route of a drafted token (T = 1) and its acceptance probability."""
+        """A drafted token that is accepted with this probability has this route (T = 1)."""
 
     def predicted(
         self, layer: int, prediction: RoutePrediction, accept_prob: Sequence[float]
     ) -> None:
-        """Note predicted experts of tokens that were not drafted, with acceptance probabilities."""
+        """Tokens that no draft has run will probably want these; accept_prob: of each."""
 
     def worth(self, layer: int, experts: list[int]) -> list[int]:
         """List those of a layer's experts that are worth a transfer, in the same order."""
@@ -86,7 +84,7 @@ class Prefetcher(Protocol):
     def new_experts(self) -> int: ...
 
     def begin(self, draft_length: int, batch_size: int = 1) -> None:
-        """Begin a step that drafts at most `draft_length` tokens for each request of the batch."""
+        """A step follows that drafts so many tokens at most for each of some sequences."""
 
     def request(self, token: int, layer: int, route: Route) -> None:
         """Request the experts of a drafted token, numbered as in `LookaheadBuffer`."""
@@ -140,28 +138,16 @@ class OnDemand:
         return self._loader.serve(layer, experts)
 
 
-class Phase(Enum):
-    """A phase of a draft (MoE-SpeQ 3.3.2).
-
-    PRIMING     the link rests, so that more names are known before the first eviction
-    GUIDED      likely experts are loaded
-    SATURATION  all named experts are loaded, from the draft's last token on
-    """
-
-    PRIMING = 0
-    GUIDED = 1
-    SATURATION = 2
-
-
 class ThreePhase:
     """Prefetches the experts that the draft names, during the draft and its verification.
 
-    The paper lets the link rest for the first part of a draft. Here `LookaheadPolicy` limits the
-    evictions instead, since the link is short of time. `Primed` lets it rest.
+    The paper (MoE-SpeQ 3.3.2) lets the link rest for the first part of a draft. Here evictions are
+    kept to what will have gone anyway (`LookaheadPolicy`), and the link does not rest. While the
+    draft goes on, what is likely to be used is loaded; from its last token on (`_saturated`), and
+    through the verification, everything.
     """
 
     predicts_next_layer: ClassVar[bool] = True
-    primed_share: ClassVar[float] = 0.0
 
     def __init__(self, loader: ExpertLoader, lookahead: LookaheadBuffer) -> None:
         self.lookahead = lookahead
@@ -183,8 +169,8 @@ class ThreePhase:
         self._new.clear()
         self._loader.throttle.pause()
         self._draft_length = draft_length
-        self._phase = self._phase_of(0) if draft_length else Phase.SATURATION
-        # By layer: {expert: expected number of accepted tokens that use it}.
+        self._saturated = draft_length <= 1
+        # By layer: of the tokens that want each expert, how many are expected to be accepted.
         self._wanted: list[dict[int, float]] = [{} for _ in range(self.lookahead.num_layers)]
         # Layers with such an expert.
         self._named: set[int] = set()
@@ -234,34 +220,25 @@ class ThreePhase:
         node = self.lookahead.node(token)
         known = (node + 1) / (self._draft_length + 1)
         self._loader.cache.policy.hint_next_use(layer, experts, known)
-        if self._phase is not Phase.SATURATION:
-            self._phase = self._phase_of(node)
-            if self._phase is Phase.SATURATION:
-                self._saturate()
+        if node + 1 >= self._draft_length:
+            self._saturate()
         self._unsettled.add(layer)
         self._loader.collect_finished()
         self._load()
 
     def end(self) -> None:
-        if self._phase is not Phase.SATURATION:
-            self._saturate()
+        self._saturate()
         if self._unsettled:
             self._loader.collect_finished()
             self._load()
 
-    def _phase_of(self, node: int) -> Phase:
-        """Return the phase in which the draft runs that node."""
-        if node + 1 >= self._draft_length:
-            return Phase.SATURATION
-        resting = node < self.primed_share * self._draft_length
-        return Phase.PRIMING if resting else Phase.GUIDED
-
     def _saturate(self) -> None:
-        self._phase = Phase.SATURATION
-        self._unsettled = set(self._named)
+        if not self._saturated:
+            self._saturated = True
+            self._unsettled = set(self._named)
 
     def _want(self, token: int, layer: int, experts: list[int], weights: list[float]) -> None:
-        """Add a token's acceptance probability to its experts. A pending token has 1."""
+        """Count a token's experts by its acceptance probability: 1 for a pending token."""
         accept_prob, even = self.lookahead.accept_prob_of(token), sum(weights) / len(experts)
         wanted = self._wanted[layer]
         self._named.add(layer)
@@ -279,8 +256,8 @@ class ThreePhase:
         self._route = route
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
-        self._phase = Phase.SATURATION
-        # Experts that had arrived may have been evicted.
+        self._saturated = True
+        # What had come may have gone again.
         self._unsettled = {at for at in self._named if at > layer}
         self._predictions.learn(self._predicted, set(experts))
         self._names.learn(self._head_named.pop(layer, {}), set(experts))
@@ -330,9 +307,7 @@ class ThreePhase:
 
         It loads no more than keeps the link busy until the next call.
         """
-        if self._phase is Phase.PRIMING:
-            return
-        worth = 0.0 if self._phase is Phase.SATURATION else WORTH
+        worth = 0.0 if self._saturated else WORTH
         room = self._loader.room_ahead()
         for layer in sorted(self._unsettled):
             if room <= 0:
@@ -347,9 +322,3 @@ class ThreePhase:
     def _by_want(self, layer: int) -> list[tuple[int, float]]:
         """List (expert, tokens) of a layer, those that most tokens use first."""
         return sorted(self._wanted[layer].items(), key=itemgetter(1), reverse=True)
-
-
-class Primed(ThreePhase):
-    """Lets the link rest while the first tokens are drafted, as in the paper."""
-
-    primed_share: ClassVar[float] = PRIMED_SHARE

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from speq.control_groups import processors
 from speq.errors import SpeqError
@@ -11,8 +11,8 @@ from speq.options.kinds import (
     Amount,
     Choice,
     File,
+    ListOf,
     Number,
-    Several,
     Size,
     Switch,
     Text,
@@ -33,9 +33,9 @@ MAX_DRAFT_LENGTH = MAX_DRAFT_NODES = 63
 HOST_SHARE = 0.8
 # With draft_nodes.
 TREE_DRAFTERS = ("auto", "int4", "cached", "head")
-# As many texts as native kernels run rows alike.
+# As many sequences as native kernels run rows alike.
 MAX_BATCH = 64
-NO_PART = (
+COUNTS_ALONE = (
     "draft_counts is given without draft_experts; give both, or leave it out: a draft of all "
     "experts needs no counts"
 )
@@ -63,40 +63,31 @@ Device = Annotated[str, Option("Where to compute.", Choice(DEVICES))]
 Dtype = Annotated[str, Option("Compute dtype; auto is the checkpoint's.", Choice(DTYPES))]
 ContextLength = Annotated[
     int | None,
-    Option("Tokens that the KV cache holds; default: what each request needs.", Whole(1)),
+    Option("Tokens that the KV cache holds. Default: what each request needs.", Whole(1)),
 ]
 MaxBatch = Annotated[
     int,
     Option(
-        "Texts that are run side by side, at most; each has a KV cache of the whole context.",
+        "Sequences that run as one batch, at most. Each has a KV cache of the whole context.",
         Whole(1, MAX_BATCH),
-    ),
-]
-PrefixReuse = Annotated[
-    str,
-    Option(
-        "What a text that begins as an earlier one takes over of its KV entries: chunks (whole "
-        "chunks of its prompt, bit for bit what running them anew gives), tokens (all tokens, the "
-        "answer's too; other passes made their entries, so in 16 bits the last bits may differ) "
-        "or none.",
-        Choice(("chunks", "tokens", "none")),
     ),
 ]
 Draft = Annotated[
     str,
     Option(
-        "Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a "
-        "GPTQ checkpoint, or of one to round.",
+        "Source of the INT4 copy of the experts: auto, none, or the folder or hub id of a GPTQ "
+        "checkpoint, or of a checkpoint to round.",
         Text("auto, none, a folder or a hub id", path=True),
     ),
 ]
 DraftDense = Annotated[
     str,
     Option(
-        "Which of the draft's layers beside the experts run on INT4 codes as well: none, shared "
-        "(shared experts and dense MLPs), attention (these and attention) or all (and the head, in "
-        "eight bits); auto is all.",
+        "Layers of the draft beside the experts that use INT4 codes as well: none, shared (shared "
+        "experts and dense MLPs), attention (these and attention) or all (and the head, in eight "
+        "bits). auto is all.",
         Choice(("auto", *DENSE_DRAFTS)),
+        by_set=True,
     ),
 ]
 DraftExperts = Annotated[
@@ -111,17 +102,18 @@ DraftExperts = Annotated[
 DraftCounts = Annotated[
     Path | None,
     Option(
-        "With draft_experts: counts of how often each expert is used, which `speq bench coverage "
-        "--counts` writes. Default: what `speq tune` kept of the model.",
+        "With draft_experts: counts of how often each expert is used, which `python -m "
+        "bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.",
         File("a file of counts", readable=True),
+        by_set=True,
     ),
 ]
 Dense = Annotated[
     str,
     Option(
-        "How weights outside the experts are held: raw (words), lossless (about 11 bits a "
+        "Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a "
         "bfloat16 weight), residual (about 9 bits, read over a draft's codes of them), or auto: "
-        "lossless where memory is short or it was measured to be no slower.",
+        "lossless if memory is short or it was measured to be no slower.",
         Choice(("auto", "raw", "lossless", "residual")),
     ),
 ]
@@ -132,119 +124,21 @@ DraftLength = Annotated[
         Whole(0, MAX_DRAFT_LENGTH, word="auto"),
     ),
 ]
-DraftNodes = Annotated[
-    int | None,
-    Option(
-        "Let int4, cached or head draft trees of so many tokens at most, with as many passes as "
-        "tokens are drafted per step; with draft length auto the governor chooses between these "
-        "and chains. Default: chains.",
-        Whole(1, MAX_DRAFT_NODES),
-    ),
-]
 Head = Annotated[
     str,
     Option(
-        "The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the "
-        "layer of the model's own checkpoint that predicts tokens ahead), or a folder: what `speq "
-        "train-head` wrote elsewhere, or a published EAGLE-3 head in safetensors.",
+        "The head of drafter head: auto (.speq/head in the model's folder), mtp (the MTP layer of "
+        "the model's own checkpoint), or a folder: what `speq train-head` wrote elsewhere, or a "
+        "published EAGLE-3 head in safetensors.",
         Text("auto, mtp, or the folder of a head", path=True),
-    ),
-]
-PruneRows = Annotated[
-    str,
-    Option(
-        "Give up drafted tokens in the midst of a verification where their experts cost more than "
-        "they are worth, which changes no output: on, off, or auto: where drafts are trees.",
-        Choice(("auto", "on", "off")),
-    ),
-]
-ExpertBudget = Annotated[
-    int | float | None,
-    Option(
-        "NOT EXACT: let verifications of drafts ask for so many experts of a layer at most, or for "
-        "such a share of them (50%); experts that lie in slots are free besides.",
-        Amount(),
-    ),
-]
-ExpertFloor = Annotated[
-    float | None,
-    Option(
-        "NOT EXACT: let verifications of drafts ask for an expert only where it holds at least so "
-        "large a share of a layer's routing weight; experts that lie in slots are free.",
-        Number(1.0, without_minimum=True),
-    ),
-]
-ExpertPolicy = Annotated[
-    str,
-    Option(
-        "Under an expert budget, what rows do without the experts that are outside: substitute "
-        "(choose again among those inside) or truncate (do with the rest).",
-        Choice(("substitute", "truncate")),
-    ),
-]
-ExpertRanking = Annotated[
-    str,
-    Option(
-        "Under an expert budget, what experts are ranked by: router (what the rows want) or static "
-        "(expert_counts).",
-        Choice(("router", "static")),
-    ),
-]
-ExpertCountsFile = Annotated[
-    Path | None,
-    Option(
-        "Counts for the static ranking, which `speq bench coverage --counts` writes.",
-        File("a file of counts", readable=True),
-    ),
-]
-ExpertRows = Annotated[
-    str,
-    Option(
-        "Under an expert budget, how drafted tokens count: reach (by the chance that they stand) "
-        "or equal.",
-        Choice(("reach", "equal")),
-    ),
-]
-ExpertResidents = Annotated[
-    str,
-    Option(
-        "Under an expert budget, whether experts that lie in slots are free: free, or ranked like "
-        "all others.",
-        Choice(("free", "ranked")),
-    ),
-]
-ExpertAudit = Annotated[
-    float,
-    Option(
-        "Under an expert budget, the share of verifications that run exactly as well, to tell what "
-        "it costs; their exact tokens are kept.",
-        Number(1.0),
     ),
 ]
 Profile = Annotated[
     str,
     Option(
-        "What `speq tune` measured, to go by: auto (what is kept for this model, device and "
+        "The profile of `speq tune` to plan by: auto (the one kept for this model, device and "
         "budget), none, or a file.",
         Text("auto, none, or a file that `speq tune` wrote", path=True),
-    ),
-]
-Graphs = Annotated[
-    str,
-    Option(
-        "Passes that are recorded and launched as a whole: auto (all but those of prompts, on the "
-        "device cuda) or none.",
-        Choice(("auto", "none")),
-    ),
-]
-PackedCopy = Annotated[
-    str,
-    Option(
-        "A packed copy of published experts in ~/.cache/speq/experts, for later runs, written "
-        "while a run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are "
-        "not all in slots) or none; a run with codec auto reads a copy that is whole. `speq cache` "
-        "lists and removes copies.",
-        Choice(("auto", "none")),
     ),
 ]
 ReaderThreads = Annotated[
@@ -253,69 +147,228 @@ ReaderThreads = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class RunConfig(Options):
-    """How a model is held and run. `of` takes what users type, and refuses unknown options, and
-    those that exclude each other."""
+@dataclass(frozen=True)
+class MemoryOptions(Options):
+    """Memory for a run, and the requests that it is for."""
 
     memory_budget: MemoryBudget
-    device: Device = "auto"
-    dtype: Dtype = "auto"
+    host_budget: HostBudget = None
     context_length: ContextLength = None
     max_batch: MaxBatch = 1
-    prefix_reuse: PrefixReuse = "chunks"
-    draft: Draft = "auto"
-    draft_dense: DraftDense = "auto"
-    draft_experts: DraftExperts = None
-    draft_counts: DraftCounts = None
-    draft_length: DraftLength = None
-    draft_nodes: DraftNodes = None
-    prune_rows: PruneRows = "auto"
-    expert_budget: ExpertBudget = None
-    expert_floor: ExpertFloor = None
-    expert_policy: ExpertPolicy = "substitute"
-    expert_ranking: ExpertRanking = "router"
-    expert_counts: ExpertCountsFile = None
-    expert_rows: ExpertRows = "reach"
-    expert_residents: ExpertResidents = "free"
-    expert_audit: ExpertAudit = 0.05
+    prefix_reuse: Annotated[
+        str,
+        Option(
+            "What a sequence reuses of the KV cache of an earlier one with the same beginning: "
+            "chunks (whole chunks of its prompt, bit for bit what running them anew gives), "
+            "tokens (all tokens, the answer's too; in 16 bits the last bits may differ, since "
+            "other passes computed them) or none.",
+            Choice(("chunks", "tokens", "none")),
+        ),
+    ] = "chunks"
+
+
+@dataclass(frozen=True)
+class ComputeOptions(Options):
+    """Device, dtype and recording of passes."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    graphs: Annotated[
+        str,
+        Option(
+            "Passes that are recorded and launched as a whole: auto (on the device cuda, all but "
+            "those of prompts) or none.",
+            Choice(("auto", "none")),
+            by_set=True,
+        ),
+    ] = "auto"
+    profile: Profile = "auto"
+
+
+@dataclass(frozen=True)
+class ExpertOptions(Options):
+    """How exact weights are held and read."""
+
+    codec: Annotated[
+        str,
+        Option(
+            "Form of exact experts in slots. auto is the codec of a packed model, or else what "
+            "the budget asks for.",
+            Choice(("auto",), CODECS),
+        ),
+    ] = "auto"
+    dense: Dense = "auto"
+    packed_copy: Annotated[
+        str,
+        Option(
+            "A packed copy of published experts in ~/.cache/speq/experts for later runs: auto or "
+            "none. auto writes one during a run on the CPU whose experts are in bfloat16, take 1 "
+            "GiB or more and are not all in slots. A run with codec auto reads a complete copy. "
+            "`speq cache` lists and removes copies.",
+            Choice(("auto", "none")),
+        ),
+    ] = "auto"
+    verify_reads: Annotated[
+        bool,
+        Option(
+            "Compare experts with the checksums of a pack or a packed copy at every read, not "
+            "only at the first.",
+            Switch(),
+            by_set=True,
+        ),
+    ] = False
+
+    @property
+    def reads_copies(self) -> bool:
+        """True if published experts may be read from a packed copy in the cache folder."""
+        return self.packed_copy == "auto" and self.codec == "auto"
+
+
+@dataclass(frozen=True)
+class TransferOptions(Options):
+    """Which experts come into slots and leave them, and by how many threads."""
+
     cache_policy: Annotated[
         str, Option("Which expert leaves when its slot is needed.", Choice(registry=CACHE_POLICIES))
     ] = "lookahead"
     prefetch: Annotated[
         str, Option("Which experts come before they are needed.", Choice(registry=PREFETCHERS))
     ] = "three-phase"
+    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+
+
+@dataclass(frozen=True)
+class ExpertBudgetOptions(Options):
+    """Experts that verifications may ask for: with a budget, output is not exact."""
+
+    expert_budget: Annotated[
+        int | float | None,
+        Option(
+            "NOT EXACT: the most experts of a layer that a verification of a draft may ask for, "
+            "or such a share of them (50%). Experts in slots are free besides.",
+            Amount(),
+        ),
+    ] = None
+    expert_floor: Annotated[
+        float | None,
+        Option(
+            "NOT EXACT: a verification of a draft may ask for an expert only if it holds at least "
+            "this share of the layer's routing weight. Experts in slots are free.",
+            Number(1.0, without_minimum=True),
+            by_set=True,
+        ),
+    ] = None
+    expert_policy: Annotated[
+        str,
+        Option(
+            "Under an expert budget, what tokens do without the experts outside it: substitute "
+            "(choose again among those inside) or truncate (do with the rest).",
+            Choice(("substitute", "truncate")),
+            by_set=True,
+        ),
+    ] = "substitute"
+    expert_ranking: Annotated[
+        str,
+        Option(
+            "Under an expert budget, what ranks experts: router (what the tokens want) or static "
+            "(expert_counts).",
+            Choice(("router", "static")),
+            by_set=True,
+        ),
+    ] = "router"
+    expert_counts: Annotated[
+        Path | None,
+        Option(
+            "Counts for the static ranking, which `speq bench coverage --counts` writes.",
+            File("a file of counts", readable=True),
+            by_set=True,
+        ),
+    ] = None
+    expert_rows: Annotated[
+        str,
+        Option(
+            "Under an expert budget, how drafted tokens count: reach (by the chance that they are "
+            "accepted) or equal.",
+            Choice(("reach", "equal")),
+            by_set=True,
+        ),
+    ] = "reach"
+    expert_residents: Annotated[
+        str,
+        Option(
+            "Under an expert budget, how experts in slots count: free, or ranked as all others.",
+            Choice(("free", "ranked")),
+            by_set=True,
+        ),
+    ] = "free"
+    expert_audit: Annotated[
+        float,
+        Option(
+            "Under an expert budget, the share of verifications that run exactly as well, to "
+            "measure what it costs. Their exact tokens are kept.",
+            Number(1.0),
+            by_set=True,
+        ),
+    ] = 0.05
+
+    @property
+    def approximates(self) -> bool:
+        """True if verifications run within an expert budget: output is not exact."""
+        return self.expert_budget is not None or self.expert_floor is not None
+
+    def check_together(self) -> None:
+        """Raise SpeqError for parts of an expert budget without the rest."""
+        if not self.approximates:
+            for each in fields(ExpertBudgetOptions):
+                if getattr(self, each.name) != each.default:
+                    raise SpeqError(
+                        f"{each.name} is given without an expert budget; give expert_budget or "
+                        "expert_floor too, with which output is not exact"
+                    )
+        elif (self.expert_ranking == "static") != (self.expert_counts is not None):
+            raise SpeqError(
+                f"expert_ranking is {self.expert_ranking} and expert_counts is "
+                f"{self.expert_counts}; static takes a file of counts, and router none"
+            )
+
+
+@dataclass(frozen=True)
+class DraftOptions(Options):
+    """Who drafts, out of what, and how far."""
+
+    draft: Draft = "auto"
+    draft_dense: DraftDense = "auto"
+    draft_experts: DraftExperts = None
+    draft_counts: DraftCounts = None
     drafter: Annotated[
         str,
         Option(
-            "What proposes tokens; auto is the INT4 copy or a head beside the model, by what is "
-            "expected, and ngram where a text repeats itself and that pays.",
+            "What proposes tokens. auto is the INT4 copy or a head beside the model, by what is "
+            "expected, and ngram where a sequence repeats itself and that pays.",
             Choice(("auto", "none"), DRAFTERS),
         ),
     ] = "auto"
     head: Head = "auto"
-    codec: Annotated[
+    draft_length: DraftLength = None
+    draft_nodes: Annotated[
+        int | None,
+        Option(
+            "Let int4, cached or head draft trees of at most so many tokens, with as many passes "
+            "as tokens are drafted per step. With draft length auto the governor chooses between "
+            "trees and chains. Default: chains.",
+            Whole(1, MAX_DRAFT_NODES),
+            by_set=True,
+        ),
+    ] = None
+    prune_rows: Annotated[
         str,
         Option(
-            "How exact experts lie in slots; auto is a packed model's own, or else what the "
-            "budget asks for.",
-            Choice(("auto",), CODECS),
+            "Give up drafted tokens during a verification if their experts cost more than they "
+            "are worth: on, off, or auto (for trees). The output does not change.",
+            Choice(("auto", "on", "off")),
+            by_set=True,
         ),
     ] = "auto"
-    dense: Dense = "auto"
-    graphs: Graphs = "auto"
-    packed_copy: PackedCopy = "auto"
-    profile: Profile = "auto"
-    verify_reads: Annotated[
-        bool,
-        Option(
-            "Compare experts with the checksums of a pack or a packed copy at every read, not only "
-            "when they are first read.",
-            Switch(),
-        ),
-    ] = False
-    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
-    host_budget: HostBudget = None
     tpot_slo_ms: Annotated[
         float | None,
         Option("With draft length auto: time per token, at most, in milliseconds.", MILLISECONDS),
@@ -329,51 +382,28 @@ class RunConfig(Options):
         ),
     ] = None
 
-    @classmethod
-    def of(
-        cls,
-        memory_budget: str | int,
-        draft_length: str | int | None = "auto",
-        **options: Any,  # RunOptions, which derive from this class
-    ) -> "RunConfig":
-        """Options as users give them."""
-        given = {"memory_budget": memory_budget, "draft_length": draft_length}
-        return build(cls, given | options)
-
     @property
-    def gives_up_rows(self) -> bool:
-        """Whether verifications give up drafted tokens."""
+    def prunes_rows(self) -> bool:
+        """True if verifications give up drafted tokens."""
         by_itself = self.prune_rows == "auto" and self.draft_nodes is not None
         return by_itself or self.prune_rows == "on"
 
-    @property
-    def approximates(self) -> bool:
-        """Whether verifications run within an expert budget: output is not exact."""
-        return self.expert_budget is not None or self.expert_floor is not None
-
-    @property
-    def reads_copies(self) -> bool:
-        """Whether published experts may be read from a packed copy in the cache folder."""
-        return self.packed_copy == "auto" and self.codec == "auto"
-
     def check_together(self) -> None:
-        """Raise SpeqError for objectives where there is nothing to choose by them, for trees of a
-        drafter that makes none, for a part of an INT4 copy that nobody drafts with, for parts of an
-        expert budget without the rest, and for a budget that texts would share: what is left out of
-        one would depend on the others.
+        """Raise SpeqError for a part of an INT4 copy that nobody drafts with, for trees of a
+        drafter that makes none, and for objectives where there is nothing to choose by them.
         """
-        self._check_budget()
-        self._check_draft_experts()
-        if self.approximates and self.max_batch > 1:
-            raise SpeqError(
-                f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
-                "for one text at a time, so leave one of the two out"
-            )
-        if self.approximates and self.prefix_reuse == "tokens":
-            raise SpeqError(
-                "prefix_reuse is tokens and an expert budget is given; entries of answers within a "
-                "budget are not exact, so give chunks or none"
-            )
+        if self.draft_experts is None and self.draft_counts is not None:
+            raise SpeqError(COUNTS_ALONE)
+        if self.draft_experts is not None:
+            for name, excludes in (
+                ("draft", self.draft == "none"),
+                ("drafter", self.drafter not in ("auto", "int4")),
+            ):
+                if excludes:
+                    raise SpeqError(
+                        f"draft_experts is given and {name} is {getattr(self, name)}; it is for "
+                        "runs that draft with the INT4 copy, so leave one of the two out"
+                    )
         if self.draft_nodes is not None and self.drafter not in TREE_DRAFTERS:
             raise SpeqError(
                 f"draft_nodes is {self.draft_nodes} and drafter is {self.drafter}; trees are "
@@ -391,41 +421,60 @@ class RunConfig(Options):
                     "to by choosing the draft length, which then must be auto"
                 )
 
-    def _check_draft_experts(self) -> None:
-        if self.draft_experts is None:
-            if self.draft_counts is not None:
-                raise SpeqError(NO_PART)
-            return
-        excluding = {
-            "draft": self.draft == "none",
-            "drafter": self.drafter not in ("auto", "int4"),
-        }
-        for name, excludes in excluding.items():
-            if excludes:
-                raise SpeqError(
-                    f"draft_experts is given and {name} is {getattr(self, name)}; it is for runs "
-                    "that draft with the INT4 copy, so leave one of the two out"
-                )
 
-    def _check_budget(self) -> None:
+Group = TypeVar("Group", bound=Options)
+
+
+# Fields come in the order from the last base to the first.
+@dataclass(frozen=True)
+class RunConfig(
+    DraftOptions,
+    ExpertBudgetOptions,
+    TransferOptions,
+    ExpertOptions,
+    ComputeOptions,
+    MemoryOptions,
+):
+    """How a model is held and run. `of` takes what users type, and refuses unknown options, and
+    those that exclude each other."""
+
+    @classmethod
+    def of(
+        cls,
+        memory_budget: str | int,
+        draft_length: str | int | None = "auto",
+        **options: Any,  # RunOptions, which derive from this class
+    ) -> "RunConfig":
+        """Options as users give them."""
+        given = {"memory_budget": memory_budget, "draft_length": draft_length}
+        return build(cls, given | options)
+
+    def group(self, kind: type[Group]) -> Group:
+        """Those of the options that one part of a run needs."""
+        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})  # type: ignore[arg-type]
+
+    def check_together(self) -> None:
+        """Raise SpeqError for options that exclude each other. An expert budget is for one
+        sequence at a time: what is left out of one would depend on the others.
+        """
+        ExpertBudgetOptions.check_together(self)
+        DraftOptions.check_together(self)
         if not self.approximates:
-            for each in fields(self):
-                apart = each.name.startswith("expert_")
-                if apart and getattr(self, each.name) != each.default:
-                    raise SpeqError(
-                        f"{each.name} is given without an expert budget; give expert_budget or "
-                        "expert_floor too, with which output is not exact"
-                    )
             return
         if self.draft_length == 0:
             raise SpeqError(
                 "an expert budget bounds what verifications of drafts ask for, and draft_length is "
                 "0; leave one of the two out"
             )
-        if (self.expert_ranking == "static") != (self.expert_counts is not None):
+        if self.max_batch > 1:
             raise SpeqError(
-                f"expert_ranking is {self.expert_ranking} and expert_counts is "
-                f"{self.expert_counts}; static takes a file of counts, and router none"
+                f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
+                "for one sequence at a time, so leave one of the two out"
+            )
+        if self.prefix_reuse == "tokens":
+            raise SpeqError(
+                "prefix_reuse is tokens and an expert budget is given; the KV cache of answers is "
+                "not exact then, so give chunks or none"
             )
 
 
@@ -481,7 +530,7 @@ class SamplingParams(Options):
         tuple[str, ...],
         Option(
             "End before this text.",
-            Several(Text("non-empty strings"), "non-empty strings", repeated=True),
+            ListOf(Text("non-empty strings"), "non-empty strings", repeated=True),
         ),
     ] = ()
     ignore_eos: Annotated[bool, Option("Go on past an end of text.", Switch())] = False
@@ -492,6 +541,6 @@ class SamplingParams(Options):
 
     @property
     def penalises(self) -> bool:
-        """Whether a token's odds depend on those before it beyond what the model makes of them."""
+        """True if earlier tokens change probabilities beyond what the model makes of them."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties)

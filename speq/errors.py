@@ -24,7 +24,7 @@ def present(value: T | None, missing: str) -> T:
     return value
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for a sentence, at most 80 characters of it."""
     try:
         return f"{value!r:.80}"
@@ -35,10 +35,10 @@ def shown(value: Any) -> str:
 def checked_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
     """Return `value` if it is a whole number within bounds; else raise a SpeqError."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise SpeqError(f"{name} is {shown(value)}; it must be a whole number")
+        raise SpeqError(f"{name} is {format_value(value)}; it must be a whole number")
     if value < minimum or (maximum is not None and value > maximum):
         bounds = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise SpeqError(f"{name} is {shown(value)}; it must be {bounds}")
+        raise SpeqError(f"{name} is {format_value(value)}; it must be {bounds}")
     return value
 
 
@@ -47,7 +47,9 @@ def checked_number(name: str, value: Any, minimum: float, maximum: float) -> flo
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SpeqError(f"{name} is {value!r:.80}; it must be a number")
     if not minimum <= value <= maximum:
-        raise SpeqError(f"{name} is {shown(value)}; it must be from {minimum:g} to {maximum:g}")
+        raise SpeqError(
+            f"{name} is {format_value(value)}; it must be from {minimum:g} to {maximum:g}"
+        )
     return value
 
 
@@ -62,11 +64,11 @@ def checked_token_ids(name: str, value: Any) -> frozenset[int]:
     """Return the token ids of a field that holds one or a list; else raise a SpeqError."""
     ids = value if isinstance(value, list | tuple) else [value]
     if not all(type(token_id) is int for token_id in ids):
-        raise SpeqError(f"{name} is {shown(value)}; it must be a token id or a list of them")
+        raise SpeqError(f"{name} is {format_value(value)}; it must be a token id or a list of them")
     return frozenset(ids)
 
 
 def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        raise SpeqError(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+        raise SpeqError(f"{name} is {format_value(value)}; it must be one of {', '.join(choices)}")
     return str(value)

@@ -20,7 +20,7 @@ from speq.engine.generation_config import options_of
 from speq.engine.logprobs import Logprobs
 from speq.engine.request import Request, Token
 from speq.errors import SpeqError, checked_int, present
-from speq.load import check_context, load
+from speq.load import load
 from speq.models.layer_range import RemoteStages
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build
@@ -28,6 +28,7 @@ from speq.options.typed import RunOptions, SamplingOptions
 from speq.pipeline.first_stage import open_first
 from speq.pipeline.rendezvous import Rendezvous
 from speq.pipeline.settings import StagesSettings
+from speq.planning.run_budget import check_context
 from speq.runtime import Runtime
 from speq.stats import RunStats
 from speq.text.endings import end_ids

@@ -15,7 +15,7 @@ from speq.errors import SpeqError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegistryEntry:
     """thing: the class itself, or where it lies: "module:Class"."""
 
     thing: Any
@@ -28,7 +28,7 @@ class Registry:
     def __init__(self, kind: str, **entries: tuple[str, str]) -> None:
         self.kind = kind
         self._entries = {
-            name.replace("_", "-"): Entry(thing, summary)
+            name.replace("_", "-"): RegistryEntry(thing, summary)
             for name, (thing, summary) in entries.items()
         }
 
@@ -52,14 +52,14 @@ class Registry:
         if isinstance(entry.thing, str):
             module, _, attribute = entry.thing.partition(":")
             thing = getattr(importlib.import_module(module), attribute)
-            entry = self._entries[name] = Entry(thing, entry.summary)
+            entry = self._entries[name] = RegistryEntry(thing, entry.summary)
         return entry.thing
 
     def register(self, name: str, thing: Any, summary: str) -> None:
         """Add one more. Raises SpeqError where the name is taken."""
         if name in self._entries:
             raise SpeqError(f"there is a {self.kind} {name!r} already; choose another name")
-        self._entries[name] = Entry(thing, summary)
+        self._entries[name] = RegistryEntry(thing, summary)
 
     @contextmanager
     def registered(self, name: str, thing: Any, summary: str = "") -> Iterator[None]:
@@ -70,7 +70,7 @@ class Registry:
         finally:
             del self._entries[name]
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> RegistryEntry:
         if name not in self._entries:
             raise SpeqError(f"{self.kind} {name!r} is unknown; give one of {', '.join(self.names)}")
         return self._entries[name]
@@ -81,18 +81,12 @@ CACHE_POLICIES = Registry(
     lru=("speq.scheduler.eviction:LruPolicy", "least recently used, an equal share a layer"),
     lfu=("speq.scheduler.eviction:LfuPolicy", "least frequently used of late, an equal share"),
     entropy=("speq.scheduler.eviction:EntropyPolicy", "LRU, shares by how far routing spreads"),
-    weight_mean=("speq.scheduler.eviction:WeightMeanPolicy", "least routing weight of late"),
     lookahead=("speq.scheduler.eviction:LookaheadPolicy", "whoever is expected to be needed last"),
-    entropy_lookahead=(
-        "speq.scheduler.eviction:EntropyLookaheadPolicy",
-        "lookahead, shares by how far routing spreads",
-    ),
 )
 PREFETCHERS = Registry(
     "prefetch mode",
     none=("speq.scheduler.prefetch:OnDemand", "experts are fetched when a layer asks for them"),
     three_phase=("speq.scheduler.prefetch:ThreePhase", "what the draft names, while it drafts"),
-    primed=("speq.scheduler.prefetch:Primed", "the same, without the draft's first tokens"),
 )
 CODECS = Registry(
     "codec",

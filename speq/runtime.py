@@ -11,78 +11,44 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from speq.config import RunConfig
 from speq.devices.card import summary, watch_card
 from speq.devices.device import Processor
-from speq.engine.approximation import Approximation
-from speq.engine.drafter import (
-    DraftContext,
-    Drafter,
-    FeatureDrafter,
-    PlainDecoding,
-    SecondaryDrafter,
-)
 from speq.engine.engine import Engine
-from speq.engine.offload import (
-    MoeSizes,
-    Scheduling,
-    fetch_from,
-    moved_from,
-    offload_over,
-    residents_of,
-)
-from speq.engine.prefixes import Prefixes
-from speq.engine.sampler import Sampler, sampler_on
-from speq.engine.verification import verification_over
-from speq.errors import SpeqError, present
+from speq.engine_layout import EngineLayout
+from speq.errors import SpeqError
 from speq.experts.packed_store import PackedExpertStore, VerifiedBytes
-from speq.files.alignment import allocate_aligned
-from speq.governor.batches import Governors
-from speq.governor.confidence import Confidence
-from speq.governor.draft_length import FixedDraftLength
-from speq.governor.residency_plan import ResidencyPlan
-from speq.layers.cached_experts import CachedExperts
 from speq.layers.draft_experts import DraftExperts
-from speq.layers.expert_budget import LayerBudgets
-from speq.load import CONTEXT_STEP, Loaded, check_context
-from speq.models.kv_cache import KVCache
+from speq.load import Loaded
 from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.models.shape import ModelShape
-from speq.planning.candidates import drafter_of
 from speq.planning.choose_plan import replan
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import demand_of
 from speq.planning.fitting import FittingPlan, fit
 from speq.planning.memory import Demand, MemoryPlan
-from speq.registries import DRAFTERS
-from speq.scheduler.device_clock import DeviceClock
-from speq.scheduler.read_queue import ReaderThreads
-from speq.scheduler.stream_transfer import StreamTransfer
-from speq.scheduler.transfer import TransferEngine
-from speq.stats import Recorder, RunStats, Timed
-from speq.units import Progress, tracked
+from speq.planning.run_budget import CONTEXT_STEP, check_context
+from speq.stats import Recorder, RunStats
+from speq.units import Progress
 
 logger = logging.getLogger("speq")
-
-# Of slots, at a time.
-TAKEN_BYTES = 256 << 20
 
 
 class Runtime:
     """A loaded model under one memory budget.
 
-    holding  how its experts are held, and who drafts
-    plan     the memory that is laid out
+    residency_plan  how its experts are held, and who drafts
+    plan            the memory that is laid out
     """
 
     def __init__(self, loaded: Loaded, progress: Progress | None = None) -> None:
         """progress: told (what, done, total) while memory is taken."""
         self._loaded = loaded
-        self.residency_plan: ResidencyPlan = loaded.settled.residency_plan
-        self.plan: MemoryPlan = loaded.settled.memory
+        self.residency_plan: ResidencyPlan = loaded.decision.residency_plan
+        self.plan: MemoryPlan = loaded.decision.memory
         self.recorder = Recorder()
         self._drop_draft(self.residency_plan, self.plan)
         self.engine = self._lay_out(progress)
@@ -123,14 +89,16 @@ class Runtime:
 
     @property
     def records_passes(self) -> bool:
-        """Whether passes of single texts are recorded and launched as a whole."""
+        """True if passes of a single sequence are recorded and launched as a whole."""
         return self._loaded.graphs_on is not None
 
     @property
     def demand(self) -> Demand:
         """The memory that the run asks for, as it is held now."""
         loaded = self._loaded
-        return demand_of(loaded.model_spec, self.residency_plan, loaded.budget(self.plan.context))
+        return demand_of(
+            loaded.model_spec, self.residency_plan, loaded.budget_for(self.plan.context)
+        )
 
     @property
     def others(self) -> RemoteStages | None:
@@ -140,12 +108,12 @@ class Runtime:
     @property
     def longest_draft(self) -> int:
         """Tokens of a draft that memory is planned for, at most."""
-        return self._loaded.budget(self.plan.context).longest_draft
+        return self._loaded.budget.longest_draft
 
     @property
     def planned(self) -> str | None:
-        """Why the planner chose the holding, where there was something to weigh."""
-        return self._loaded.settled.reason
+        """Why the planner chose the residency plan, where there was something to weigh."""
+        return self._loaded.decision.reason
 
     def synchronize(self) -> None:
         """Return when all that was asked of the device is done."""
@@ -158,7 +126,9 @@ class Runtime:
 
     def begin_stats(self, start_s: float) -> RunStats:
         """The record of a run that began at `start_s`, with the budget item by item."""
-        memory = self._loaded.memory(self.plan)
+        memory, host = self.plan.report(), self._loaded.host
+        if host is not None:
+            memory |= {"host_records": host.nbytes, "host_pinned": host.pinned_bytes}
         form = self._loaded.model_spec.dense.name
         return RunStats(start_s, memory, self.residency_plan.codec, form, self.planned)
 
@@ -196,7 +166,7 @@ class Runtime:
             before = self.residency_plan, self.plan
             if self._drop_draft(residency_plan, plan):  # for good, also where what follows fails
                 loaded, plain = self._loaded, self.residency_plan.without_draft
-                before = fit(loaded.model_spec, plain, loaded.budget(self.plan.context))
+                before = fit(loaded.model_spec, plain, loaded.budget_for(self.plan.context))
             # The old arenas go first: the budget has no room for both.
             self.engine.close()
             self._loaded.device.release_cached()
@@ -210,7 +180,7 @@ class Runtime:
         return self.engine
 
     def has_room(self, context: int) -> bool:
-        """Whether memory is laid out for so many tokens."""
+        """True if memory is laid out for so many tokens."""
         return self._room_for(context)[0] <= self.plan.context
 
     def check(self, context: int) -> None:
@@ -229,10 +199,10 @@ class Runtime:
     def _roomy(self, context: int, limit: int) -> FittingPlan:
         """A plan with some room to grow, where that costs neither the draft nor the request."""
         loaded = self._loaded
-        needed = replan(loaded.model_spec, self.residency_plan, loaded.budget(context))
+        needed = replan(loaded.model_spec, self.residency_plan, loaded.budget_for(context))
         rounded = min(-(-context // CONTEXT_STEP) * CONTEXT_STEP, limit)
         with contextlib.suppress(SpeqError):
-            roomy = replan(loaded.model_spec, self.residency_plan, loaded.budget(rounded))
+            roomy = replan(loaded.model_spec, self.residency_plan, loaded.budget_for(rounded))
             if roomy[0].holds_int4 == needed[0].holds_int4:
                 return roomy
         return needed
@@ -253,128 +223,8 @@ class Runtime:
 
     def _lay_out(self, progress: Progress | None = None) -> Engine:
         """Spend the rest of the budget as planned, and put an engine over it."""
-        loaded, shape, plan = self._loaded, self.shape, self.plan
-        slots = allocate_aligned(plan.slots, self.residency_plan.slot_bytes, self.device)
-        # Takes the memory now: the first prompt would wait for every page of it.
-        parts = slots.split(max(TAKEN_BYTES // self.residency_plan.slot_bytes, 1))
-        for part in tracked("taking memory for slots", parts, len(parts), progress):
-            part.zero_()
-        caches = [
-            shape.cache(plan.context, self.dtype, self.device, number)
-            for number in range(self.config.max_batch)
-        ]
-        chunk = plan.chunk
-        if loaded.others is not None:
-            chunk = min(chunk, loaded.others.reserve(plan.context))
-            for cache in caches:
-                cache.changes = loaded.others.changes
-        transfer, timed = self._transfer(slots)
-        budget = None
-        if loaded.limits is not None:
-            budget = LayerBudgets(loaded.limits, self.model.gates)
-        experts = loaded.opened.store.codec.experts(slots, loaded.arena)
-        sizes = MoeSizes(
-            self.model.num_moe_layers,
-            shape.experts.num_experts,
-            shape.activation,
-            self.model.biases,
-        )
-        offload = offload_over(
-            slots,
-            experts,
-            transfer,
-            sizes,
-            Scheduling(
-                self.config.cache_policy, self.config.prefetch, self.config.gives_up_rows, budget
-            ),
-            loaded.device,
-            self.recorder,
-            timed,
-        )
-        approximation = None
-        if offload.budget is not None:
-            share = self.config.expert_audit
-            approximation = Approximation(offload.budget, share, self.recorder.timed)
-        sampler = sampler_on(loaded.device)
-        drafters: list[Drafter] = [PlainDecoding() for _ in caches]
-        confidence = Confidence()
-        governors = Governors(FixedDraftLength(0, self._no_draft_reason()), most_rows=len(caches))
-        secondary_drafters: list[SecondaryDrafter] = []
-        secondary = loaded.governors.alone.secondary
-        if self.residency_plan.drafts or secondary is not None:
-            gates = self.model.gates
-            residents = residents_of(offload.loader, experts, gates, sizes, loaded.device)
-            bases = [self._draft_base(each, sampler, confidence, residents) for each in caches]
-            governors = loaded.governors
-            if self.residency_plan.drafts:
-                drafters = [DRAFTERS[self.residency_plan.drafter](base) for base in bases]
-            if secondary is not None:
-                secondary_drafters = [DRAFTERS[secondary](base) for base in bases]
-        listeners: list[FeatureDrafter] = [
-            each for each in drafters if isinstance(each, FeatureDrafter)
-        ]
-        return Engine(
-            model=self.model,
-            caches=caches,
-            offload=offload,
-            verification=verification_over(self.model, caches[0], offload.target, loaded.graphs_on),
-            drafters=drafters,
-            governors=governors,
-            recorder=self.recorder,
-            chunk=chunk,
-            sampler=sampler,
-            confidence=confidence,
-            approximation=approximation,
-            prefixes=Prefixes(caches, chunk, self._prefix_reuse, listeners),
-            secondary_drafters=secondary_drafters,
-        )
-
-    def _draft_base(
-        self,
-        cache: KVCache,
-        sampler: Sampler,
-        confidence: Confidence,
-        residents: CachedExperts,
-    ) -> DraftContext:
-        """Of the texts that a cache is for. Passes of the first one alone are recorded: batches are
-        launched, and a text by itself has that cache.
-        """
-        loaded = self._loaded
-        graphs_on = None if cache.number else loaded.graphs_on
-        return DraftContext(
-            self.model,
-            cache,
-            loaded.draft_bank,
-            sampler,
-            graphs_on,
-            confidence,
-            loaded.head,
-            residents,
-        )
-
-    def _transfer(self, slots: Tensor) -> tuple[TransferEngine, Timed]:
-        """Whatever fills the slots, reading threads or copies from host memory, and what times the
-        work over them.
-        """
-        device, store, recorder = self._loaded.device, self.opened.store, self.recorder
-        readers = self.config.reader_threads
-        if isinstance(device, Processor):
-            fetch, moved = fetch_from(store), moved_from(store)
-            return ReaderThreads(fetch, slots, moved, recorder, readers), recorder.timed
-        host = present(self._loaded.host, "no experts were loaded into the host's memory")
-        clock = DeviceClock(device, recorder)
-        return StreamTransfer(device, host, slots, clock, readers), clock.timed
-
-    @property
-    def _prefix_reuse(self) -> str:
-        """States of a text's end say nothing of its beginning."""
-        return "none" if self.shape.states.layers else self.config.prefix_reuse
-
-    def _no_draft_reason(self) -> str:
-        if self._loaded.settled.gives_up_draft:
-            return "a draft is expected to lose"
-        wanted = drafter_of(self.config) != "none"
-        return "the draft does not fit the budget" if wanted else "no draft asked for"
+        layout = EngineLayout(self._loaded, self.residency_plan, self.plan, self.recorder)
+        return layout.engine(progress)
 
     def close(self) -> None:
         """Give back memory, files and transfers."""

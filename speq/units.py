@@ -11,6 +11,13 @@ Progress = Callable[[str, int, int], None]
 Done = Callable[[int, int], None]
 
 
+def label_progress(progress: Progress | None, label: str) -> Done | None:
+    """Progress of one thing, told under a label; None where nobody is told."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(label, done, total)
+
+
 def no_progress(what: str, done: int, total: int) -> None:
     """Ignore progress."""
 
@@ -78,7 +85,7 @@ def format_bytes(size: int | float) -> str:
     return f"{size:.0f} B"
 
 
-def tracked(
+def track(
     what: str, items: Iterable[Item], total: int, progress: Progress | None
 ) -> Iterator[Item]:
     """Yield the `total` items, and report progress after each."""

@@ -111,7 +111,7 @@ class Run:
             sys.exit(f"tools/gpu.sh: nothing is timed on reference kernels: {missing}")
 
     def build(self, torch_folder: str) -> None:
-        """Compile for this card alone; cmake may lie beside the interpreter."""
+        """Compile for this card alone; cmake may lie next to the interpreter."""
         architecture = self.machine["capability"].replace(".", "") + "-real"
         target = self.work / "build"
         configure = [

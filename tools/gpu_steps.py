@@ -13,7 +13,7 @@ GPU_TESTS = (
     *("tests/product/test_gpu.py", "tests/product/test_gpu_transfer.py"),
     *("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py"),
     *("tests/kernels/test_dense_cuda.py", "tests/kernels/test_scaled_cuda.py"),
-    *("tests/kernels/test_many_rows.py", "tests/bench/test_bench_gpu_link.py"),
+    *("tests/kernels/test_many_rows.py", "tests/bench/test_lab.py"),
     "tests/bench/test_bench_kernels.py",
 )
 KERNEL_TESTS = ("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py")
@@ -60,12 +60,16 @@ def speq(name: str, limit_s: int, *arguments: str) -> Step:
     return Step(name, ("-m", "speq", *arguments), limit_s, reports=True)
 
 
+def lab(name: str, limit_s: int, bench: str, *arguments: str) -> Step:
+    return Step(name, ("-m", f"bench.lab.{bench}", *arguments), limit_s, reports=True)
+
+
 def steps(work: Path, shares: tuple[float, ...] = SHARES) -> Iterator[Step]:
     """All steps, in order; `work` takes what they write for each other."""
     yield tests("each op", 60, *KERNEL_TESTS, "-k", EACH_OP)
     yield tests("tests", 90, *GPU_TESTS)
     yield speq("doctor", 30, "doctor", "--device", "cuda")
-    yield speq("link", 40, "bench", "gpu-link")
+    yield lab("link", 40, "gpu_link")
     yield speq(
         *("kernels", 75, "bench", "kernels", "--device", "cuda", "--rows", "1,4,16"),
         *("--shapes", "qwen1.5-moe,qwen3-30b-a3b,mixtral-8x7b", "--rounds", "9"),
@@ -74,8 +78,7 @@ def steps(work: Path, shares: tuple[float, ...] = SHARES) -> Iterator[Step]:
     yield speq("agreement in float32", 40, "check", TINY, *tiny, "--dtype", "float32")
     yield speq("agreement in bfloat16", 40, "check", TINY, *tiny)
     # A draft token and a verification, each launched and recorded, are among its rows.
-    yield speq("parts of a token", 60, "bench", "step", TINY, *tiny)
-    yield speq("soak", 100, "bench", "soak", TINY, *tiny, "--seconds", "60")
+    yield lab("parts of a token", 60, "step", TINY, *tiny)
     yield from whole_model(work, shares)
     yield from sanitized()
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from speq.files.published_format import WORDS
-from speq.governor.locality import Locality
-from speq.governor.presets import preset
 from speq.planning.assumptions import Assumptions
-from speq.planning.budget_plan import plan
+from speq.planning.budget_plan import plan_budget
+from speq.planning.cost.locality import Locality
+from speq.planning.cost.presets import preset
 from speq.planning.demand import Budget
 from speq.planning.memory import BudgetTooSmall
 from speq.planning.model_spec import ModelSpec
@@ -36,7 +36,7 @@ def slots(spec: ModelSpec, budget_gib: int) -> dict[tuple[str, bool], int]:
     locality = Locality(spec.shape.experts.num_experts, spec.shape.top_k)
     given = Assumptions(preset("rtx-4090"), locality, acceptance=ACCEPTANCE)
     try:
-        made = plan(spec, Budget.of(budget_gib * GIB, CONTEXT, True, spec.shape), given)
+        made = plan_budget(spec, Budget.of(budget_gib * GIB, CONTEXT, True, spec.shape), given)
     except BudgetTooSmall:
         return {}
     return {(each.codec, each.drafts): each.slots for each in made.candidates}

@@ -14,11 +14,11 @@ from typing import Any
 from speq.cli import app
 from speq.cli.bench import bench_app
 from speq.cli.cache import cache_app
-from speq.cli.from_dataclass import Part
+from speq.cli.from_dataclass import CommandParameter
 from speq.cli.options import Output
 from speq.config import RunConfig, SamplingParams
 from speq.measure.settings import PlanSettings, TuneSettings
-from speq.options.declared import Declared, declared
+from speq.options.declared import Declared, declared_options
 from speq.pipeline.settings import StagesSettings
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
 from speq.ray.settings import RaySettings
@@ -67,6 +67,9 @@ In Python the names are the same, with `_` for `-`. Every command takes the mode
 `--model MODEL` does as well. A model is a folder or a hub id. Sizes are such
 as `8GiB`, `512MiB` or `20GB`, rates such as `25GB/s`.
 
+Options that few need are set by `--set NAME=VALUE` on the command line, several times if need be:
+`--set graphs=none --set expert_floor=0.03`. `--set ?` lists those of a command.
+
 Profiles of `speq tune` are kept in `~/.cache/speq/profiles`. Neither `XDG_CACHE_HOME` nor any other
 variable of the environment changes what speq does: `--out FILE` and `--profile FILE` name another
 place. (Libraries under speq read theirs, such as `HF_HOME`.)
@@ -91,7 +94,7 @@ def typed_module() -> str:
 def _typed_dict(name: str, configs: tuple[type, ...], without: tuple[str, ...]) -> str:
     lines = [f"\nclass {name}(TypedDict, total=False):\n"]
     for config in configs:
-        for option in declared(config):
+        for option in declared_options(config):
             if option.name not in without:
                 lines.append(f"    {option.name}: {annotation(option)}\n")
                 lines.append(_docstring(option.option.help))
@@ -99,7 +102,7 @@ def _typed_dict(name: str, configs: tuple[type, ...], without: tuple[str, ...]) 
 
 
 def _docstring(text: str) -> str:
-    """Editors show it beside the name."""
+    """Format a docstring, which editors show with the name."""
     lines = textwrap.wrap(text, 93)
     if len(lines) == 1 and len(text) <= 90:
         return f'    """{text}"""\n'
@@ -116,7 +119,7 @@ def annotation(option: Declared) -> str:
 def options_page() -> str:
     """docs/options.md."""
     shared = "".join(
-        f"\n## {title}\n\n{text}\n\n{option_table(declared(config))}"
+        f"\n## {title}\n\n{text}\n\n{option_table(declared_options(config))}"
         for config, (title, text) in SHARED.items()
     )
     return PAGE + shared + "\n## Commands\n" + "".join(_commands())
@@ -131,12 +134,12 @@ def _commands() -> Iterator[str]:
         for each in typer_app.registered_commands:
             callback: Any = each.callback
             name = each.name or callback.__name__
-            yield _command(f"{prefix} {name}", callback.__doc__ or "", callback.parts)
+            yield _command(f"{prefix} {name}", callback.__doc__ or "", callback.parameters)
 
 
-def _command(name: str, purpose: str, parts: tuple[Part, ...]) -> str:
-    shared = [(part.config, part.options) for part in parts if part.config in SHARED]
-    own = [o for part in parts if part.config not in SHARED for o in part.options]
+def _command(name: str, purpose: str, parameters: tuple[CommandParameter, ...]) -> str:
+    shared = [(each.config, each.options) for each in parameters if each.config in SHARED]
+    own = [o for each in parameters if each.config not in SHARED for o in each.options]
     arguments = [_argument(option) for option in own if option.option.argument]
     rows = [option for option in own if option.inside is None]
     text = f"\n### `{' '.join([name, *arguments])}`\n\n{inspect.cleandoc(purpose)}\n"
@@ -153,12 +156,12 @@ def _shared(config: type, options: tuple[Declared, ...]) -> str:
     title = SHARED[config][0].lower()
     text = f"[{title}](#{title.replace(' ', '-')})"
     found = {option.name: option for option in options}
-    left_out = [_flag(each.name) for each in declared(config) if each.name not in found]
+    left_out = [_flag(each) for each in declared_options(config) if each.name not in found]
     if left_out:
         text += f" without {', '.join(left_out)}"
     changed = [
-        f"{_flag(each.name)} {_default(found[each.name])}"
-        for each in declared(config)
+        f"{_flag(each)} {_default(found[each.name])}"
+        for each in declared_options(config)
         if each.name in found and found[each.name].default != each.default
     ]
     return text + (f" (default {', '.join(changed)})" if changed else "")
@@ -166,11 +169,11 @@ def _shared(config: type, options: tuple[Declared, ...]) -> str:
 
 def option_table(options: Iterable[Declared]) -> str:
     lines = ["| option | takes | default | |\n|---|---|---|---|\n"]
-    for option in options:
-        kind = option.option.kind
-        takes = "" if kind.typed is bool else f"`{kind.metavar}`"
-        name = _argument(option) if option.option.argument else _flag(option.name)
-        text = " ".join(filter(None, [option.option.help, kind.limits]))
+    for option in sorted(options, key=lambda option: option.option.by_set):
+        kind, by_set = option.option.kind, option.option.by_set
+        takes = "" if kind.typed is bool and not by_set else f"`{kind.metavar}`"
+        name = _argument(option) if option.option.argument else _flag(option)
+        text = option.option.description
         lines.append(f"| {name} | {takes} | {_default(option)} | {text} |\n")
     return "".join(lines)
 
@@ -179,8 +182,10 @@ def _argument(option: Declared) -> str:
     return option.name.upper() + ("..." if getattr(option.option.kind, "repeated", False) else "")
 
 
-def _flag(name: str) -> str:
-    return f"`--{name.replace('_', '-')}`"
+def _flag(option: Declared) -> str:
+    if option.option.by_set:
+        return f"`--set {option.name}`"
+    return f"`--{option.name.replace('_', '-')}`"
 
 
 def _default(option: Declared) -> str:

@@ -31,7 +31,7 @@ LAYERS = tuple(
     f"tests/product/test_{name}.py"
     for name in (
         *("self_test", "families", "short_conv", "delta", "mtp", "gemma4", "gpt_oss"),
-        *("text_part", "kv_cache", "chain", "stages"),
+        *("text_part", "kv_cache", "fused_decoder", "stages"),
     )
 )
 # One family of the fused decoder, and one of each kind with recurrent state.

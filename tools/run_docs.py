@@ -126,7 +126,7 @@ def here(command: Command, scratch: Path, wide: bool) -> list[str]:
 
 
 def prepare(scratch: Path) -> None:
-    """The files that pages name, with a model that commands may write beside."""
+    """Make the files that pages name, and a model in a folder that commands may write to."""
     (scratch / "tmp").mkdir()
     shutil.copytree(ROOT / MODEL, scratch / MODEL, ignore=shutil.ignore_patterns(".speq"))
     shutil.copytree(ROOT / "tests" / "data", scratch / "tests" / "data")

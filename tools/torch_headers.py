@@ -29,7 +29,7 @@ BINDINGS = (
     *("csrc/cuda/bindings.cpp", "csrc/cuda/compact_bindings.cpp", "csrc/cuda/dense_bindings.cpp"),
     "csrc/cuda/scaled_bindings.cpp",
 )
-# One range: members that are wanted lie side by side.
+# One range, since the members that are wanted are adjacent.
 READ_BYTES = 1 << 20
 TIMEOUT_S = 30
 
@@ -111,7 +111,7 @@ def fetch(version: str, cache: Path = CACHE) -> Path:
                     wheel.extract(member, whole)
         except (OSError, zipfile.BadZipFile) as error:
             raise Unreachable(f"headers of torch {version} cannot be fetched: {error}") from error
-        if not target.exists():  # as it may where tests run beside each other
+        if not target.exists():  # other tests may fetch it at the same time
             whole.rename(target)
     return target
 

@@ -13,7 +13,6 @@ import re
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -26,14 +25,13 @@ from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_choice
 from speq.files.alignment import align
-from speq.files.atomic_file import check_target
 from speq.kernels import dense_ops
 from speq.kernels.ops import Int4Weight, quantize_int4
 from speq.layers.dense_matrix import DenseMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
 from speq.layers.int4_matrix import Int4Matrix
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.report import Column, Report
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 BENCH = "dense kernels"
 # Projections of models whose hidden states are of 2,048, and their head.
@@ -137,14 +135,9 @@ def asked(settings: Settings) -> bool:
 
 
 def run(
-    settings: Settings,
-    json_file: Path | None,
-    force: bool,
-    progress: Progress | None = None,
-    clock: Clock = time.perf_counter,
+    settings: Settings, progress: Progress | None = None, clock: Clock = time.perf_counter
 ) -> Report:
     """Measure every shape, rows and kernel. Raises SpeqError."""
-    check_target(json_file, force)
     kernels = KERNELS if settings.kernels == ("all",) else settings.kernels
     for name in kernels:
         checked_choice("kernels", name, KERNELS)
@@ -157,7 +150,7 @@ def run(
     with limited_isa(settings.isa, device) as isa:
         read = MemoryRead(READ_BYTES[device.type], device)
         read()
-        for shape in tracked("measuring matrices", shapes, len(shapes), progress):
+        for shape in track("measuring matrices", shapes, len(shapes), progress):
             matrices = {
                 kernel: Matrices(shape, kernel, settings, device, read.nbytes)
                 for kernel in dict.fromkeys(kernels)
@@ -173,10 +166,7 @@ def run(
                 ]
     threads = torch.get_num_threads()
     given = {"device": device.type, "isa": isa, "threads": threads, "read_bytes": read.nbytes}
-    report = Report(BENCH, "synthetic matrices", settings.as_json() | given, rows)
-    if json_file is not None:
-        report.write(json_file)
-    return report
+    return Report(BENCH, "synthetic matrices", settings.as_json() | given, rows)
 
 
 def shapes_of(settings: Settings) -> list[DenseShape]:

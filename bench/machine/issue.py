@@ -3,7 +3,7 @@
 Nothing here is measured, and no GPU is needed. Instructions a weight are counted in the machine
 code of `libspeq_cuda.so` (see `speq.bench.machine.sass`), in the loop over weights that one row of
 inputs passes in bfloat16; what is outside that loop, and loops within it for what is rare, are left
-out. Cards are those of `speq.governor.presets`, at their boost clocks.
+out. Cards are those of `speq.planning.cost.presets`, at their boost clocks.
 
 Issue time takes every multiprocessor to issue four instructions a clock. Integers go through half
 the lanes on the cards before Blackwell's, so that where they are more than half of the loop, twice
@@ -12,7 +12,6 @@ that presets go by. A call takes the longer of both at the least.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from speq.bench.machine.expert_layer import SHAPES, Layer, LayerShape
 from speq.bench.machine.sass import Kernel, Loop, kernels
 from speq.bench.settings import KernelSettings as Settings
 from speq.errors import SpeqError, checked_choice
-from speq.files.atomic_file import check_target
-from speq.governor.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.kernels import library
+from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
-from speq.units import Progress, tracked
+from speq.planning.cost.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
+from speq.units import Progress, track
 
 LANES = 32
 ISSUED_PER_CLOCK = 4  # by a multiprocessor, of warps
@@ -82,17 +81,26 @@ COLUMNS: dict[str, Column] = {
     "bytes us": ("bytes_s", lambda time_s: f"{time_s * 1e6:.1f}"),
     "bound by": ("bound_by", "{}"),
 }
+TIMES = (
+    Axis("issue_s", "issuing instructions, us", 1e6),
+    Axis("bytes_s", "reading bytes, us", 1e6),
+)
+PICTURES = (
+    Picture(
+        *("issue", "What kernels take on cards", (Axis("kernel", "kernel"), Axis("card", "card"))),
+        TIMES,
+        each="shape",
+        aid="A call takes the longer of both times at the least; they are computed.",
+    ),
+)
 NOTES = (
     "Computed, not measured: instructions are counted in machine code, cards are data sheets.",
     "A layer's top_k experts, one row; a call takes the longer of both times at the least.",
 )
 
 
-def run(
-    settings: Settings, json_file: Path | None, force: bool, progress: Progress | None = None
-) -> Report:
+def run(settings: Settings, progress: Progress | None = None) -> Report:
     """Count every kernel and compute its times on every card. Raises SpeqError."""
-    check_target(json_file, force)
     check_nothing_is_timed(settings)
     path = library.FOLDER / "libspeq_cuda.so"
     if not path.exists():
@@ -106,7 +114,7 @@ def run(
     archs = list(dict.fromkeys(card.arch for card in MULTIPROCESSORS.values()))
     code = {
         arch: list(kernels(path, arch))
-        for arch in tracked("disassembling", archs, len(archs), progress)
+        for arch in track("disassembling", archs, len(archs), progress)
     }
     rows = []
     for shape in shapes:
@@ -118,10 +126,9 @@ def run(
             for card, processors in MULTIPROCESSORS.items():
                 kernel = one.kernel(code[processors.arch])
                 rows.append(row(name, kernel, shape, expert_bytes, card))
-    report = Report("kernels", "machine code", settings.as_json() | {"computed": True}, rows)
-    if json_file is not None:
-        report.write(json_file)
-    return report
+    return Report(
+        "kernels", "machine code", settings.as_json() | {"computed": True}, rows, pictures=PICTURES
+    )
 
 
 def check_nothing_is_timed(settings: Settings) -> None:

@@ -25,7 +25,6 @@ Shapes such as 5632x2048 are of dense matrices: see `speq.bench.machine.dense_ke
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -47,11 +46,11 @@ from speq.bench.rotation import rotated
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_choice
-from speq.files.atomic_file import check_target
 from speq.kernels import compact_ops, ops, scaled_ops
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
+from speq.measure.picture import Axis, Picture, percent
 from speq.measure.report import Column, Report
-from speq.units import Progress, format_bytes, parse_bytes, tracked
+from speq.units import Progress, format_bytes, parse_bytes, track
 
 # The op that each kernel runs on; torch's own has none of ours.
 KERNELS: dict[str, str | None] = {
@@ -100,6 +99,15 @@ COLUMNS: dict[str, Column] = {
     "GB/s": ("gb_per_s", "{:.1f}"),
     "share": ("bandwidth_share", "{:.0%}"),
 }
+PICTURES = (
+    Picture(
+        *("share", "Speed of kernels", (Axis("T", "rows of a call"),)),
+        (percent("bandwidth_share", "of a plain read's speed"),),
+        (Axis("kernel", "kernel"),),
+        each="shape",
+        aid="At 100% a kernel reads its weights as fast as a plain read of memory beside it.",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +126,13 @@ class Round:
 
 @disturbed
 def run(
-    settings: Settings,
-    json_file: Path | None,
-    force: bool,
-    progress: Progress | None = None,
-    clock: Clock = time.perf_counter,
+    settings: Settings, progress: Progress | None = None, clock: Clock = time.perf_counter
 ) -> Report:
     """Measure every shape, rows and kernel, or compute it from machine code. Raises SpeqError."""
     if settings.sass:
-        return issue.run(settings, json_file, force, progress)
+        return issue.run(settings, progress)
     if dense_kernels.asked(settings):
-        return dense_kernels.run(settings, json_file, force, progress, clock)
-    check_target(json_file, force)
+        return dense_kernels.run(settings, progress, clock)
     settings = spelt_out(settings)
     held = check(settings)
     device = find_device(settings.device).torch
@@ -140,7 +143,7 @@ def run(
         read()
         rows = []
         names = list(dict.fromkeys(settings.shapes))
-        for name in tracked("measuring layers", names, len(names), progress):
+        for name in track("measuring layers", names, len(names), progress):
             rows += measure_shape(SHAPES[name], held[name], settings, backends, read, clock)
     found = {
         "device": device.type,
@@ -148,10 +151,7 @@ def run(
         "threads": torch.get_num_threads(),
         "read_bytes": read.nbytes,
     }
-    report = Report("kernels", "synthetic layers", settings.as_json() | found, rows)
-    if json_file is not None:
-        report.write(json_file)
-    return report
+    return Report("kernels", "synthetic layers", settings.as_json() | found, rows)
 
 
 def show(report: Report) -> None:

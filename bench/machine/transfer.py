@@ -17,11 +17,11 @@ from speq.bench.settings import TransferSettings as Settings
 from speq.errors import SpeqError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.alignment import ALIGNMENT
-from speq.files.atomic_file import check_target
 from speq.measure.link import LinkSample, arena_for, expert_reads, plain_reads
+from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
 from speq.models.opened import Opened, open_model
-from speq.units import Progress, format_bytes, parse_bytes, tracked
+from speq.units import Progress, format_bytes, parse_bytes, track
 
 COLUMNS: dict[str, Column] = {
     "store": ("store", "{}"),
@@ -33,6 +33,15 @@ COLUMNS: dict[str, Column] = {
     "of plain": ("share", "{:.2f}"),
     "page cache": ("cached_bytes", format_bytes),
 }
+PICTURES = (
+    Picture(
+        *("speed", "Reading experts", (Axis("readers", "reads at a time"),)),
+        (Axis("gb_per_s", "speed, GB/s"),),
+        (Axis("kind", "kind"), Axis("request_bytes", "bytes")),
+        each="store",
+        aid="Experts come as fast as the disk gives them where their bars reach plain reads'.",
+    ),
+)
 
 
 @dataclass(slots=True)
@@ -58,15 +67,8 @@ class Source:
         return sum(cached_bytes(path) for path in self.paths)
 
 
-def run(
-    models: Sequence[str],
-    settings: Settings,
-    json_file: Path | None,
-    force: bool,
-    progress: Progress | None = None,
-) -> Report:
+def run(models: Sequence[str], settings: Settings, progress: Progress | None = None) -> Report:
     """Measure every model at every number of readers. Raises SpeqError for nonsense settings."""
-    check_target(json_file, force)
     volume = parse_bytes(settings.volume)
     sizes = [parse_bytes(size) for size in settings.sizes]
     for size in sizes:
@@ -80,10 +82,7 @@ def run(
     finally:
         for source in sources:
             source.opened.close()
-    report = Report("transfer", " ".join(models), settings.as_json(), rows)
-    if json_file is not None:
-        report.write(json_file)
-    return report
+    return Report("transfer", " ".join(models), settings.as_json(), rows)
 
 
 def measure(
@@ -102,7 +101,7 @@ def measure(
     )
     samples: dict[int, list[LinkSample]] = {at: [] for at in range(len(cases))}
     cached = dict.fromkeys(samples, 0)
-    for turn in tracked("reading", range(settings.rounds), settings.rounds, progress):
+    for turn in track("reading", range(settings.rounds), settings.rounds, progress):
         for group in range(len(groups)):
             # What is compared is measured within a second or so, each kind first in its turn.
             for kind in range(len(kinds)):

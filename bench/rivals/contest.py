@@ -18,7 +18,7 @@ from speq.bench.rivals.process import Heard, heard
 from speq.bench.rivals.systems import Entry
 from speq.bench.rotation import rotated
 from speq.errors import SpeqError
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 # Tokens of the first text that systems of ours must agree on, computing in float32.
 COMPARED_TOKENS = 24
@@ -143,7 +143,7 @@ class Contest:
             if cell.entry.system.ours and (not before or before.budget_bytes < cell.budget_bytes):
                 largest[cell.entry.label] = cell
         found: dict[str, list[int]] = {}
-        for label, cell in tracked("comparing tokens", largest.items(), len(largest), progress):
+        for label, cell in track("comparing tokens", largest.items(), len(largest), progress):
             room = int(cell.budget_bytes * WIDER)
             job = self.terms.job(cell.entry, room, "tokens")
             job = replace(
@@ -176,7 +176,7 @@ class Contest:
     def measure(self, cells: list[Cell], rounds: int, progress: Progress | None) -> None:
         """Every cell once a round; one that failed is not tried again."""
         turns = [cell for turn in range(rounds) for cell in rotated(cells, turn)]
-        for cell in tracked("measuring systems", turns, len(turns), progress):
+        for cell in track("measuring systems", turns, len(turns), progress):
             if not cell.failure:
                 job = self.terms.job(cell.entry, cell.budget_bytes, "time")
                 cell.rounds.append(self.run(job, cell.budget_bytes))
@@ -184,7 +184,7 @@ class Contest:
     def agree(self, cells: list[Cell], tokens: list[int], progress: Progress | None) -> None:
         """Of each foreign system: how many of the exact model's tokens it finds likeliest too."""
         foreign = list(foreign_cells(cells))
-        for cell in tracked("agreement of other programs", foreign, len(foreign), progress):
+        for cell in track("agreement of other programs", foreign, len(foreign), progress):
             job = replace(
                 self.terms.job(cell.entry, cell.budget_bytes, "choices"),
                 prompts=self.terms.prompts[:1],

@@ -21,7 +21,7 @@ from speq.errors import SpeqError
 from speq.files.atomic_file import replacing, writing
 from speq.files.checkpoint import Checkpoint
 from speq.models.bounds import check_sizes, check_weights
-from speq.units import Progress, format_bytes, tracked
+from speq.units import Progress, format_bytes, track
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYER = re.compile(r"\.layers\.(\d{1,9})\.")
@@ -92,7 +92,7 @@ def write(checkpoint: Checkpoint, path: Path, progress: Progress | None = None) 
                 writer.write_header_to_file(Path(file.name))
                 writer.write_kv_data_to_file()
                 writer.write_ti_data_to_file()
-                for tensor in tracked("writing GGUF", tensors, len(tensors), progress):
+                for tensor in track("writing GGUF", tensors, len(tensors), progress):
                     writer.write_tensor_data(tensor.words(checkpoint))
             finally:
                 writer.close()

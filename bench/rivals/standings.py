@@ -6,13 +6,15 @@ from typing import Any
 
 from speq.bench.rivals.contest import Cell, Terms
 from speq.bench.rivals.worker import TextRun
-from speq.dashboard.bench_panels.disturbed import DISTURBED_SHARE
+from speq.measure.picture import BUDGET, HITS, MOVED, TPOT, TTFT, Axis, Picture, gibibytes
 from speq.measure.report import Column
 from speq.stats import ratio
 from speq.units import format_bytes
 
 # Of the measurements, so many take no longer than `tpot_p90_ms`.
 MOST = 0.9
+# Above this, a time says more of the machine's other guests than of what was measured.
+DISTURBED_SHARE = 0.1
 # What speq's own systems count.
 COUNTED = (
     "acceptance_rate",
@@ -42,6 +44,28 @@ COLUMNS: dict[str, Column] = {
     "tokens": ("tokens", "{}"),
     "agrees": ("agreement", "{:.1%}"),
 }
+SYSTEM = (Axis("system", "system"),)
+PICTURES = (
+    Picture(
+        *("tpot", "Time per output token", (BUDGET,), (TPOT,), SYSTEM),
+        high="tpot_p90_ms",
+        mark="points",
+        aid="Lower is faster: an error bar goes up to what 9 of 10 texts kept within.",
+    ),
+    Picture(
+        *("of-best", "Times beside the fastest system's", (BUDGET,)),
+        (Axis("of_best", "times the fastest system's"),),
+        SYSTEM,
+    ),
+    Picture("moved", "Bytes moved per token", (BUDGET,), (MOVED,), SYSTEM),
+    Picture("ttft", "Time to first token", (BUDGET,), (TTFT,), SYSTEM, mark="points"),
+    Picture("hit-rate", "Experts that lay in slots when needed", (BUDGET,), (HITS,), SYSTEM),
+    Picture(
+        *("memory", "Memory that systems took", (BUDGET,)),
+        (gibibytes("peak_bytes", "most memory taken"),),
+        SYSTEM,
+    ),
+)
 
 
 def rows_of(cells: list[Cell], terms: Terms) -> list[Row]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from speq.bench.rivals.contestant import Maker
 from speq.bench.rivals.job import Job
-from speq.bench.written_options import written_options
 from speq.config import RunConfig
 from speq.errors import SpeqError
+from speq.options.assignments import parse_assignments
+from speq.options.declared import declared_options
 from speq.units import Progress
 
 # Words in slots, none of them there but on demand: Mixtral-Offloading's policy.
@@ -146,7 +147,7 @@ def entry(label: str, shared: Mapping[str, Any], memory_bytes: int) -> Entry:
     """
     name, *parts = label.split() or [""]
     found = system(name)
-    own = written_options(f"system {label!r}", parts)
+    own = parse_assignments(f"system {label!r}", parts, declared_options(RunConfig))
     if not found.ours:
         if own:
             raise SpeqError(f"system {label!r} has options; {name} takes none")

@@ -9,7 +9,7 @@ from rich.table import Table
 from speq.bench.kinds import texts_of
 from speq.bench.rivals.contest import Cell, Contest, Terms
 from speq.bench.rivals.memory_cap import how_capped
-from speq.bench.rivals.standings import COLUMNS, by_kind, kind_columns, notes_of, rows_of
+from speq.bench.rivals.standings import COLUMNS, PICTURES, by_kind, kind_columns, notes_of, rows_of
 from speq.bench.rivals.systems import SYSTEMS, entry
 from speq.bench.settings import TpotSettings as Settings
 from speq.errors import SpeqError
@@ -33,7 +33,7 @@ class NamedSystems(Report):
             table.add_row(row["system"], row["summary"])
         console().print(table)
 
-    def notes(self) -> list[str]:
+    def remarks(self) -> list[str]:
         return []
 
 
@@ -57,7 +57,7 @@ class SystemsReport(Report):
         if kinds := self.kinds:
             print_table("TPOT in ms by kind of prompt", kind_columns(kinds), by_kind(self.rows))
 
-    def notes(self) -> list[str]:
+    def remarks(self) -> list[str]:
         """The terms of the contest, and what went wrong."""
         reserve = format_bytes(parse_bytes(self.settings["reserve"]))
         lines = [
@@ -89,6 +89,7 @@ def run(
         model,
         settings.as_json(),
         rows_of(cells, terms),
+        pictures=PICTURES,
         capped_by=f"held to by {how_capped()}" if terms.capped else "which nothing held it to",
         compared_tokens=tokens,
     )

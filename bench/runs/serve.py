@@ -20,8 +20,8 @@ from speq.bench.kinds import texts_of
 from speq.bench.runs.http_client import Heard, Target, ask
 from speq.bench.settings import ServeSettings as Settings
 from speq.errors import SpeqError
-from speq.files.atomic_file import check_target
 from speq.files.regular_file import read_text
+from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
 from speq.units import Clock, Progress, no_progress
 
@@ -39,13 +39,28 @@ COLUMNS: dict[str, Column] = {
         for share in SHARES
     },
 }
+RATE = (Axis("rate", "requests a second"),)
+
+
+def _percentiles(name: str, title: str) -> Picture:
+    times = tuple(Axis(f"{name}_p{share}_ms", f"p{share}, ms") for share in SHARES)
+    return Picture(name, title, RATE, times, aid="Lower is sooner.")
+
+
+OUTCOMES = tuple(Axis(name, name) for name in ("whole", "refused", "failed"))
+PICTURES = (
+    _percentiles("ttft", "Time to first token"),
+    _percentiles("tpot", "Time per output token"),
+    _percentiles("latency", "Time of a whole answer"),
+    _percentiles("queued", "Time in the server's queue"),
+    Picture("speed", "Tokens of all requests together", RATE, (Axis("tokens_per_s", "tokens/s"),)),
+    Picture("outcomes", "What came of the requests", RATE, OUTCOMES, mark="stack"),
+)
 
 
 def run(
     url: str,
     settings: Settings,
-    json_file: Path | None,
-    force: bool,
     progress: Progress | None = None,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
@@ -53,7 +68,6 @@ def run(
     """Ask the server at each rate. Raises SpeqError where there is none, and where it answers no
     request at all.
     """
-    check_target(json_file, force)
     prompts = [prompt for _, prompt in texts_of(settings.prompts, settings.num_prompts)]
     target = Target.of(url, key_of(settings.api_key_file), settings.max_seconds)
     first = target.first_model()
@@ -69,8 +83,6 @@ def run(
         rows.append(summed_up(rate, heard))
     report = Report("serve", model, settings.as_json() | {"url": url}, rows)
     report.settings.pop("api_key_file")
-    if json_file is not None:
-        report.write(json_file)
     if not any(row["whole"] for row in rows):
         statuses = sorted({status for row in rows for status in row["statuses"]})
         raise SpeqError(

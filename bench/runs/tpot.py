@@ -8,26 +8,36 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from speq.bench.kinds import texts_of
 from speq.bench.neighbours import neighbours
-from speq.bench.replay import single_shot
 from speq.bench.rivals.tpot import NamedSystems, SystemsReport
 from speq.bench.rivals.tpot import run as systems_beside
 from speq.bench.rotation import rotated
 from speq.bench.settings import TpotSettings as Settings
 from speq.bench.synthetic import synthetic_acceptance
-from speq.bench.written_options import written_options
 from speq.config import RunConfig
 from speq.errors import SpeqError
-from speq.files.atomic_file import check_target
 from speq.generator import Generator
+from speq.measure.picture import (
+    ACCEPTED,
+    BUDGET,
+    HITS,
+    MOVED,
+    TPOT,
+    TTFT,
+    Axis,
+    Picture,
+    percent,
+)
 from speq.measure.report import Column, Report, print_table
 from speq.measure.runs import runs_of
-from speq.units import Progress, format_bytes, parse_bytes, tracked
+from speq.options.assignments import parse_assignments
+from speq.options.declared import declared_options
+from speq.stats import ratio
+from speq.units import Progress, format_bytes, parse_bytes, track
 
 MEDIANS = (
     "tpot_ms",
@@ -65,12 +75,40 @@ COLUMNS: dict[str, Column] = {
     "hits": ("hit_rate", "{:.1%}"),
     "moved/token": ("moved_bytes_per_token", format_bytes),
     "hidden": ("hidden_share", "{:.1%}"),
-    "stall s": ("stall_s", "{:.2f}"),
+    "waiting": ("stall_share", "{:.0%}"),
+    "drafting": ("draft_share", "{:.0%}"),
+    "verifying": ("verify_share", "{:.0%}"),
 }
 
 
+VARYING = (Axis("draft_length", "draft length"), Axis("neighbours", "neighbours"))
+SETTING = (*VARYING, Axis("variant", "variant"))
+SHARES = (
+    percent("stall_share", "waiting for experts"),
+    percent("draft_share", "drafting"),
+    percent("verify_share", "verifying"),
+)
+PICTURES = (
+    Picture(
+        *("tpot", "Time per output token", (BUDGET,), (TPOT,), SETTING),
+        high="tpot_p90_ms",
+        mark="points",
+        aid="Lower is faster: an error bar goes up to what 9 of 10 measurements kept within.",
+    ),
+    Picture("moved", "Bytes moved per token", (BUDGET,), (MOVED,), SETTING, aid="Lower is less."),
+    Picture(
+        *("shares", "Where the time of decoding goes", (BUDGET, *SETTING), SHARES),
+        mark="stack",
+        aid="What is missing to 100% is the governor, sampling, and Python around all of it.",
+    ),
+    Picture("ttft", "Time to first token", (BUDGET,), (TTFT,), SETTING, aid="Lower is sooner."),
+    Picture("hit-rate", "Experts that lay in slots when needed", (BUDGET,), (HITS,), SETTING),
+    Picture("acceptance", "Accepted drafts", (BUDGET,), (ACCEPTED,), SETTING),
+)
+
+
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TpotCell:
     """What is measured in turn. variant: options of its own, as users give them."""
 
     budget: str
@@ -81,28 +119,22 @@ class Cell:
     def options(self, settings: Settings) -> dict[str, Any]:
         """Those of the run. Raises SpeqError for what is no option."""
         named = f"variant {self.variant!r}"
-        return settings.run | written_options(named, self.variant.split())
+        return settings.run | parse_assignments(
+            named, self.variant.split(), declared_options(RunConfig)
+        )
 
 
-@single_shot.offered()
-def run(
-    model: str,
-    settings: Settings,
-    json_file: Path | None,
-    force: bool,
-    progress: Progress | None = None,
-) -> Report:
+def run(model: str, settings: Settings, progress: Progress | None = None) -> Report:
     """Measure every budget with every draft length, number of neighbours and variant, or with every
     system that is named.
 
     Raises SpeqError for nonsense settings.
     """
-    check_target(json_file, force)
     if settings.systems:
-        return written(systems_beside(model, settings, progress), json_file)
+        return systems_beside(model, settings, progress)
     prompts = [text for _, text in texts_of(settings.prompts, settings.num_prompts)]
     cells = [
-        Cell(*each)
+        TpotCell(*each)
         for each in product(
             settings.budgets,
             settings.draft_lengths,
@@ -113,23 +145,18 @@ def run(
     for cell in cells:
         RunConfig.of(cell.budget, cell.draft_length, **cell.options(settings))
 
-    samples: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
+    samples: dict[TpotCell, list[dict[str, Any]]] = {cell: [] for cell in cells}
     turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
-    for cell in tracked("measuring settings", turns, len(turns), progress):
+    for cell in track("measuring settings", turns, len(turns), progress):
         with neighbours(cell.neighbours):
             samples[cell] += measure(model, settings, cell, prompts)
     rows = [summarise(cell, samples[cell], settings.synthetic_acceptance) for cell in cells]
-    return written(Report("tpot", model, settings.as_json(), rows), json_file)
+    return Report("tpot", model, settings.as_json(), rows)
 
 
-def written(report: Report, json_file: Path | None) -> Report:
-    """The report, kept in a file where one is asked for."""
-    if json_file is not None:
-        report.write(json_file)
-    return report
-
-
-def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> list[dict[str, Any]]:
+def measure(
+    model: str, settings: Settings, cell: TpotCell, prompts: list[str]
+) -> list[dict[str, Any]]:
     """The stats of each prompt, the caches warm from a prompt before that does not count."""
     generator = Generator.from_pretrained(
         model,
@@ -140,7 +167,7 @@ def measure(model: str, settings: Settings, cell: Cell, prompts: list[str]) -> l
     try:
         with what_if(generator, settings, prompts):
             runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
-        return [run.summary() for run in runs]
+        return [run.summary() | {"decode_s": float(run.total("duration_s"))} for run in runs]
     except SpeqError as error:
         raise SpeqError(
             f"budget {cell.budget}, draft length {cell.draft_length}: {error}"
@@ -160,7 +187,7 @@ def what_if(
 
 
 def summarise(
-    cell: Cell, samples: list[dict[str, Any]], acceptance: float | None = None
+    cell: TpotCell, samples: list[dict[str, Any]], acceptance: float | None = None
 ) -> dict[str, Any]:
     """One row: medians over all samples, and what the budget bought.
 
@@ -182,10 +209,25 @@ def summarise(
     for name in MEDIANS:
         values = [sample[name] for sample in samples if sample[name] is not None]
         row[name] = median(values) if values else None
+    row |= shares_of(samples)
     times = sorted(sample["tpot_ms"] for sample in samples)
     row["tpot_p90_ms"] = times[math.ceil(MOST * len(times)) - 1]
     row["synthetic_acceptance"] = None if row["acceptance_rate"] is None else acceptance
     return row
+
+
+def shares_of(samples: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Shares of the time in decode steps, over all samples. A verification waits while it lasts."""
+
+    def total(name: str) -> float:
+        return float(sum(sample[name] for sample in samples))
+
+    waited_s, decode_s = total("stall_s"), total("decode_s")
+    return {
+        "stall_share": ratio(waited_s, decode_s),
+        "draft_share": ratio(total("draft_s"), decode_s),
+        "verify_share": ratio(total("verify_s") - waited_s, decode_s),
+    }
 
 
 def show(report: Report) -> None:
@@ -205,7 +247,7 @@ def show(report: Report) -> None:
 def notes(report: Report) -> list[str]:
     """What-if runs say what was set; systems say on which terms they ran, and which failed."""
     if isinstance(report, SystemsReport | NamedSystems):
-        return report.notes()
+        return report.remarks()
     acceptance = report.settings["synthetic_acceptance"]
     if acceptance is None:
         return []

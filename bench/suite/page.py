@@ -11,20 +11,16 @@ from speq.bench.suite.steps import Step
 from speq.files.json_file import parse_json
 from speq.measure.report import Column, Report, cell_text
 
-# Whose columns are those of a module that a bench's name does not tell.
+# Whose columns show a report, by what its bench calls itself.
 MODULES = {
-    "tpot": "rivals.standings",
-    "breakdown": "paper.breakdown",
-    "ablation": "paper.ablation",
-    "memory": "paper.memory",
-    "codec": "machine.codec",
-    "hit-rate": "replay.hit_rate",
-    "fidelity": "runs.fidelity",
+    "tpot-systems": "rivals.standings",
+    "tpot": "runs.tpot",
+    "transfer": "machine.transfer",
     "kernels": "machine.kernels",
 }
 
 
-def written(report: Report, steps: list[Step], seconds: dict[str, float], folder: Path) -> str:
+def markdown_of(report: Report, steps: list[Step], seconds: dict[str, float], folder: Path) -> str:
     """The whole page."""
     machine = ", ".join(f"{name}: {value}" for name, value in report.machine.items())
     parts = [
@@ -46,18 +42,16 @@ def written(report: Report, steps: list[Step], seconds: dict[str, float], folder
             continue
         found = parse_json(step.file(folder).read_text())
         parts += [f"## {step.name}\n", f"    speq {shlex.join(step.command)}\n"]
-        parts += sections(step.bench, found)
+        parts += sections(found)
     return "\n".join(parts)
 
 
-def sections(bench: str, found: dict[str, Any]) -> list[str]:
-    """A bench's tables, and of systems their times by kind of prompt and what went wrong."""
-    module = importlib.import_module(f"speq.bench.{MODULES[bench]}")
+def sections(found: dict[str, Any]) -> list[str]:
+    """A bench's table, and of systems their times by kind of prompt and what went wrong."""
+    module = importlib.import_module(f"speq.bench.{MODULES[found['bench']]}")
     rows = found["rows"]
     parts = [table(module.COLUMNS, rows)]
-    for title, name, columns in getattr(module, "FURTHER_TABLES", ()):
-        parts += [f"{title.capitalize()}:\n", table(columns, found[name])]
-    if bench != "tpot":
+    if found["bench"] != "tpot-systems":
         return parts
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["by_kind"]))
     if len(kinds) > 1:

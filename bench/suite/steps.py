@@ -18,21 +18,17 @@ CAPS = (0.475, 0.665, 1.2)
 DRAFT_NOISE = "1.1"
 WIDENED_BYTES = 5_270_000_000
 FEW_SAMPLES = ("--dense", "--samples", "16", "--sequence-length", "256")
-FEW_TEXTS = ("--num-prompts", "4", "--max-new-tokens", "96")
-FEW_RUNS = ("--num-prompts", "2", "--rounds", "2")
-SHORT_TEXTS = ("--num-prompts", "4", "--max-tokens", "128")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """name: of its files; bench: which one's columns show it; makes: the folder that it makes, for
-    a step that measures nothing; expected_s: on two cores.
+    """name: of its files; makes: the folder that it makes, for a step that measures nothing;
+    expected_s: on two cores.
     """
 
     name: str
     command: list[str]
     expected_s: float
-    bench: str = ""
     makes: Path | None = None
 
     def file(self, folder: Path) -> Path:
@@ -110,7 +106,7 @@ def measurements(
     stores = [part for codec, pack in packs.items() for part in (f"--{codec}", str(pack))]
     kinds = [part for kind in settings.kinds for part in ("--prompts", kind)]
     systems = settings.systems or (FULL_SYSTEMS if settings.full else SYSTEMS)
-    rounds, middle, roomy = str(settings.rounds), budgets[len(budgets) // 2], budgets[-1]
+    rounds = str(settings.rounds)
     tight = ",".join(budgets[:2])
     processes = len(systems) * len(budgets) * settings.rounds
     contest = ["bench", "tpot", source, "--budgets", ",".join(budgets)]
@@ -118,52 +114,28 @@ def measurements(
     contest += ["--num-prompts", str(settings.num_prompts)]
     contest += ["--max-new-tokens", str(settings.max_new_tokens), "--rounds", rounds]
     contest += ["--reserve", settings.reserve, "--cap", settings.cap]
+    variants = [part for each in VARIANTS for part in ("--variants", each)]
     steps = [
-        Step("tpot", contest, 30 * processes * scale, "tpot"),
+        Step("tpot", contest, 30 * processes * scale),
         Step(
-            "breakdown",
-            ["bench", "breakdown", lossless, "--published", source, "--budgets", tight, *FEW_RUNS],
-            220 * scale,
-            "breakdown",
-        ),
-        Step(
-            "ablation",
+            "variants",
             [
-                *("bench", "ablation", lossless, "--published", source),
-                *("--memory-budget", middle, *FEW_RUNS),
+                *("bench", "tpot", lossless, "--budgets", tight, "--draft-lengths", "0,auto"),
+                *(*variants, "--num-prompts", "2", "--rounds", "2"),
             ],
-            320 * scale,
-            "ablation",
+            400 * scale,
         ),
-        Step("memory", ["bench", "memory", source], 40, "memory"),
-        Step("codec", ["bench", "codec", source], 120 * scale, "codec"),
-        Step(
-            "hit-rate",
-            ["bench", "hit-rate", lossless, "--memory-budget", roomy, *FEW_TEXTS],
-            180 * scale,
-            "hit-rate",
-        ),
-        Step(
-            "fidelity",
-            ["bench", "fidelity", lossless, "--memory-budget", roomy, *SHORT_TEXTS],
-            120 * scale,
-            "fidelity",
-        ),
-        Step(
-            "kernels",
-            ["bench", "kernels", "--shapes", "qwen1.5-moe", "--rows", "1,5"],
-            120,
-            "kernels",
-        ),
+        Step("transfer", ["bench", "transfer", source, lossless], 60),
+        Step("kernels", ["bench", "kernels", "--shapes", "qwen1.5-moe", "--rows", "1,5"], 120),
     ]
     if settings.full:
-        steps += [
-            Step("formats", ["bench", "formats"], 160, "formats"),
-            Step("neighbours", [*contest, "--neighbours", "1"], 50 * processes * scale, "tpot"),
-        ]
+        neighbours = [*contest, "--neighbours", "1"]
+        steps.append(Step("neighbours", neighbours, 50 * processes * scale))
     return steps
 
 
+# What a run is without fetching ahead, and without eviction by what is needed next.
+VARIANTS = ("prefetch=auto", "prefetch=none", "cache-policy=lru")
 SYSTEMS = (
     *("speq", "speq-published", "lru-raw", "moe-speq", "zipmoe"),
     *("transformers", "llama.cpp"),

@@ -20,7 +20,7 @@ from speq.bench.settings import AllSettings as Settings
 from speq.bench.suite import page
 from speq.bench.suite.steps import Step, steps_of
 from speq.errors import SpeqError
-from speq.files.atomic_file import check_target, write_whole
+from speq.files.atomic_file import write_whole
 from speq.files.json_file import parse_json
 from speq.measure.report import Column, Report, current_commit
 from speq.version import __version__
@@ -49,16 +49,13 @@ class Done:
     failure: str = ""
 
 
-def run(
-    model: str, settings: Settings, json_file: Path | None, force: bool, quiet: bool = False
-) -> Report:
+def run(model: str, settings: Settings, quiet: bool = False) -> Report:
     """Run what is not done yet, and write the report.
 
     quiet  only failures are told
 
     Raises SpeqError for nonsense settings, and where the folder cannot be written.
     """
-    check_target(json_file, force)
     steps = steps_of(model, settings)
     folder = settings.out
     try:
@@ -83,18 +80,16 @@ def run(
             speak(f"{step.name} failed: {done[step.name].failure}")
     rows = [row_of(step, done[step.name], folder) for step in steps]
     report = Report("all", model, settings.as_json(), rows)
-    text = page.written(report, steps, {k: v.seconds for k, v in done.items()}, folder)
+    text = page.markdown_of(report, steps, {k: v.seconds for k, v in done.items()}, folder)
     write_whole(folder / REPORT, text.encode())
     draw(steps, folder)
-    if json_file is not None:
-        report.write(json_file)
     return report
 
 
 def draw(steps: list[Step], folder: Path) -> None:
     """The pictures of what was measured. What cannot be drawn is left out, and the page says so."""
-    from speq.dashboard.bench_panels.report import gathered, page_of_sources
     from speq.dashboard.page import write_page
+    from speq.dashboard.report_page import gathered, page_of_sources
 
     files = [step.file(folder) for step in steps if not step.makes and step.file(folder).exists()]
     write_page(page_of_sources(*gathered(files)), folder / PICTURES)

@@ -63,8 +63,8 @@ def root(
     """Run Mixture-of-Experts models larger than memory, with exactly the full model's output."""
 
 
-def main() -> None:
-    """Run the command line; errors are one sentence on stderr and exit status 1."""
+def main(app: typer.Typer = app) -> None:
+    """Run a command line; errors are one sentence on stderr and exit status 1."""
     logging.basicConfig(format="speq: %(message)s", level=logging.WARNING)
     logging.getLogger("speq").setLevel(logging.INFO)
     if sys.stdout is None:  # closed by who started us

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli import options as opt
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.cli.machines import check_machines, open_generator
 from speq.cli.serve import model_name, sigterm_as_interrupt
 from speq.config import Model, RunConfig, SamplingParams
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from speq.offline.request_file import RequestFile
 
 # Nobody waits for a single request.
-SIDE_BY_SIDE = But(defaults=(("max_batch", 8),))
+SIDE_BY_SIDE = Exclude(defaults=(("max_batch", 8),))
 
 
 def batch(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speq.cli import options as opt
-from speq.cli.from_dataclass import But, command
+from speq.cli.from_dataclass import Exclude, command
 from speq.errors import SpeqError
 from speq.options.declared import Option, Options
 from speq.options.kinds import Switch, Text
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "What runs keep in ~/.cache/speq and beside models: packed copies, drafts, profiles."
 # Of commands that say one sentence.
-SAID = But(without=("json", "force"))
+SAID = Exclude(without=("json", "force"))
 
 Of = Annotated[
     str | None,
@@ -71,7 +71,7 @@ def cache() -> None:
     """What runs keep in ~/.cache/speq and beside models: packed copies, drafts, profiles."""
 
 
-def chosen(of: str | None) -> "list[CachedItem]":
+def select_kept(of: str | None) -> "list[CachedItem]":
     """What is kept of a model, or of all."""
     from speq.files.kept import cached_items
 
@@ -88,7 +88,7 @@ def list_kept(settings: CacheSettings, output: opt.Output) -> None:
     from speq.files.kept import limit_bytes
 
     output.check()
-    things, limit = chosen(settings.of), limit_bytes()
+    things, limit = select_kept(settings.of), limit_bytes()
     counted = sum(each.nbytes for each in things if not each.beside)
     output.write(
         {
@@ -141,7 +141,7 @@ def verify(settings: CacheSettings, output: Annotated[opt.Output, SAID]) -> None
     from speq.files.kept import NAMED
 
     bad = 0
-    for each in chosen(settings.of):
+    for each in select_kept(settings.of):
         if each.kind != NAMED[COPIES]:
             continue
         try:
@@ -167,7 +167,7 @@ def clear(settings: ClearSettings, output: Annotated[opt.Output, SAID]) -> None:
     """
     from speq.files.kept import remove
 
-    things = chosen(settings.of)
+    things = select_kept(settings.of)
     for each in things:
         try:
             remove(each)

@@ -9,7 +9,7 @@ import typer
 
 from speq.cli import options as opt
 from speq.cli.conversation import Command, Conversation, Turn, help_text, parse
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.cli.live import Live, check_live, text_writer
 from speq.cli.machines import ONE_MODEL, check_machines, open_generator
 from speq.cli.run_report import print_summary
@@ -42,7 +42,7 @@ def chat(
     model: Model,
     settings: ChatSettings,
     run: RunConfig,
-    sampling: Annotated[SamplingParams, But(defaults=(("max_new_tokens", 512),))],
+    sampling: Annotated[SamplingParams, Exclude(defaults=(("max_new_tokens", 512),))],
     machines: StagesSettings,
     cluster: Annotated[RaySettings, ONE_MODEL],
     output: Annotated[opt.Output, opt.ON_SCREEN],

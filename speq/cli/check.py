@@ -1,24 +1,27 @@
 """`speq check`: is our exact path the published model, on this machine, for this checkpoint?"""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.cli.options import Output
-from speq.config import Model, RunConfig
+from speq.config import ExpertBudgetOptions, Model, RunConfig
 from speq.measure.settings import CheckSettings
+from speq.options.declared import option_names
 
 # Texts are given, so that nothing is drafted, and it is the exact path that is checked.
-BUDGETS = tuple(each.name for each in fields(RunConfig) if each.name.startswith("expert_"))
-UNUSED = ("draft_length", "drafter", "head", "profile", "tpot_slo_ms", "latency_slo_ms", *BUDGETS)
+UNUSED = (
+    *("draft_length", "drafter", "head", "profile", "tpot_slo_ms", "latency_slo_ms"),
+    *option_names(ExpertBudgetOptions),
+)
 
 
 def check(
     model: Model,
     settings: CheckSettings,
-    run: Annotated[RunConfig, But(without=UNUSED)],
+    run: Annotated[RunConfig, Exclude(without=UNUSED)],
     output: Output,
 ) -> None:
     """Compare our exact path, teacher-forced, with plain transformers.

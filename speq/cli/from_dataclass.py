@@ -6,20 +6,26 @@ app.command()(command(generate))
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from speq.options.declared import REQUIRED, Declared, Option, Options, Some, build
+from speq.errors import SpeqError
+from speq.options.assignments import parse_assignments
+from speq.options.declared import REQUIRED, Declared, Nested, Option, Options, build
 
 # Given by its place, or so.
 MODEL = "model"
+# Takes options that few users need.
+SET = "set"
+SET_HELP = "Set an option that few need; `--set ?` lists them. May be given several times."
 
 
 @dataclass(frozen=True, slots=True)
-class But:
+class Exclude:
     """What a command leaves out of a dataclass, and defaults that are its own."""
 
     without: tuple[str, ...] = ()
@@ -27,7 +33,7 @@ class But:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CommandParameter:
     """A parameter of a command's function. config: what it is built as; None: a single option."""
 
     name: str
@@ -43,54 +49,89 @@ class Part:
         return build(self.config, {name: value for name, value in given.items() if name in names})
 
 
-def parts_of(function: Callable[..., None]) -> tuple[Part, ...]:
+def command_parameters(function: Callable[..., None]) -> tuple[CommandParameter, ...]:
     """What a command's function takes, by its annotations."""
     hints = get_type_hints(function, include_extras=True)
     hints.pop("return", None)
-    return tuple(_part(name, hint) for name, hint in hints.items())
+    return tuple(_command_parameter(name, hint) for name, hint in hints.items())
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """What typer makes a command of: `function`, with one parameter for each option.
+    """What typer makes a command of: `function`, with one parameter for each option that is shown,
+    and `--set` for the others.
 
     Raises TypeError where two options have one name.
     """
-    parts = parts_of(function)
-    options = [option for part in parts for option in part.options]
+    parameters = command_parameters(function)
+    options = [option for parameter in parameters for option in parameter.options]
     names = [option.name for option in options]
     if len(set(names)) < len(names):
         raise TypeError(f"{function.__name__} has two options of one name among {names}")
     # Arguments come before options, whichever dataclass they are of.
     options.sort(key=lambda option: not option.option.argument)
-    parameters = [parameter for option in options for parameter in _parameters(option)]
+    by_set = [option for option in options if option.option.by_set]
+    shown = [each for option in options if not option.option.by_set for each in _parameters(option)]
+    if by_set:
+        shown.append(_set_parameter(by_set))
 
     def run(**typed: Any) -> None:
+        assignments = typed.pop(SET, None) or ()
         given = _with_model(typed)
-        function(**{part.name: part.value(given) for part in parts})
+        given |= assigned(assignments, by_set)
+        function(**{parameter.name: parameter.value(given) for parameter in parameters})
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.parts = parts  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in shown}
+    run.parameters = parameters  # type: ignore[attr-defined]
     return run
 
 
-def _part(name: str, hint: Any) -> Part:
+def assigned(assignments: Sequence[str], options: Sequence[Declared]) -> dict[str, Any]:
+    """Values that `--set` gives, by name. Raises SpeqError as `parse_assignments`, and for names
+    that are none of the options.
+    """
+    found = parse_assignments("--set", assignments, options)
+    known = [option.name for option in options]
+    for name in found:
+        if name not in known:
+            raise SpeqError(
+                f"--set has unknown option {name!r:.80}; give one of {', '.join(known)}"
+            )
+    return found
+
+
+def _set_parameter(options: Sequence[Declared]) -> inspect.Parameter:
+    def list_options(assignments: list[str] | None) -> list[str] | None:
+        if assignments and "?" in assignments:
+            for option in options:
+                default = option.shown(option.default)
+                known = f" (default {default})" if default else ""
+                typer.echo(f"{option.name}={option.option.kind.metavar}{known}")
+                typer.echo(textwrap.indent(textwrap.fill(option.option.description, 76), "    "))
+            raise typer.Exit
+        return assignments
+
+    made = typer.Option(
+        "--set", metavar="NAME=VALUE", help=SET_HELP, callback=list_options, is_eager=True
+    )
+    return _parameter(SET, list[str] | None, made, None)
+
+
+def _command_parameter(name: str, hint: Any) -> CommandParameter:
     extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     config = get_args(hint)[0] if extras else hint
     for each in extras:
         if isinstance(each, Option):
-            return Part(name, (Declared(name, each),), None)
+            return CommandParameter(name, (Declared(name, each),), None)
     if not isinstance(config, type) or not issubclass(config, Options):
         raise TypeError(f"parameter {name} is neither an option nor a dataclass of options")
-    but = next((each for each in extras if isinstance(each, But)), But())
-    defaults = dict(but.defaults)
-    return Part(
+    exclude = next((each for each in extras if isinstance(each, Exclude)), Exclude())
+    defaults = dict(exclude.defaults)
+    options = Nested(config, exclude.without).options
+    return CommandParameter(
         name,
-        tuple(
-            replace(each, default=defaults.get(each.name, each.default))
-            for each in Some(config, but.without).declared
-        ),
+        tuple(replace(each, default=defaults.get(each.name, each.default)) for each in options),
         config,
     )
 
@@ -99,7 +140,7 @@ def _parameters(option: Declared) -> list[inspect.Parameter]:
     kind, flag = option.option.kind, f"--{option.name.replace('_', '-')}"
     repeated = getattr(kind, "repeated", False)
     typed: Any = list[kind.typed] if repeated else kind.typed  # type: ignore[name-defined]
-    help_text = " ".join(filter(None, [option.option.help, kind.limits]))
+    help_text = option.option.description
     default = REQUIRED if option.required else option.shown(option.default)
     metavar = None if typed is bool else kind.metavar
     if option.option.argument:

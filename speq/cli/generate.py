@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from speq.cli import options as opt
+from speq.cli.from_dataclass import Exclude
 from speq.cli.live import Live, check_live, text_writer, write_text
 from speq.cli.machines import ONE_MODEL, check_machines, open_generator
 from speq.cli.run_report import (
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("speq")
 
+# One prompt needs no batch, and nothing reuses its prefix.
+ONE_PROMPT = Exclude(without=("max_batch", "prefix_reuse"))
 PromptText = Annotated[
     str | None,
     Option("Text to go on from; `-` reads it from standard input.", Text(wanted=None)),
@@ -66,7 +69,7 @@ class GenerateSettings(Options):
 def generate(
     model: Model,
     settings: GenerateSettings,
-    run: RunConfig,
+    run: Annotated[RunConfig, ONE_PROMPT],
     sampling: SamplingParams,
     machines: StagesSettings,
     cluster: Annotated[RaySettings, ONE_MODEL],
@@ -82,7 +85,7 @@ def generate(
     output.check()
     check_machines(machines, cluster, replicas=False)
     live = check_live(settings.live, output.quiet)
-    # No later text of this process begins alike: no chunk of its prompt is cut for one.
+    # No chunk of the prompt is cut for a later one.
     run = replace(run, prefix_reuse="none")
     with opt.log_of(output.quiet):
         prompt = prompt_of(settings.prompt, settings.prompt_file)

@@ -5,7 +5,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from speq.cli import options as opt
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.pipeline.settings import StagesSettings, stage_count
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from speq.text.prompts import Prompt
 
 # Commands that run one model take no number of them.
-ONE_MODEL = But(without=("replicas", "replica_gpus"))
+ONE_MODEL = Exclude(without=("replicas", "replica_gpus"))
 # Of a client of Ray, which is no machine of the cluster.
 CLIENT = "ray://"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.config import RunConfig
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch
@@ -30,7 +30,7 @@ Force = Annotated[bool, Option("Replace files that are there.", Switch())]
 
 @dataclass(frozen=True, slots=True)
 class Output(Options):
-    """Where a command's result goes, beside what it shows."""
+    """Destination of a command's result, beside what it shows."""
 
     json: Annotated[
         Path | None,
@@ -46,7 +46,7 @@ class Output(Options):
 
     @property
     def printed(self) -> bool:
-        """Whether standard output is for the object alone."""
+        """True if standard output is for the object alone."""
         return self.json == PRINTED
 
     @property
@@ -83,7 +83,7 @@ class Output(Options):
 
 
 # Of commands whose results are folders, or talk.
-ON_SCREEN = But(without=("json", "force"))
+ON_SCREEN = Exclude(without=("json", "force"))
 # Time left is told by the pace of so long: layers and settings take a minute or more.
 SPEED_PERIOD_S = 600
 # Work that is done sooner shows no bar.
@@ -156,7 +156,7 @@ def progress_bar(quiet: bool = False) -> Iterator["Progress"]:
             bar.stop()
 
 
-def counted(each: Iterable[T], label: str, total: int, quiet: bool = False) -> Iterator[T]:
+def count_progress(each: Iterable[T], label: str, total: int, quiet: bool = False) -> Iterator[T]:
     """The same, one after the other, with a bar that counts them."""
     with progress_bar(quiet) as progress:
         for done, one in enumerate(each, start=1):

@@ -9,8 +9,8 @@ from speq.measure.settings import PlanSettings
 from speq.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from speq.governor.presets import Rates
     from speq.planning.budget_plan import BudgetPlan
+    from speq.planning.cost.presets import Rates
 
 
 def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
@@ -19,7 +19,7 @@ def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
     A model's config.json is enough, in a folder or on the hub: nothing is loaded. Expected times
     are good for telling ways apart; a run measures its own.
     """
-    from speq.governor.presets import PRESETS
+    from speq.planning.cost.presets import PRESETS
 
     if settings.preset == "?":
         show_presets(PRESETS)
@@ -84,7 +84,7 @@ def findings(made: "BudgetPlan") -> list[str]:
     lines = [f"best: {made.reason}"]
     if made.budget.batch_size > 1:
         lines.append(
-            f"memory is for {made.budget.batch_size} texts, and times are of one by itself"
+            f"memory is for {made.budget.batch_size} sequences, and times are for one alone"
         )
     lines += [f"left out: {name}, {reason}" for name, reason in made.left_out.items()]
     lines.append(
@@ -132,13 +132,13 @@ def _head_line(made: "BudgetPlan") -> str:
     return (
         f"with --drafter head: the head takes {format_bytes(held.items['head'])} and "
         f"{format_bytes(kv_bytes)} of the KV cache, which leaves {held.slots} slots; "
-        + (_stand_line(made.model_spec.head_stand) or "a run measures whether it pays")
+        + (_stand_line(made.model_spec.head_acceptance) or "a run measures whether it pays")
     )
 
 
 def _stand_line(stand: tuple[float, ...]) -> str:
     shares = ", ".join(f"{share:.0%}" for share in stand)
-    return shares and f"where it was trained, {shares} of its tokens stood, by depth"
+    return shares and f"in training, {shares} of its tokens were accepted, by depth"
 
 
 def _acceptance_line(value: float | None) -> str:

@@ -49,9 +49,11 @@ def profile(
         with contextlib.closing(generator):
             with Recording(generator) as recording:
                 tokens = recording.stream(prompt, **asdict(sampling))
-                for _ in opt.counted(tokens, "generating", sampling.max_new_tokens, output.quiet):
+                for _ in opt.count_progress(
+                    tokens, "generating", sampling.max_new_tokens, output.quiet
+                ):
                     pass
-                done = present(generator.last_run, "a text has ended and left no run")
+                done = present(generator.last_run, "a sequence has ended and left no run")
                 record = present(recording.record(), "a run has ended and left no record")
             write_timeline(done, files[TRACE], record.link)
             record.write(files[RUN])

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 from speq.cli import options as opt
-from speq.cli.from_dataclass import But
+from speq.cli.from_dataclass import Exclude
 from speq.options.declared import Option, Options
-from speq.options.kinds import File, Several
+from speq.options.kinds import File, ListOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +18,23 @@ class ReportSettings(Options):
         tuple[Path, ...],
         Option(
             "JSON files of benches and of recorded runs, or folders of them.",
-            Several(File("a file or a folder"), "a file or several", repeated=True),
+            ListOf(File("a file or a folder"), "a file or several", repeated=True),
             argument=True,
         ),
     ]
     out: Annotated[Path, Option("HTML page to write.", File())]
 
 
-def report(settings: ReportSettings, output: Annotated[opt.Output, But(without=("json",))]) -> None:
+def report(
+    settings: ReportSettings, output: Annotated[opt.Output, Exclude(without=("json",))]
+) -> None:
     """Draw what benches and recorded runs wrote as one HTML page.
 
     The page needs nothing beside it, no network either. Each picture has a table of its numbers.
     In folders, files that are neither of a bench nor of a run are left out, and the page says so.
     """
-    from speq.dashboard.bench_panels.report import page_of
     from speq.dashboard.page import write_page
+    from speq.dashboard.report_page import page_of
     from speq.files.atomic_file import check_target
 
     check_target(settings.out, output.force)

@@ -3,26 +3,22 @@
 from typing import Annotated
 
 from speq.cli import options as opt
-from speq.cli.from_dataclass import But
-from speq.config import Model, RunConfig
+from speq.cli.from_dataclass import Exclude
+from speq.config import ComputeOptions, DraftOptions, ExpertBudgetOptions, Model, RunConfig
+from speq.options.declared import option_names
 from speq.pipeline.settings import StageSettings
 
 # Decided by the first stage, or of no use to the others.
 DECIDED = (
-    *("device", "dtype", "context_length", "max_batch", "prefix_reuse"),
-    *("draft", "draft_dense", "draft_experts", "draft_counts", "draft_length", "draft_nodes"),
-    "prune_rows",
-    *("expert_budget", "expert_floor", "expert_policy", "expert_ranking", "expert_counts"),
-    *("expert_rows", "expert_residents", "expert_audit"),
-    *("drafter", "head", "graphs", "packed_copy", "profile", "host_budget"),
-    *("tpot_slo_ms", "latency_slo_ms"),
+    *option_names(ComputeOptions, DraftOptions, ExpertBudgetOptions),
+    *("context_length", "host_budget", "max_batch", "packed_copy", "prefix_reuse"),
 )
 
 
 def stage(
     model: Model,
     settings: StageSettings,
-    run: Annotated[RunConfig, But(without=DECIDED)],
+    run: Annotated[RunConfig, Exclude(without=DECIDED)],
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Run some layers of a model for a command that was given --stages elsewhere.

@@ -21,7 +21,7 @@ from speq.dashboard.run_record import Residency, RunRecord, StepRecord, TokenRec
 from speq.generator import Generator, Token
 from speq.machine import describe_machine
 from speq.measure.report import current_commit
-from speq.options.declared import REQUIRED, Options, declared
+from speq.options.declared import REQUIRED, Options, declared_options
 from speq.options.typed import SamplingOptions
 from speq.scheduler.expert_key import ExpertKey
 from speq.stats import LayerStats, Origin, RunStats, StepStats, TimeSpan
@@ -220,7 +220,7 @@ def options_given(config: Options, kind: type[Options]) -> dict[str, Any]:
     values = config.as_json()
     return {
         each.name: values[each.name]
-        for each in declared(kind)
+        for each in declared_options(kind)
         if each.default is REQUIRED or getattr(config, each.name) != each.default
     }
 

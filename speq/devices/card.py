@@ -89,7 +89,7 @@ def card_of(uuid: str) -> NvmlCard | None:
         nvml.nvmlInit()
         return NvmlCard(nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
     except Exception as error:  # NVML creates its error classes dynamically
-        logger.info("no figures of PCIe and clocks: NVML says %s", error)
+        logger.info("no figures of PCIe and clocks: NVML reports %s", error)
         return None
 
 
@@ -108,7 +108,7 @@ def watch_card(card: Card | None) -> Iterator[list[CardReading]]:
                 readings.append(card.read())
                 ended.wait(PERIOD_S)
         except Exception as error:
-            logger.info("figures of PCIe and clocks end here: NVML says %s", error)
+            logger.info("figures of PCIe and clocks end here: NVML reports %s", error)
 
     thread = threading.Thread(target=watch, name="speq-card", daemon=True)
     thread.start()

@@ -42,8 +42,6 @@ class Stream(Protocol):
 
 
 class Graph(Protocol):
-    """Recorded work."""
-
     def replay(self) -> None:
         """Queue the recorded work on the compute stream, on the memory of its recording, and do the
         host's work in between.

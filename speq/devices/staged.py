@@ -44,7 +44,6 @@ class Uploads:
         self._under_way: deque[tuple[StreamEvent, Tensor]] = deque()
 
     def send(self, source: Tensor) -> Tensor:
-        """Copy `source` to the device."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device.torch)
         self.write(source, target)
         return target

@@ -32,7 +32,7 @@ class DenseLayer(Protocol):
     def columns(self) -> int: ...
 
 
-# Bits of each part, by value of --draft-dense.
+# Bits of each part, by what draft_dense says.
 WIDTHS: Mapping[str, Mapping[str, int]] = {
     "none": {},
     "shared": {"mlp": 4},

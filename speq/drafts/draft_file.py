@@ -118,7 +118,7 @@ def read_cached(
                 read(parts, path, progress, rows)
                 return True
             except SpeqError as error:
-                logger.warning("the draft on disk is made anew: %s", error)
+                logger.warning("the draft on disk is made again: %s", error)
     return False
 
 
@@ -185,7 +185,7 @@ def keep(parts: Mapping[str, Tensor], paths: list[Path]) -> None:
         except (OSError, SpeqError) as error:
             reasons.append(f"{path.parent}: {getattr(error, 'strerror', None) or error}")
     logger.warning(
-        "the draft could not be kept and will be made anew next time (%s)", "; ".join(reasons)
+        "the draft could not be cached and will be made again next time (%s)", "; ".join(reasons)
     )
 
 

@@ -41,7 +41,7 @@ class RoundedDraft:
     def expert(self, at: int) -> Int4Expert:
         store = self._store
         exact = read_matrices(store, *divmod(at, store.num_experts), expert_slot(store))
-        return Int4Expert.rounded(self.layout, *exact)
+        return Int4Expert.round(self.layout, *exact)
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
         source = self._checkpoint, self._store

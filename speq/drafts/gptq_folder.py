@@ -99,7 +99,6 @@ class GptqFolder:
 
     @property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorInfo]]:
-        """Every tensor of the folder."""
         return self._shards.tensors
 
     def fill(self, arena: Int4Arena, progress: Done | None = None) -> None:
@@ -116,7 +115,7 @@ class GptqFolder:
         concatenated: [2 * count * H + count * F] float32.
         """
         expert, rows = self._experts[base_slot], torch.arange(count)
-        gate_up = self._fused(*expert.gate_up)
+        gate_up = self._concatenate(*expert.gate_up)
         up_rows = rows + self.layout.expert_width
         parts = [
             dequantise(gate_up, torch.cat([rows, up_rows])),
@@ -160,10 +159,10 @@ class GptqFolder:
         )
 
     def _matrix(self, *modules: PackedModule) -> Int4Linear:
-        whole = self._fused(*modules)
+        whole = self._concatenate(*modules)
         return to_int4(whole, self.config.group_size_for(modules[0].columns))
 
-    def _fused(self, *modules: PackedModule) -> GptqMatrix:
+    def _concatenate(self, *modules: PackedModule) -> GptqMatrix:
         """Concatenate the rows of modules over the same inputs."""
         matrices = [self._read(module) for module in modules]
         try:

@@ -130,8 +130,8 @@ class ExpertFinder:
         for key, extra in self._found.items():
             if key not in self._used:
                 raise SpeqError(
-                    f"draft {self._path} does not fit the model, which has no use for {extra.name} "
-                    f"beside {self._experts.num_experts} experts in each of "
+                    f"draft {self._path} does not fit the model: it has {extra.name} "
+                    f"besides {self._experts.num_experts} experts in each of "
                     f"{len(self._experts.layers)} layers: {OF_THIS_MODEL}"
                 )
         return found

@@ -72,8 +72,8 @@ def check_weights(path: Path, tensors: Tensors, model: Checkpoint, names: Expert
         if shared:
             return
     raise SpeqError(
-        f"draft {path} has no router and no embedding in common with the model to tell by that it "
-        "was made from it; quantise with both left as they are"
+        f"draft {path} has no router and no embedding in common with the model, so it cannot be "
+        "compared with it; quantise without changing either"
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from speq.engine.request_step import RequestStep
 from speq.engine.sampler import Sampler
 from speq.errors import present
-from speq.layers.expert_budget import ExpertBudget, KeptWeight
+from speq.layers.expert_budget import BudgetUse, ExpertBudget
 from speq.models.moe_model import Scored
 from speq.stats import ApproximationStats
 
@@ -30,7 +30,7 @@ class Approximation:
     audit_share: float
     timed: Callable[[str], AbstractContextManager[None]]
     _due: float = field(default=0.0, init=False)
-    _kept: KeptWeight | None = field(default=None, init=False)
+    _kept: BudgetUse | None = field(default=None, init=False)
     _budgeted: Tensor | None = field(default=None, init=False)
 
     def score(self, score: Callable[[], Scored], accept_prob: Sequence[float]) -> Scored:

@@ -52,7 +52,7 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduling:
+class OffloadPolicies:
     """Names of the policies that fill and empty slots.
 
     prune_rows  True to prune rows whose experts cost more than their tokens are worth
@@ -84,7 +84,7 @@ def offload_over(
     experts: SlotExperts,
     transfer: TransferEngine,
     sizes: MoeSizes,
-    scheduling: Scheduling,
+    scheduling: OffloadPolicies,
     device: Processor | Accelerator,
     recorder: Recorder,
     timed: Timed,

@@ -114,16 +114,16 @@ class CopiedExperts(PackedExpertStore):
         words = words_slot(self._words)
         if read_words(self._words, at, words) != self._source.words_crc32s[at]:
             raise SpeqError(
-                f"{self._file.path} holds a damaged record of {self._named(at)}, and the model in "
-                f"{self._source.model} has other weights now than the copy was made of; start "
-                "again, which makes the copy anew"
+                f"{self._file.path} holds a damaged record of {self._describe(at)}, and the "
+                f"model in {self._source.model} has other weights now than the copy was made of; "
+                "start again, which makes the copy anew"
             ) from reason
         codec = codec_of(self.manifest.codec, self.manifest.shape)
         room = allocate_aligned(1, codec.slot_bytes)[0]
         record = room[: codec.encode(self._words.codec.decode(words), None, room)]
         if record.nbytes != wanted.nbytes or crc32_of(record) != wanted.crc32:
             raise SpeqError(
-                f"{self._file.path} holds a damaged record of {self._named(at)} and was written "
+                f"{self._file.path} holds a damaged record of {self._describe(at)} and was written "
                 "by a version of speq that encodes it otherwise; `speq cache clear` removes it"
             ) from reason
         slot[: record.nbytes].copy_(record)
@@ -133,7 +133,7 @@ class CopiedExperts(PackedExpertStore):
                 "%s: the record of %s was not what was written; it was read from the model, and "
                 "%s: look after the disk",
                 self._file.path,
-                self._named(at),
+                self._describe(at),
                 done,
             )
         self.mended += 1

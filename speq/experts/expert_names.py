@@ -81,24 +81,24 @@ class ExpertNames:
         return _any(tuple(name and f"{name}." for name in self.blocks))
 
     @cached_property
-    def _expert(self) -> re.Pattern[str]:
+    def _expert_pattern(self) -> re.Pattern[str]:
         projection = _any(tuple(self.projection_of))
         return re.compile(
             rf"(?:^|\.){self.within_layer}(?P<expert>\d+)\.(?P<projection>{projection})\.weight$"
         )
 
     @cached_property
-    def _fused(self) -> re.Pattern[str]:
+    def _fused_pattern(self) -> re.Pattern[str]:
         fused = rf"(?P<projection>{_any(FUSED)})(?:{BLOCKS})?$"
         return re.compile(rf"(?:^|\.){self.within_layer}{fused}")
 
     def matrix(self, name: str) -> ExpertMatrix | None:
         """Find the expert matrix that a tensor is; None: it is not of a routed expert."""
-        match = self._expert.search(name)
+        match = self._expert_pattern.search(name)
         if match is not None:
             projection = self.projection_of[match["projection"]]
             return ExpertMatrix(int(match["layer"]), int(match["expert"]), projection)
-        match = self._fused.search(name)
+        match = self._fused_pattern.search(name)
         return (
             None if match is None else ExpertMatrix(int(match["layer"]), None, match["projection"])
         )

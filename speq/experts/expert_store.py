@@ -281,7 +281,7 @@ class SafetensorsExpertStore:
         try:
             buffers = self._buffers.get_nowait()
         except Empty:  # as many as threads ever read at a time
-            buffers = Buffers.made(self._turned_bytes)
+            buffers = Buffers.allocate(self._turned_bytes)
         read_bytes = 0
         try:
             for part in self._parts[layer * self.num_experts + expert]:
@@ -313,7 +313,7 @@ class Buffers(NamedTuple):
     turned: Tensor
 
     @classmethod
-    def made(cls, nbytes: int) -> "Buffers":
+    def allocate(cls, nbytes: int) -> "Buffers":
         """Allocate buffers. nbytes: of the largest matrix that is transposed on disk; 0: none
         is.
         """
@@ -397,7 +397,6 @@ def read_matrices(store: ExpertStore, layer: int, expert: int, slot: Tensor) -> 
 
 
 def mean_moved_bytes(store: ExpertStore) -> float:
-    """Mean bytes moved for an expert."""
     count = store.num_layers * store.num_experts
     sizes = (store.moved_bytes(*divmod(at, store.num_experts)) for at in range(count))
     return sum(sizes) / count

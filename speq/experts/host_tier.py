@@ -64,7 +64,7 @@ class HostTier:
         self.contents: list[tuple[int, int]] = []
 
     @classmethod
-    def filled(cls, store: ExpertStore, room: HostRoom, progress: Done | None = None) -> "HostTier":
+    def load(cls, store: ExpertStore, room: HostRoom, progress: Done | None = None) -> "HostTier":
         """Load experts as they are on disk, into slots for the largest.
 
         Raises SpeqError for experts that cannot be read, and if too few fit.
@@ -87,7 +87,7 @@ class HostTier:
         return tier
 
     @classmethod
-    def encoded(
+    def encode(
         cls,
         store: EncodingStore,
         base: Int4Arena | None,
@@ -99,7 +99,7 @@ class HostTier:
         Packed experts are contiguous, each in as many blocks as it needs, if all fit. Otherwise
         they are moved to slots for the largest, once it is known, so that others can replace them.
 
-        base  see `EncodingStore.measure`. Raises as `filled` does.
+        base  see `EncodingStore.measure`. Raises as `load` does.
         """
         tier = cls(store, room)
         with ExitStack() as undo:

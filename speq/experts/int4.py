@@ -87,12 +87,10 @@ class Int4Expert:
 
     @property
     def gate_up(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales."""
         return self.parts["gate_up_qweight"], self.parts["gate_up_scales"]
 
     @property
     def down(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales."""
         return self.parts["down_qweight"], self.parts["down_scales"]
 
     def in_order(self, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +104,7 @@ class Int4Expert:
         return gate_up_proj, down_proj
 
     @classmethod
-    def rounded(cls, layout: Int4Layout, gate_up_proj: Tensor, down_proj: Tensor) -> "Int4Expert":
+    def round(cls, layout: Int4Layout, gate_up_proj: Tensor, down_proj: Tensor) -> "Int4Expert":
         """Round an exact expert (any float dtype, on the CPU) to nearest."""
         parts = {
             name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.shapes.items()
@@ -190,7 +188,7 @@ class Int4Arena:
 
     def quantize_into(self, base_slot: int, gate_up_proj: Tensor, down_proj: Tensor) -> None:
         """Round an exact expert (any float dtype, on the CPU) to nearest into a base slot."""
-        self.put(base_slot, Int4Expert.rounded(self.layout, gate_up_proj, down_proj))
+        self.put(base_slot, Int4Expert.round(self.layout, gate_up_proj, down_proj))
 
     def expert(self, base_slot: int) -> Int4Expert:
         """Copy an expert from a base slot to the CPU, with its order if orders are kept."""

@@ -41,7 +41,7 @@ from speq.files.copied_files import copied_files
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
 from speq.files.safetensors_file import LENGTH_BYTES, SafetensorsFile, TensorInfo, header_of
-from speq.units import Progress, format_bytes, no_progress, tracked
+from speq.units import Progress, format_bytes, no_progress, track
 
 COPY_BYTES = 16 << 20
 
@@ -64,7 +64,7 @@ def pack(
     codec = packing.codec
     make_folder(out)
     another = f"another process packs to {out}; wait for its end, or give another folder"
-    remedy = "what was packed is kept, the same command goes on from there"
+    remedy = "packed experts are kept: run the same command to continue"
     with lock_folder(out, another), writing(out, remedy):
         # Checked under the lock: another process may have completed the model.
         begun = (out / EXPERTS_JOURNAL).exists()
@@ -79,7 +79,7 @@ def pack(
         ours = written_names(checkpoint)
         if packing.draft_folder is not None:
             ours.add(packing.draft_folder.parts[0])
-        journal = Journal(out / EXPERTS_JOURNAL, packing.named(source), ours.__contains__)
+        journal = Journal(out / EXPERTS_JOURNAL, packing.header(source), ours.__contains__)
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
         dense = names_in(checkpoint, packing.dense)
@@ -151,7 +151,7 @@ def write_non_experts(
     weight_map: dict[str, str] = {}
     total = 0
     files = checkpoint.files.items()
-    for file_name, file in tracked("copying other weights", files, len(files), progress):
+    for file_name, file in track("copying other weights", files, len(files), progress):
         tensors = {
             name: info
             for name, (holder, info) in checkpoint.tensors.items()
@@ -211,11 +211,10 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def copy_draft(source: Path, out: Path, progress: Progress = no_progress) -> None:
-    """Copy a draft's checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
     files = files_in(source)
-    for each in tracked("copying the draft", files, len(files), progress):
+    for each in track("copying the draft", files, len(files), progress):
         copy_whole(each, out / each.name)
 
 

@@ -83,7 +83,7 @@ def open_copy(
         source = CopySource.of(folder)
         store = CopiedExperts(folder, layout, words, source)
     except SpeqError as error:
-        logger.warning("%s holds no sound copy of the experts, and is not read: %s", folder, error)
+        logger.warning("%s has no usable copy of the experts and is not read: %s", folder, error)
         remove_copy(folder)
         return None
     if not source.holds(stamp(checkpoint)):
@@ -248,12 +248,12 @@ class PackedCopy:
         source = CopySource(self.model, fingerprint)
         ours = {EXPERTS_JOURNAL, EXPERTS_MANIFEST, RECORDS_FILE, SOURCE_FILE, "lock"}
         journal = Journal(
-            self.folder / EXPERTS_JOURNAL, self._packing.named(fingerprint), ours.__contains__
+            self.folder / EXPERTS_JOURNAL, self._packing.header(fingerprint), ours.__contains__
         )
         self._packing.check_header(journal.header, fingerprint, self.folder)
         source.write(self.folder)
         written, _ = write_records(
-            self._store, self._packing, self.folder, journal, self._stamp, self._told
+            self._store, self._packing, self.folder, journal, self._stamp, self._report_progress
         )
         check_unchanged(self._checkpoint, self._stamp)
         codec = self._packing.codec
@@ -295,7 +295,7 @@ class PackedCopy:
                 if words.crc32(at) != source.words_crc32s[at]:
                     return False
                 compared = at + 1
-                self._told(compared, self.total)
+                self._report_progress(compared, self.total)
             check_unchanged(self._checkpoint, self._stamp)
             source.model = self.model  # it may have moved
         except CopyStopped:
@@ -307,7 +307,7 @@ class PackedCopy:
         logger.info("the packed copy of the experts is of the same weights: the next run reads it")
         return True
 
-    def _told(self, done: int, total: int) -> None:
+    def _report_progress(self, done: int, total: int) -> None:
         self.done = done
         self._alone.wait(REST * (time.perf_counter() - self._begun_s))
         if done < total and self._stopping:

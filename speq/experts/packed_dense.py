@@ -25,7 +25,7 @@ from speq.files.safetensors_file import TensorInfo
 from speq.kernels import dense_ops
 from speq.kernels.checksum import crc32_of
 from speq.kernels.compact_layout import CompactLayout
-from speq.units import Progress, no_progress, tracked
+from speq.units import Progress, no_progress, track
 
 DENSE_FILE = "dense.bin"
 
@@ -39,7 +39,6 @@ def smaller_record(words: Tensor) -> Tensor | None:
 
 
 def can_pack(info: TensorInfo) -> bool:
-    """True if a tensor can be packed."""
     return info.dtype == torch.bfloat16 and len(info.shape) == 2
 
 
@@ -69,7 +68,7 @@ def write_dense(
     making = map_in_order(encoded, range(len(names)), threads)
     with replacing(out / DENSE_FILE) as file, closing(making):
         pairs = zip(names, making, strict=True)
-        for name, record in tracked("packing dense layers", pairs, len(names), progress):
+        for name, record in track("packing dense layers", pairs, len(names), progress):
             records[name] = None
             if record is not None:
                 records[name] = Record(end, record.nbytes, crc32_of(record))
@@ -141,13 +140,13 @@ def _check(checkpoint: Checkpoint, name: str, record: Record | None) -> None:
     _, info = checkpoint.tensors.get(name, (None, None))
     if info is None or not can_pack(info):
         raise SpeqError(
-            f"{checkpoint.path} has a record of {name}, which is no bfloat16 matrix of its shards; "
+            f"{checkpoint.path} has a record of {name}, not a bfloat16 matrix of its shards; "
             "pack the model again"
         )
     fewest = CompactLayout.of_matrix(info.shape, lossless=True).fixed_bytes
     if record is not None and not fewest <= record.nbytes < info.nbytes:
         raise SpeqError(
             f"{checkpoint.path} has a record of {record.nbytes} bytes of {name}; one of a matrix "
-            f"{list(info.shape)} has {fewest} or more, and fewer than its {info.nbytes} of words: "
+            f"{list(info.shape)} has {fewest} or more, and fewer than its {info.nbytes} unpacked: "
             "pack the model again"
         )

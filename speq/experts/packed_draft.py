@@ -30,7 +30,6 @@ class TiedDraft:
     source: str | None = None
 
     def entry(self) -> dict[str, Any]:
-        """Entry of a manifest."""
         return {
             "group_size": self.layout.group_size,
             "permuted": self.layout.permuted,
@@ -49,7 +48,7 @@ class TiedDraft:
                     raise ValueError(f"group_size {group_size!r}")
         source = entry.get("source")
         if type(permuted) is not bool or not isinstance(digest, str):
-            raise ValueError(f"{entry!r} is no draft")
+            raise ValueError(f"{entry!r} is not a draft")
         if source is not None and not isinstance(source, str):
             raise ValueError(f"{entry!r} is of no source")
         return cls(Int4Layout(hidden_size, expert_width, group_size, permuted), digest, source)

@@ -24,7 +24,7 @@ from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpe
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
-from speq.files.checksums import Checksums, check_seal, seal
+from speq.files.checksums import PACK_AGAIN, Checksums, check_seal, seal
 from speq.files.json_file import read_json
 from speq.files.published_format import FORMATS, WORDS
 from speq.files.range_file import RangeFile
@@ -82,7 +82,6 @@ class Manifest:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of all packed experts."""
         return sum(record.nbytes for record in self.records)
 
     @property
@@ -270,14 +269,13 @@ class PackedExpertStore:
             self.verified.add(wanted.nbytes, time.perf_counter() - begun_s)
             if not sound:
                 raise SpeqError(
-                    f"{self._file.path}: the record of {self._named(at)}, {wanted.nbytes} bytes at "
-                    f"{wanted.offset}, is not what was packed; pack the model again, and look "
-                    "after the disk"
+                    f"{self._file.path}: the record of {self._describe(at)}, {wanted.nbytes} bytes "
+                    f"at {wanted.offset}, is not what was packed; {PACK_AGAIN}"
                 )
             self._sound[at] = 1
         return read_bytes
 
-    def _named(self, at: int) -> str:
+    def _describe(self, at: int) -> str:
         """Name of an expert in messages."""
         layer, expert = divmod(at, self.num_experts)
         return f"expert {expert} in MoE layer {layer}"
@@ -311,20 +309,19 @@ def end_of(records: Iterable[Record]) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype in a manifest."""
     return DTYPE_NAMES[dtype]
 
 
 def _sizes(values: Any, count: int) -> list[int]:
     if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"{values!r} is no list of {count} numbers")
+        raise ValueError(f"{values!r} is not a list of {count} numbers")
     for value in values:
         if type(value) is not int or value < 0:
-            raise ValueError(f"{value!r} is no size")
+            raise ValueError(f"{value!r} is not a size")
     return values
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r} is not a string")
     return value

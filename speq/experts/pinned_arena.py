@@ -67,7 +67,6 @@ class PinnedArena:
         return True
 
     def close(self) -> None:
-        """Unlock and free all of it."""
         self._release()
         self.chunks.clear()
         self._rest = self._rest[:0].clone()

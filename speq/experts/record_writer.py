@@ -57,14 +57,14 @@ class Packing:
     dense: tuple[str, ...] = ()
     draft_folder: Path | None = None
 
-    def named(self, source: str) -> dict[str, str | None]:
+    def header(self, source: str) -> dict[str, str | None]:
         """Header of a journal: only the same packing of the same model may continue it."""
         draft = None if self.draft is None else self.draft.fingerprint
         return {"source": source, "codec": self.codec.name, "draft": draft}
 
     def check_header(self, header: dict[str, Any], source: str, out: Path) -> None:
         """Raise SpeqError if a journal's header is of another packing."""
-        wanted = self.named(source)
+        wanted = self.header(source)
         for name, what in (("source", "model"), ("codec", "kind"), ("draft", "draft")):
             if header.get(name, ...) != wanted[name]:
                 raise SpeqError(f"{out} holds an unfinished pack of another {what}; remove it")
@@ -125,8 +125,8 @@ def verify_journal(
                     progress(len(records), total)
         except (SpeqError, ValueError) as error:
             logger.warning(
-                "%s: record %d of %d that were journalled is not on the disk as the model has it "
-                "now, and packing goes on from there (%s)",
+                "%s: record %d of %d in the journal does not match the disk or the model; packing "
+                "continues from there (%s)",
                 out,
                 len(records),
                 len(entries),
@@ -155,9 +155,9 @@ class PublishedWeights:
     def check(self, entry: list[Any], at: int) -> None:
         """Raise ValueError unless a journal's entry was made from these weights."""
         if len(entry) != ENTRY_FIELDS or type(entry[4]) is not int:
-            raise ValueError("it does not say of what words it is")
+            raise ValueError("it has no checksum of its weights")
         if entry[5] != self.stamp and self.crc32(at) != entry[4]:
-            raise ValueError("it was made of other words")
+            raise ValueError("it was made from other weights")
 
 
 def words_slot(store: SafetensorsExpertStore) -> Tensor:
@@ -181,7 +181,7 @@ def verify_record(
     """
     end = align(before[-1].offset + before[-1].nbytes) if before else 0
     if not isinstance(entry, list) or [type(each) for each in entry[:3]] != [int] * 3:
-        raise ValueError("its line is no record")
+        raise ValueError("its line is not a record")
     offset, nbytes, crc32 = entry[:3]
     fewest, most = packing.codec.record_range
     if offset != end or not fewest <= nbytes <= most:
@@ -219,7 +219,7 @@ class DraftWriter:
     def sync(self) -> None:
         sync(self._file)
 
-    def tied(self, source: DraftSource) -> TiedDraft:
+    def describe(self, source: DraftSource) -> TiedDraft:
         """Describe this draft, copied from `source`, for the manifest."""
         return TiedDraft(self._layout, self._digest.hexdigest(), source.fingerprint)
 
@@ -275,7 +275,7 @@ class RecordMaker:
         finally:
             self._slots.put(slot)
 
-    def written(self, made: EncodedExpert) -> None:
+    def recycle(self, made: EncodedExpert) -> None:
         self._rooms.put(made.room)
 
 
@@ -319,7 +319,7 @@ def write_records(
             written.words_crc32s.append(made.words_crc32)
             lines.append([*astuple(records[-1]), made.codes_crc32, made.words_crc32, stamp])
             batch_bytes += made.record.nbytes
-            maker.written(made)
+            maker.recycle(made)
             if batch_bytes >= BATCH_BYTES or len(records) == total:
                 sync(data)
                 if draft is not None:
@@ -328,7 +328,9 @@ def write_records(
                 lines, batch_bytes = [], 0
             if progress is not None:
                 progress(len(records), total)
-    return written, None if draft is None or packing.draft is None else draft.tied(packing.draft)
+    return written, None if draft is None or packing.draft is None else draft.describe(
+        packing.draft
+    )
 
 
 def open_at(path: Path, end: int) -> BinaryIO:

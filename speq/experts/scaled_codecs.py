@@ -44,7 +44,7 @@ class ScaledCodec:
     def layout(self) -> ScaledLayout:
         raise NotImplementedError
 
-    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
         """Nearest codes and scales of each matrix of the layout."""
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class ScaledCodec:
         """Encode weights that are codes times powers of 2. Raises SpeqError for others."""
         layout = self.layout
         sections = zip(layout.codes, layout.scales, strict=True)
-        for parts, of_parts in zip(self.coded(exact), sections, strict=True):
+        for parts, of_parts in zip(self.quantize(exact), sections, strict=True):
             for part, section in zip(parts, of_parts, strict=True):
                 part_of(slot, section).copy_(part.contiguous().view(torch.uint8).flatten())
         found = self.decode(slot)
@@ -124,7 +124,7 @@ class Fp8Codec(ScaledCodec):
     def layout(self) -> Fp8Layout:
         return Fp8Layout(self.shape.hidden_size, self.shape.expert_width)
 
-    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
         return map(fp8_codes, (*exact[0].chunk(2), exact[1]))
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -146,7 +146,7 @@ class Mxfp4Codec(ScaledCodec):
     def layout(self) -> Mxfp4Layout:
         return scaled_ops.mxfp4_layout(self.shape.hidden_size, self.shape.expert_width)
 
-    def coded(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
         in_turns = torch.stack(exact[0].chunk(2), dim=1).flatten(0, 1)
         return map(mxfp4_codes, (in_turns, exact[1]))
 

@@ -63,20 +63,20 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
         raise SpeqError(f"{what} is empty; give {instead}a folder or a hub id")
     if is_gguf(path):
         raise SpeqError(
-            f"{what} {name!r} is in GGUF, whose files mostly hold other words than were published, "
-            f"and all by other names; give {instead}the folder of the safetensors checkpoint that "
+            f"{what} {name!r} is in GGUF, whose weights mostly differ from the published ones "
+            f"and have other names; give {instead}the folder of the safetensors checkpoint that "
             "it was made from"
         )
     if os.path.isdir(path):
         if os.path.exists(path / EXPERTS_JOURNAL):
             raise SpeqError(
-                f"{what} {name!r} was not packed to the end; run the same `speq pack` again, which "
-                "goes on from there"
+                f"{what} {name!r} is not packed completely; run the same `speq pack` again, which "
+                "continues from there"
             )
         if os.path.exists(path / QUANTIZE_JOURNAL):
             raise SpeqError(
-                f"model {name!r} was not quantised to the end; run the same `speq quantize` again, "
-                "which goes on from there"
+                f"model {name!r} is not quantised completely; run the same `speq quantize` again, "
+                "which continues from there"
             )
         if not os.path.lexists(path / "config.json"):
             _check_instead(path, f"{what} {name!r}")

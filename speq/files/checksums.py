@@ -24,13 +24,11 @@ logger = logging.getLogger("speq")
 
 # Bytes read at a time for verification only.
 BLOCK_BYTES = 1 << 20
-PACK_AGAIN = "pack the model again, and look after the disk"
+PACK_AGAIN = "pack the model again, and check the disk"
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
 
 
 class Sink(Protocol):
-    """A target of written bytes."""
-
     def write(self, data: bytes | memoryview, /) -> int: ...
 
 
@@ -60,7 +58,6 @@ class Checksums:
     tensors: dict[str, int] = field(default_factory=dict)
 
     def entry(self) -> dict[str, dict[str, int]]:
-        """Entry of a manifest."""
         return {"files": self.files, "headers": self.headers, "tensors": self.tensors}
 
     @classmethod
@@ -69,7 +66,7 @@ class Checksums:
         found = [entry[name] for name in ("files", "headers", "tensors")]
         for sums in found:
             if not isinstance(sums, dict) or not all(type(crc) is int for crc in sums.values()):
-                raise ValueError("checksums that are no numbers by name")
+                raise ValueError("checksums must be numbers by name")
         return cls(*found)
 
     def check_files(self, folder: Path) -> None:

@@ -39,7 +39,7 @@ class Journal:
         if not values or not isinstance(values[0], dict):
             if os.path.exists(path):
                 self._check_folder(is_ours)
-                logger.warning("%s is damaged: all of it begins anew", path)
+                logger.warning("%s is damaged: all of it starts again", path)
             values, self._ends, self._crc32 = [header], [0], 0
             line = self._line(header)
             with replacing(path) as file:
@@ -76,7 +76,7 @@ class Journal:
         if others:
             raise SpeqError(
                 f"{self.path} is damaged, and {folder} holds {others[0]}; remove the folder if it "
-                "is of no use, or choose another"
+                "is not needed, or choose another"
             )
 
     def forget(self, count: int) -> None:

@@ -166,7 +166,7 @@ def limit_bytes() -> int | None:
     remedy = "set it again with `speq cache limit`"
     limit = read_json(folder / LIMIT_FILE, remedy, remedy).get("limit_bytes")
     if type(limit) is not int or limit < 0:
-        raise SpeqError(f"{folder / LIMIT_FILE} says no number of bytes; {remedy}")
+        raise SpeqError(f"{folder / LIMIT_FILE} has no number of bytes; {remedy}")
     return limit
 
 

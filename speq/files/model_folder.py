@@ -11,12 +11,12 @@ HUB_DOWNLOADS = Path(".cache", "huggingface", "download")
 KINDS = (
     (
         ("*.incomplete", "*.part", "*.partial", "*.crdownload", "*.aria2"),
-        "a download that has not ended",
-        "let it go on to its end",
+        "an unfinished download",
+        "let it finish",
     ),
     (
         ("adapter_config.json", "adapter_model.*"),
-        "a LoRA adapter, which is no model by itself",
+        "a LoRA adapter, which is not a model by itself",
         "merge it into its model (peft: merge_and_unload), save that and give its folder",
     ),
     (("snapshots",), "a hub cache's folder", "give the folder below its snapshots"),

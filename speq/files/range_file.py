@@ -198,7 +198,7 @@ class RangeFile:
             except OSError as error:
                 raise SpeqError(
                     f"reading {wanted} bytes at {offset} of {self.path} failed: {error.strerror}; "
-                    "look after the disk and run again"
+                    "check the disk and run again"
                 ) from error
             if start + count <= done:
                 raise SpeqError(

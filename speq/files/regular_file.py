@@ -84,7 +84,7 @@ def read_text(path: Path, remedy: str, max_bytes: int | None = None) -> str:
     try:
         return read_bytes(path, remedy, max_bytes).decode()
     except UnicodeDecodeError as error:
-        raise SpeqError(f"{path} cannot be read: it is no UTF-8 ({error}); {remedy}") from error
+        raise SpeqError(f"{path} cannot be read: it is not UTF-8 ({error}); {remedy}") from error
 
 
 def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:

@@ -76,7 +76,6 @@ class SafetensorsFile(RangeFile):
             raise SpeqError(f"{self.path} holds tensor {twice} under two names; download it again")
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor of the file into memory."""
         info = self.tensors[name]
         data = torch.empty(info.nbytes, dtype=torch.uint8)
         self.read_into(info.offset, data)
@@ -88,7 +87,7 @@ class SafetensorsFile(RangeFile):
         if len(prefix) < 8 or length > min(self.size - 8, MAX_HEADER_BYTES):
             check_own(self.path, os.pread(self._fd, 80, 0))
             raise SpeqError(
-                f"{self.path} is no complete safetensors file: its header should take {length} "
+                f"{self.path} is not a complete safetensors file: its header should take {length} "
                 f"bytes and the file has {self.size}; download it again"
             )
         return os.pread(self._fd, length, 8)

@@ -121,7 +121,6 @@ def read_weight_map(index: Path) -> dict[str, str]:
         named = isinstance(file_name, str) and file_name not in ("", "..")
         if not named or Path(file_name).name != file_name:
             raise SpeqError(
-                f"{index} names {file_name!r}, which is no file of that folder; download the index "
-                "again"
+                f"{index} names {file_name!r}, not a file of that folder; download the index again"
             )
     return names

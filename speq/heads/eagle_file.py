@@ -125,14 +125,14 @@ def check_tensors(found: HeadTensors, shape: EagleShape) -> None:
         if info.shape != size or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
             raise SpeqError(
                 f"head {found.path}: tensor {found.called[name]} is {info.dtype} "
-                f"{list(info.shape)}; by its config.json it must be {list(size)}, of words of 16 "
+                f"{list(info.shape)}; by its config.json it must be {list(size)}, of dtypes of 16 "
                 "bits or more: download the head again, or give another one"
             )
     other = sorted(found.tensors.keys() - wanted.keys() - {TARGETS, SAID})
     if other:
         raise SpeqError(
             f"head {found.path} has a tensor {found.called[other[0]]}, which an EAGLE-3 head of "
-            "one layer has not; give another head"
+            "one layer does not have; give another head"
         )
 
 
@@ -142,8 +142,8 @@ def said_tokens(found: HeadTensors, shape: EagleShape) -> Tensor:
     """
     if TARGETS not in found.tensors:
         raise SpeqError(
-            f"head {found.path} says {shape.draft_vocab_size} of {shape.vocab_size} tokens and "
-            f"lacks tensor {TARGETS}, which tells which; download the head again"
+            f"head {found.path} predicts {shape.draft_vocab_size} of {shape.vocab_size} tokens and "
+            f"lacks tensor {TARGETS}, which maps them; download the head again"
             ", or give another one"
         )
     own = torch.arange(shape.draft_vocab_size)
@@ -164,7 +164,7 @@ def said_tokens(found: HeadTensors, shape: EagleShape) -> Tensor:
         given = found.read(SAID)
         if given.shape != flags.shape or not torch.equal(given.bool(), flags):
             raise SpeqError(
-                f"head {found.path}: tensors {TARGETS} and {SAID} do not name the same tokens; "
+                f"head {found.path}: tensors {TARGETS} and {SAID} do not have the same tokens; "
                 "download the head again, or give another one"
             )
     return said

@@ -3,7 +3,7 @@
 Position i takes those features f_i and the embedding of token i + 1, and predicts token i + 2 (Li
 et al., arXiv:2503.01840; SafeAILab/EAGLE, eagle/model/cnets.py):
 
-    g = fc f_i                                 or, behind a drafted token, the head's own h
+    g = fc f_i                                 or, after a drafted token, the head's own h
     h = g + attention([norm(e(t[i+1])) ; norm(g)])
     h = h + MLP(norm(h))
     tokens   softmax(head norm(h)), of a vocabulary of the head's own
@@ -39,7 +39,7 @@ class EagleHead:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Unknown."""
+        """Empty: published heads do not state them."""
         return ()
 
     @property
@@ -66,14 +66,13 @@ class EagleHead:
     def run(
         self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
     ) -> FeatureState:
-        """Run as `DraftHead.run` does."""
-        normed = self._normed("feature_norm", features)
-        pair = torch.cat((self._normed("embedding_norm", embedded), normed), -1)
+        normed = self._norm("feature_norm", features)
+        pair = torch.cat((self._norm("embedding_norm", embedded), normed), -1)
         queries, keys, values = self._queries_keys_values(pair, places)
         attended = seen.attend(queries, keys, values)[0].transpose(0, 1).flatten(1)
         around = normed if self.shape.norm_first else features
         hidden = around + multiply(attended, self.weights["output"])
-        both = multiply(self._normed("mlp_norm", hidden), self.weights["gate_up"])
+        both = multiply(self._norm("mlp_norm", hidden), self.weights["gate_up"])
         gate, up = both.chunk(2, -1)
         return FeatureState(hidden + multiply(functional.silu(gate) * up, self.weights["down"]))
 
@@ -90,7 +89,7 @@ class EagleHead:
         return rotate(queries, rotation), rotate(keys, rotation), values
 
     def next_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
-        normed = self._normed("norm", state.feature)
+        normed = self._norm("norm", state.feature)
         if not self.shape.own_head:
             return model.logits(normed)
         scores = multiply(normed, self.weights["head"])
@@ -103,6 +102,6 @@ class EagleHead:
     def after_scores(self, state: FeatureState, model: MoEModel) -> Tensor:
         raise NotImplementedError("the head predicts one token")
 
-    def _normed(self, name: str, rows: Tensor) -> Tensor:
+    def _norm(self, name: str, rows: Tensor) -> Tensor:
         weight = self.weights[name]
         return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, self.shape.epsilon)

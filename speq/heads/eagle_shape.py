@@ -38,7 +38,7 @@ class EagleShape:
     target_size    hidden size of that model; hidden_size: of the head
     num_heads      of queries; num_kv_heads: of keys and values; head_width: of each
     width          of its MLP
-    vocab_size     of the exact model; draft_vocab_size: tokens that it can say
+    vocab_size     of the exact model; draft_vocab_size: tokens that it can predict
     epsilon        of its norms
     norm_first     whether the residual around attention is normed (`norm_before_residual`)
     frequencies    of its rotary embeddings [head_width / 2]; turn_scale: factor of cosines and
@@ -68,7 +68,6 @@ class EagleShape:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(heads, width) of keys and of values."""
         return ((self.num_kv_heads, self.head_width),) * 2
 
     @property
@@ -81,7 +80,6 @@ class EagleShape:
         return self.own_head and self.draft_vocab_size != self.vocab_size
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the weights."""
         d, w, n = self.hidden_size, self.width, self.num_heads * self.head_width
         yield "fc", (d, len(self.captured_layers) * self.target_size)
         yield "embedding_norm", (d,)
@@ -106,7 +104,6 @@ class EagleShape:
         return sum(self.sizes(dtype))
 
     def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
-        """Upper estimate, see `HeadSizes.workspace_bytes`."""
         d, n = self.hidden_size, self.num_heads * self.head_width
         activations = rows * (10 * d + 6 * n + 3 * self.width) + 4 * context * n
         scores = 2 * rows * context * self.num_heads
@@ -176,8 +173,8 @@ def check_kind(config: dict[str, Any], where: Path) -> None:
     )
     if not known:
         raise SpeqError(
-            f"{where} names architectures {names!r:.80}; speq reads heads of EAGLE-3 with a "
-            "layer of Llama: give the folder of one"
+            f"{where} has architectures {names!r:.80}; speq reads EAGLE-3 heads with a "
+            "Llama layer: give the folder of one"
         )
     nested = config.get("eagle_config")
     features = nested.get("use_aux_hidden_state", True) if isinstance(nested, dict) else True
@@ -206,13 +203,13 @@ def check_whole(shape: EagleShape, where: Path) -> None:
     if shape.draft_vocab_size > shape.vocab_size:
         raise SpeqError(
             f"{where} has draft_vocab_size {shape.draft_vocab_size} and vocab_size "
-            f"{shape.vocab_size}; a head says no more tokens than there are: download it again"
+            f"{shape.vocab_size}; it must not be larger than vocab_size: download it again"
             ", or give another head"
         )
     if not shape.own_head and shape.draft_vocab_size != shape.vocab_size:
         raise SpeqError(
-            f"{where} has draft_vocab_size {shape.draft_vocab_size}, and no tensor lm_head.weight "
-            "beside it says so many tokens; download the head again, or give another one"
+            f"{where} has draft_vocab_size {shape.draft_vocab_size}, but the head has no tensor "
+            "lm_head.weight of that size; download the head again, or give another one"
         )
     if shape.hidden_size != shape.target_size and not (shape.own_embedding and shape.own_head):
         raise SpeqError(
@@ -235,8 +232,8 @@ def tapped_layers(config: dict[str, Any], num_layers: int, where: Path) -> tuple
     numbers = isinstance(given, list) and all(type(at) is int for at in given)
     if not numbers or given != sorted(set(given)) or not 0 <= given[0] <= given[-1] < num_layers:
         raise SpeqError(
-            f"{where} asks for what goes into layers {given!r:.60}; of a model of {num_layers} "
-            f"layers these must be different ones in rising order: {OTHER_HEAD}"
+            f"{where} takes the inputs of layers {given!r:.60}; in a model of {num_layers} "
+            f"layers they must be different, in rising order: {OTHER_HEAD}"
         )
     return tuple(given)
 

@@ -150,7 +150,7 @@ def _open(path: Path) -> Iterator[SafetensorsFile]:
         )
     with SafetensorsFile(path) as file:
         if file.metadata.get("format") != FORMAT:
-            raise SpeqError(f"{path} is no head of this version of speq; {TRAIN_AGAIN}")
+            raise SpeqError(f"{path} is not a head of this version of speq; {TRAIN_AGAIN}")
         yield file
 
 

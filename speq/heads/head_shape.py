@@ -34,13 +34,13 @@ class NamedLayers:
         ascending = all(a < b for a, b in zip(self.layers, self.layers[1:], strict=False))
         if not whole or not self.layers or self.layers[0] < 0 or not ascending:
             raise SpeqError(
-                f"a head names experts of layers {list(self.layers)!r:.80}; these must be numbers "
-                "of layers, ascending"
+                f"a head predicts experts of layers {list(self.layers)!r:.80}; they must be layer "
+                "numbers, ascending"
             )
         if not 1 <= self.top_k <= self.num_experts:
             raise SpeqError(
-                f"a head names {self.top_k} of {self.num_experts} experts; it must be 1 at least, "
-                "and no more than there are"
+                f"a head predicts {self.top_k} of {self.num_experts} experts; it must be from 1 "
+                "to all of them"
             )
 
     @classmethod
@@ -48,7 +48,9 @@ class NamedLayers:
         """Parse the JSON of `asdict`. Raises SpeqError for anything else."""
         known = isinstance(value, dict) and value.keys() == cls.__dataclass_fields__.keys()
         if not known or not isinstance(value["layers"], list):
-            raise SpeqError(f"a head names {value!r:.80}; it must be {list(cls.__slots__)}")
+            raise SpeqError(
+                f"a head predicts experts of {value!r:.80}; it must be {list(cls.__slots__)}"
+            )
         return cls(**value | {"layers": tuple(value["layers"])})
 
 
@@ -122,7 +124,6 @@ class HeadShape:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(heads, width) of keys and of values."""
         return ((self.num_heads, self.head_width),) * 2
 
     @property
@@ -150,7 +151,6 @@ class HeadShape:
             yield "routes", (len(self.named.layers), self.named.num_experts, 2 * d)
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each weight."""
         return [torch.Size(shape).numel() * dtype.itemsize for _, shape in self.tensors()]
 
     def nbytes(self, dtype: torch.dtype) -> int:

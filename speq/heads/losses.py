@@ -90,6 +90,5 @@ def cross_entropies(found: Predictions, wanted: Targets) -> dict[str, Tensor]:
 
 
 def total(parts: dict[str, Tensor], weights: LossWeights) -> Tensor:
-    """Weighted sum of the terms."""
     factors = {"feature": 1.0, **asdict(weights)}
     return torch.stack([factors[name] * part for name, part in parts.items()]).sum()

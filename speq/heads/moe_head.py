@@ -4,7 +4,7 @@ Its position i takes the exact model's last hidden state of token i (the feature
 embedding of token i + 1, and predicts token i + 2:
 
     x = enter [norm(e(t[i+1])) ; norm(f_i)]
-    u = x + attention(norm(x))                 over entries of its own
+    u = x + attention(norm(x))                 over KV of its own
     b_j = u + MLP_j(norm(u))                   two branches
     pi = softmax(gate u)
     next        f = sum_j pi_j b_j             close to f_{i+1}: it takes the place of that
@@ -124,7 +124,7 @@ class MoEHead(nn.Module):
         return multiply(self._pair(embedded, features), self.weight("enter"))
 
     def _pair(self, embedded: Tensor, features: Tensor) -> Tensor:
-        pair = (self._normed("embedding", embedded), self._normed("feature", features))
+        pair = (self._norm("embedding", embedded), self._norm("feature", features))
         return torch.cat(pair, dim=-1)
 
     def queries_keys_values(
@@ -134,7 +134,7 @@ class MoEHead(nn.Module):
         `rotations`, for T positions.
         """
         shape = self.shape
-        parts = multiply(self._normed("attention", x), self.weight("qkv"))
+        parts = multiply(self._norm("attention", x), self.weight("qkv"))
         parts = parts.unflatten(-1, (3, shape.num_heads, shape.head_width)).permute(2, 0, 3, 1, 4)
         return rotate(parts[0], rotation), rotate(parts[1], rotation), parts[2]
 
@@ -142,7 +142,7 @@ class MoEHead(nn.Module):
         """Finish rows x [B, T, H] from their attention output [B, heads, T, width]."""
         shape = self.shape
         u = x + multiply(seen.transpose(1, 2).flatten(2), self.weight("output"))
-        normed = self._normed("branch", u)
+        normed = self._norm("branch", u)
         added = [self._mlp(branch, normed) for branch in range(shape.branches)]
         branches = u[..., None, :] + torch.stack(added, dim=-2)
         mixing = multiply(u, self.weight("gate")).float().softmax(-1)
@@ -174,7 +174,6 @@ class MoEHead(nn.Module):
     def run(
         self, embedded: Tensor, features: Tensor, places: Tensor, seen: VisibleKV
     ) -> BranchState:
-        """Run as `DraftHead.run` does."""
         rotation = rotations(places, self.shape.head_width, embedded.dtype)
         state: BranchState = self(embedded[None], features[None], rotation, seen.attend)
         after = None if state.after is None else state.after[0]
@@ -192,11 +191,9 @@ class MoEHead(nn.Module):
 
     @property
     def predicted_layers(self) -> tuple[int, ...]:
-        """Layers whose experts it predicts, see `ExpertPredictor`."""
         return () if self.shape.named is None else self.shape.named.layers
 
     def routes(self, embedded: Tensor, features: Tensor) -> list[Route]:
-        """Predict routes as `ExpertPredictor.routes` does."""
         top_k = present(
             self.shape.named, "a head that predicts no experts was asked for them"
         ).top_k
@@ -220,7 +217,7 @@ class MoEHead(nn.Module):
         gate, up = both.chunk(2, dim=-1)
         return multiply(functional.silu(gate) * up, self.weight(f"down.{branch}"))
 
-    def _normed(self, what: str, rows: Tensor) -> Tensor:
+    def _norm(self, what: str, rows: Tensor) -> Tensor:
         weight = self.weight(f"{what}_norm")
         return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, EPSILON)
 

@@ -53,7 +53,7 @@ class MtpSource:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Unknown."""
+        """Empty: checkpoints do not state them."""
         return ()
 
     def load(self, dtype: torch.dtype, device: torch.device) -> MtpHead:
@@ -93,8 +93,8 @@ def mtp_of(opened: Opened) -> MtpSource:
     first = names.tensor("eh_proj.weight")
     if first not in checkpoint.tensors:
         raise SpeqError(
-            f"head is {MTP} and {checkpoint.path} has no tensor {first}, of a layer that predicts "
-            "tokens ahead; download the model as its authors published it, or choose another head"
+            f"head is {MTP} and {checkpoint.path} has no tensor {first}, of an "
+            "MTP layer; download the model as its authors published it, or choose another head"
         )
     held = loaded_tensors(layer)
     for name, like in held.items():
@@ -123,8 +123,8 @@ def predictor_of(opened: Opened) -> MtpLayerKind:
     if family.predictor is None:
         known = sorted(each.model_type for each in FAMILIES.values() if each.predictor)
         raise SpeqError(
-            f"head is {MTP} and the model is of family {family.model_type}, of which speq reads no "
-            f"layer that predicts tokens ahead; it reads those of {', '.join(known)}: choose "
+            f"head is {MTP} and the model is of family {family.model_type}, whose MTP layer speq "
+            f"does not read; it reads those of {', '.join(known)}: choose "
             "another head"
         )
     return family.predictor

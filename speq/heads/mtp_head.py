@@ -64,13 +64,13 @@ class MtpLayer(nn.Module):
             use_cache=True,
             **{self._cache_name: seen},
         )
-        return self._normed(hidden[0]) if self.predictor.passes_normed else hidden[0]
+        return self._norm(hidden[0]) if self.predictor.passes_normed else hidden[0]
 
     def scored(self, features: Tensor) -> Tensor:
         """Input of the output head, from the output of `forward`."""
-        return features if self.predictor.passes_normed else self._normed(features)
+        return features if self.predictor.passes_normed else self._norm(features)
 
-    def _normed(self, hidden: Tensor) -> Tensor:
+    def _norm(self, hidden: Tensor) -> Tensor:
         normed: Tensor = self.last_norm(hidden)
         return normed
 

@@ -31,7 +31,6 @@ class MtpShape:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(heads, width) of keys and of values."""
         return self.model.attention.kv_shapes
 
     @property
@@ -39,7 +38,6 @@ class MtpShape:
         return sum(heads * width for heads, width in self.kv_shapes)
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each tensor."""
         return [elements * dtype.itemsize for elements in self.words] + [*self.own_bytes]
 
     def nbytes(self, dtype: torch.dtype) -> int:

@@ -46,8 +46,8 @@ def check_whole(opened: Opened, name: str) -> None:
     """Raise SpeqError for a head that needs layers of other machines."""
     if opened.part is not None:
         raise SpeqError(
-            f"head {name} goes by layers of the whole model, which runs in stages; give one of "
-            "`speq train-head` that names no experts"
+            f"head {name} needs layers of the whole model, which runs in stages; give a head of "
+            "`speq train-head` that predicts no experts"
         )
 
 

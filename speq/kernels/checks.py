@@ -36,7 +36,6 @@ def check_tensor(
 
 
 def _is_contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """True if elements are contiguous."""
     wanted = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1 and stride != wanted:

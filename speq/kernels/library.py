@@ -344,7 +344,6 @@ ISAS = ("avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512", "avx2", "portabl
 
 
 def isa() -> str:
-    """Instruction set of the CPU kernels."""
     return ISAS[_cpu_library().speq_isa()]
 
 

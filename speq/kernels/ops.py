@@ -95,7 +95,7 @@ class Int4Slots:
             shape = (slots, hidden_size)
             check_tensor("input_perm", self.input_perm, shape, (torch.int32,), self.device)
             if not _is_index(self.input_perm, hidden_size):
-                raise ValueError(f"input_perm names inputs outside the {hidden_size} there are")
+                raise ValueError(f"input_perm has inputs outside the {hidden_size} there are")
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +131,7 @@ class Int4Weight:
         if self.input_perm is not None:
             check_tensor("input_perm", self.input_perm, (columns,), (torch.int32,), device)
             if not _is_index(self.input_perm, columns):
-                raise ValueError(f"input_perm names inputs outside the {columns} there are")
+                raise ValueError(f"input_perm has inputs outside the {columns} there are")
 
     def to(self, device: torch.device) -> "Int4Weight":
         perm = self.input_perm

@@ -154,5 +154,4 @@ def route_out(logits: Tensor, normalised: bool, topk_weights: Tensor, topk_ids: 
 
 
 def combine_out(outputs: Tensor, topk_weights: Tensor, out: Tensor) -> None:
-    """Run `reference.combine` into out [T, H]."""
     out.copy_(reference.combine(outputs, topk_weights, out.dtype))

@@ -103,7 +103,6 @@ def _run_expert(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> None:
-    """Run the rows of one expert."""
     only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
     only[expert] = 0
     gate_up, down = (matrix.unsqueeze(0) for matrix in words)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speq.config import RunConfig
+from speq.config import ExpertBudgetOptions
 from speq.errors import SpeqError
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import RouterGate
@@ -64,14 +64,16 @@ class BudgetRules:
         return inside
 
 
-def rules_of(config: RunConfig, layers: int, experts: int, top_k: int) -> BudgetRules | None:
-    """Build the rules that the options request for a model of these sizes; None: no budget.
+def rules_of(
+    options: ExpertBudgetOptions, layers: int, experts: int, top_k: int
+) -> BudgetRules | None:
+    """The budget that options ask for, of MoE layers with so many experts; None: all they want.
 
     Raises SpeqError if a budget is below a token's experts, and for counts of another model.
     """
-    if not config.approximates:
+    if not options.approximates:
         return None
-    asked = config.expert_budget
+    asked = options.expert_budget
     most = math.ceil(asked * experts) if isinstance(asked, float) else asked
     if most is not None and not top_k <= most <= experts:
         raise SpeqError(
@@ -79,16 +81,16 @@ def rules_of(config: RunConfig, layers: int, experts: int, top_k: int) -> Budget
             f"{most} of {experts} experts; each token chooses {top_k}: give {top_k} to {experts}"
         )
     counts = None
-    if config.expert_counts is not None:
-        known = ExpertCounts.read(config.expert_counts)
-        known.check_sizes(config.expert_counts, layers, experts, top_k)
+    if options.expert_counts is not None:
+        known = ExpertCounts.read(options.expert_counts)
+        known.check_sizes(options.expert_counts, layers, experts, top_k)
         counts = torch.tensor(known.counts)
     return BudgetRules(
         most,
-        config.expert_floor or 0.0,
-        truncate=config.expert_policy == "truncate",
-        residents=config.expert_residents == "free",
-        by_reach=config.expert_rows == "reach",
+        options.expert_floor or 0.0,
+        truncate=options.expert_policy == "truncate",
+        residents=options.expert_residents == "free",
+        by_reach=options.expert_rows == "reach",
         counts=counts,
     )
 
@@ -101,8 +103,8 @@ class LayerBudgets(NamedTuple):
 
 
 @dataclass(slots=True)
-class KeptWeight:
-    """Routing weight that verifications under a budget kept.
+class BudgetUse:
+    """What verifications under a budget kept of what their rows wanted.
 
     wanted, kept  [T]: routing weight of each row's own experts, summed over layers, and the part of
                   it that was served
@@ -134,19 +136,19 @@ class ExpertBudget:
     loader: Loader
     timed: Timed
     _reach: Scores | None = field(default=None, init=False)
-    _kept: KeptWeight = field(init=False)
+    _kept: BudgetUse = field(init=False)
 
     def __post_init__(self) -> None:
-        self._kept = KeptWeight(np.zeros(0, np.float32), np.zeros(0, np.float32))
+        self._kept = BudgetUse(np.zeros(0, np.float32), np.zeros(0, np.float32))
 
     def begin(self, accept_prob: Sequence[float]) -> None:
         """Begin a verification whose rows are accepted with these probabilities."""
         rows = len(accept_prob)
         self._reach = np.asarray(accept_prob if self.rules.by_reach else [1.0] * rows, np.float32)
-        self._kept = KeptWeight(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
+        self._kept = BudgetUse(np.zeros(rows, np.float32), np.zeros(rows, np.float32))
 
-    def end(self) -> KeptWeight:
-        """End it: other passes have all their experts."""
+    def end(self) -> BudgetUse:
+        """It is over; others have all their experts."""
         self._reach = None
         return self._kept
 

@@ -73,7 +73,7 @@ class SparseMixer:
     """Gate that takes the best expert and then the next one, each weighed against those near it
     (https://huggingface.co/papers/2409.12136).
 
-    jitter_eps  experts are near that are behind the best by less than twice this share
+    jitter_eps  experts within twice this share of the best are near
     """
 
     jitter_eps: float

@@ -71,7 +71,7 @@ class OffloadedExperts(nn.Module):
         self.switch = ActiveBackend()
         # Input and logits of the router in the current pass; a list, because an attribute of a
         # module is slow to set.
-        self._heard: list[tuple[Tensor | None, Tensor]] = []
+        self._router_output: list[tuple[Tensor | None, Tensor]] = []
         self._logits_of: LogitsOf = first_of
         self._next_logits: Callable[[Tensor], Tensor] | None = None
 
@@ -98,21 +98,21 @@ class OffloadedExperts(nn.Module):
 
     def _keep_logits(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
         rows = args[0] if args else None
-        self._heard[:] = [(rows, self._logits_of(output))]
+        self._router_output[:] = [(rows, self._logits_of(output))]
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         backend = self.switch.backend
         if backend is None:
             raise Broken("experts ran outside a pass")
-        rows, logits = self._heard.pop() if self._heard else (None, None)
+        rows, logits = self._router_output.pop() if self._router_output else (None, None)
         # Routers may see rows before a norm that precedes the experts.
         asked = rows if rows is not None and rows.shape == hidden_states.shape else hidden_states
-        following = partial(self._foresee, asked) if self._next_logits else None
+        following = partial(self._predict_next, asked) if self._next_logits else None
         route = Route(topk_ids, topk_weights, logits, following)
         return backend(self.layer, hidden_states, route)
 
     @torch.inference_mode()
-    def _foresee(self, hidden_states: Tensor, rows: list[int]) -> Tensor:
+    def _predict_next(self, hidden_states: Tensor, rows: list[int]) -> Tensor:
         next_logits = present(self._next_logits, "the last layer has no next layer to predict")
         # All rows need no index, which would have to be copied to an accelerator.
         asked = hidden_states if len(rows) == len(hidden_states) else hidden_states[rows]

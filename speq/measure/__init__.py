@@ -1,1 +1,1 @@
-"""What users measure of a model on their machine: tune, check, the link, routes, reports."""
+"""Measurements of a model on a machine: tune, check, the link, routes, reports."""

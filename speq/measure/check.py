@@ -32,7 +32,7 @@ from speq.models.moe_model import quiet_transformers
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.units import Progress, format_bytes, no_progress, tracked
+from speq.units import Progress, format_bytes, no_progress, track
 
 # Tokens verified at a time: the shape of a verification with four drafted tokens.
 VERIFY_ROWS = 5
@@ -135,7 +135,7 @@ def run(
         limit = min(MAX_TOKENS, generator.max_context)
         encoded = [generator.encode(text)[:limit] for text in texts]
         generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
-        turns = tracked("running prompts", encoded, len(encoded), progress)
+        turns = track("running prompts", encoded, len(encoded), progress)
         traces = [trace(generator, ids) for ids in turns]
     finally:
         generator.close()
@@ -149,7 +149,7 @@ def run(
         )
     plain = plain.eval().to(device)
     progress(PLAIN, 1, 1)
-    pairs = tracked("comparing prompts", zip(encoded, traces, strict=True), len(encoded), progress)
+    pairs = track("comparing prompts", zip(encoded, traces, strict=True), len(encoded), progress)
     compared = [compare(plain, ids, ours) for ids, ours in pairs]
     rows = [each.figures for each in compared]
     if dtype in ROUNDED:

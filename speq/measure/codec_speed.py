@@ -32,7 +32,7 @@ def encode_bytes_per_s(codec: ExpertCodec, readers: int, clock: Clock) -> float:
     words = random_expert(shape, torch.Generator().manual_seed(1))
     base = None
     if codec.needs_draft:
-        base = Int4Expert.rounded(Int4Layout(shape.hidden_size, shape.expert_width), *words)
+        base = Int4Expert.round(Int4Layout(shape.hidden_size, shape.expert_width), *words)
     rooms = list(allocate_aligned(readers, codec.slot_bytes))
 
     def encode(room: Tensor) -> None:
@@ -62,7 +62,7 @@ def compute_bytes_per_s(
         for at in range(held):
             words, base = random_expert(shape, generator), None
             if arena is not None:
-                base = Int4Expert.rounded(layout, *words)
+                base = Int4Expert.round(layout, *words)
                 arena.put(at, base)
             yield words, base
 

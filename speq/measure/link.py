@@ -26,7 +26,7 @@ from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.transfer import Priority, TransferTicket
 from speq.stats import Recorder
-from speq.units import Clock, Progress, format_bytes, tracked
+from speq.units import Clock, Progress, format_bytes, track
 
 # Bytes read for one figure by default.
 LINK_BYTES = 256 << 20
@@ -159,7 +159,7 @@ def link_by_size(
     arena = arena_for(readers, *sizes, store.codec.slot_bytes)
     plain = [
         plain_reads(files, size, arena, readers, LINK_BYTES, clock=clock)
-        for size in tracked("measuring the link", sizes, len(sizes), progress)
+        for size in track("measuring the link", sizes, len(sizes), progress)
     ]
     speeds = [sample.bytes_per_s for sample in plain]
     speeds.append(link_bytes_per_s(store, readers, clock=clock))

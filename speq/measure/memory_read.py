@@ -6,7 +6,7 @@ from statistics import median
 import torch
 
 from speq.kernels import library
-from speq.units import Clock, Progress, tracked
+from speq.units import Clock, Progress, track
 
 # A call to time.
 Step = Callable[[], None]
@@ -63,6 +63,6 @@ def read_gb_per_s(
 ) -> float:
     """GB/s of a plain read: the median of `times` reads after a warm-up."""
     read()
-    turns = tracked("reading memory", range(times), times, progress)
+    turns = track("reading memory", range(times), times, progress)
     times_s = [step_times([read], device, clock)[0] for _ in turns]
     return read.nbytes / median(times_s) / 1e9

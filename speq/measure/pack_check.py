@@ -12,7 +12,7 @@ from speq.experts.packed_draft import DRAFT_FILE
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.range_file import RangeFile, bytes_of
 from speq.models.opened import Opened
-from speq.units import Progress, no_progress, tracked
+from speq.units import Progress, no_progress, track
 
 BLOCK_BYTES = 16 << 20
 
@@ -27,7 +27,7 @@ def compare(
     store.verify_reads = True
     slot = expert_slot(store)
     count = store.num_layers * store.num_experts
-    for at in tracked("comparing experts", range(count), count, progress):
+    for at in track("comparing experts", range(count), count, progress):
         store.read(*divmod(at, store.num_experts), slot)
     if store.tied_draft is not None:
         compare_draft(opened, store.tied_draft.digest, progress)
@@ -49,7 +49,7 @@ def compare_draft(opened: Opened, digest: str, progress: Progress) -> None:
     found, block = hashlib.sha256(), torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     with RangeFile(opened.checkpoint.path / DRAFT_FILE) as file:
         starts = range(0, file.size, BLOCK_BYTES)
-        for at in tracked("comparing the draft", starts, len(starts), progress):
+        for at in track("comparing the draft", starts, len(starts), progress):
             part = block[: min(BLOCK_BYTES, file.size - at)]
             file.read_into(at, part)
             found.update(bytes_of(part))

@@ -9,18 +9,14 @@ from typing import Unpack
 
 import torch
 
-from speq.config import DEFAULT_READER_THREADS, NO_PART, SamplingParams
+from speq.config import COUNTS_ALONE, DEFAULT_READER_THREADS, SamplingParams
 from speq.devices.allocator import overhead_bytes
 from speq.devices.named import find_device
 from speq.errors import SpeqError
 from speq.files.checkpoint import has_weights, locate_config
-from speq.governor import presets
-from speq.governor.locality import CURVES, Locality
-from speq.governor.presets import MEMORY_SHARE, Rates
 from speq.governor.profile import Profile
 from speq.heads.head_file import HeadLabel, head_path, model_digest, read_label
 from speq.heads.predicted_experts import AUTO, open_head
-from speq.load import CONTEXT_STEP, check_host_budget
 from speq.machine import default_host_bytes
 from speq.measure.link import link_bytes_per_s
 from speq.measure.memory_read import MemoryRead, read_gb_per_s
@@ -32,13 +28,16 @@ from speq.options.declared import build
 from speq.options.typed import PlanOptions
 from speq.planning import profiles
 from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
-from speq.planning.budget_plan import BudgetPlan
-from speq.planning.budget_plan import plan as make_plan
+from speq.planning.budget_plan import BudgetPlan, plan_budget
 from speq.planning.candidates import candidates_of, check_parts
+from speq.planning.cost import presets
+from speq.planning.cost.locality import CURVES, Locality
+from speq.planning.cost.presets import MEMORY_SHARE, Rates
 from speq.planning.demand import Budget, DeviceOverhead
-from speq.planning.dense import MemoryContext, settle_dense
+from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
-from speq.planning.used_experts import DraftPart, used_experts, warn
+from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
+from speq.planning.used_experts import DraftPart, used_experts, warn_without_counts
 from speq.units import Progress, no_progress
 
 # Reads that measure this machine's memory in seconds.
@@ -76,14 +75,14 @@ def plan_of(
     budget = Budget.of(settings.memory_budget, context, on_cpu, model_spec.shape)
     budget = replace(budget, batch_size=settings.max_batch)
     if not on_cpu:
-        # The overhead of any GPU at most, since it need not be at hand; graphs as runs have them by
-        # default.
-        overhead = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
-        budget = replace(budget, beside=overhead, graphs=True)
-    memory = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
-    form = settle_dense(model_spec, settings.dense, memory, trial=None).dense.name
-    model_spec = memory.with_dense(model_spec, form, usual=True)
-    return make_plan(model_spec, budget, assumptions(model_spec, machine, settings))
+        # The most that any GPU takes: it need not be at hand. Graphs are as runs have them that do
+        # not say otherwise.
+        beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
+        budget = replace(budget, beside=beside, graphs=True)
+    room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
+    form = choose_dense_form(model_spec, settings.dense, room, trial=None).dense.name
+    model_spec = room.with_dense(model_spec, form, usual=True)
+    return plan_budget(model_spec, budget, assumptions(model_spec, machine, settings))
 
 
 def parts_of(
@@ -94,7 +93,7 @@ def parts_of(
     used = used_experts(wanted, settings.draft_counts, checkpoint, model_spec.shape)
     parts = used.parts(wanted)
     check_parts(parts, model_spec.codec)
-    warn(used, wanted)
+    warn_without_counts(used, wanted)
     return parts
 
 
@@ -115,7 +114,7 @@ def check_exclusions(settings: PlanSettings) -> None:
             "computes: give one of them"
         )
     if settings.draft_counts is not None and settings.draft_experts is None:
-        raise SpeqError(NO_PART)
+        raise SpeqError(COUNTS_ALONE)
     if settings.locality is not None and settings.routes is not None:
         raise SpeqError("locality and routes are given together; give one of them")
 
@@ -138,7 +137,7 @@ def model_spec_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Op
         model_spec = ModelSpec.of_model(model, opened, dtype)
         head = head_beside_model(opened) if head_name == AUTO else open_head(head_name, opened)
         if head is not None:
-            model_spec = replace(model_spec, head=head.shape, head_stand=head.acceptance_rates)
+            model_spec = replace(model_spec, head=head.shape, head_acceptance=head.acceptance_rates)
         return model_spec, opened
     except BaseException:
         opened.close()
@@ -170,7 +169,7 @@ def machine_of(
     device = "cpu" if settings.device == "auto" and opened is None else settings.device
     here = "cpu" if find_device(device).torch.type == "cpu" else "cuda"
     if settings.profile == "auto" and opened is not None and link is None and memory is None:
-        kept = profiles.kept(profiles.key_of(opened, here, settings.memory_budget))
+        kept = profiles.read_kept(profiles.key_of(opened, here, settings.memory_budget))
         if kept is not None:
             return kept
     if link is not None and memory is not None:

@@ -1,8 +1,8 @@
-"""The common format of measurements: {bench, version, commit, machine, model, settings, rows}."""
+"""One form for all measurements: a table of rows, how they came about, and pictures of them."""
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from speq.files.json_file import parse_json
 from speq.files.regular_file import read_text
 from speq.machine import describe_machine
 from speq.measure.console import console
+from speq.measure.picture import Picture
 from speq.version import __version__
 
 # Rows side by side if a table is wider than the terminal.
@@ -30,7 +31,10 @@ Column = tuple[str, Show]
 
 @dataclass(slots=True)
 class Report:
-    """Result of a bench. All rows have the same keys."""
+    """What a bench found. rows all have the same keys.
+
+    pictures  what `speq report` draws of them; notes: what stands beside them
+    """
 
     bench: str
     model: str
@@ -39,6 +43,8 @@ class Report:
     version: str = __version__
     commit: str | None = field(default_factory=lambda: current_commit())
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
+    pictures: Sequence[Picture] = ()
+    notes: Sequence[str] = ()
 
     def print(self, columns: dict[str, Column]) -> None:
         """Print the rows as a table on stdout."""

@@ -16,8 +16,8 @@ from speq.stats import RunStats
 from speq.units import Progress
 
 FORMAT = "speq-routes-2"
-RECORD_AGAIN = "record it again with `speq bench hit-rate --routes`"
-# Limit of layers, experts and drafted tokens in a trace.
+RECORD_AGAIN = "record it again with `python -m bench.lab.hit_rate --routes`"
+# Layers, experts and drafted tokens that any model or draft could have.
 MOST = 1 << 20
 # Ids and weights of one token in one layer.
 Choice = tuple[list[int], list[float]]

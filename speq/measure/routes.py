@@ -3,11 +3,11 @@
 from collections import Counter
 
 from speq.errors import SpeqError
-from speq.governor.locality import RouteCurve
 from speq.governor.roofline import Points
 from speq.governor.speedup_model import distinct_of_routes
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure.route_trace import RouteTrace
+from speq.planning.cost.locality import RouteCurve
 
 # Numbers of tokens of a curve's points, as far as a trace is long enough.
 TOKENS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)

@@ -7,7 +7,7 @@ from speq.engine.request import Request
 from speq.errors import present
 from speq.generator import Generation, Generator
 from speq.stats import RunStats, StepStats
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 
 def steps_of(
@@ -27,7 +27,7 @@ def steps_of(
     generator.reserve(max(map(len, encoded)) + max_new_tokens)
     engine = generator.runtime.engine
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    for prompt_token_ids in tracked("running prompts", encoded, len(encoded), progress):
+    for prompt_token_ids in track("running prompts", encoded, len(encoded), progress):
         request = Request(prompt_token_ids, sampling)
         engine.prefill(request)
         while request.finish_reason is None:
@@ -52,7 +52,7 @@ def generations_of(
     generator.reserve(longest + max_new_tokens)
     if warm_up:
         generator.generate(prompts[-1], max_new_tokens=min(warm_up, max_new_tokens))
-    for prompt in tracked("running prompts", prompts, len(prompts), progress):
+    for prompt in track("running prompts", prompts, len(prompts), progress):
         generator.forget()
         yield generator.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
 

@@ -18,9 +18,9 @@ from speq.config import (
     Profile,
     RunConfig,
 )
-from speq.governor.locality import CURVES
-from speq.options.declared import Option, Options, Some
+from speq.options.declared import Nested, Option, Options
 from speq.options.kinds import Choice, File, Number, Rate, Text, Whole
+from speq.planning.cost.locality import CURVES
 
 Prompts = Annotated[
     Path | None,
@@ -58,7 +58,7 @@ class TuneSettings(Options):
         Path | None,
         Option("File for the profile; default: kept in the user's cache folder.", File()),
     ] = None
-    run: Annotated[dict[str, Any], Some(RunConfig, without=CHOSEN)] = field(default_factory=dict)
+    run: Annotated[dict[str, Any], Nested(RunConfig, without=CHOSEN)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class PlanSettings(Options):
     routes: Annotated[
         Path | None,
         Option(
-            "Recorded routes (`speq bench hit-rate --routes`) to count experts by.",
+            "Recorded routes (`python -m bench.lab.hit_rate --routes`) to count experts by.",
             File("a file of routes"),
         ),
     ] = None

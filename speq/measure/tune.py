@@ -36,7 +36,7 @@ from speq.planning import profiles, used_experts
 from speq.planning.profiles import key_of
 from speq.runtime import Runtime
 from speq.stats import StepStats
-from speq.units import Clock, Progress, no_progress, tracked
+from speq.units import Clock, Progress, no_progress, track
 
 # Draft lengths that are measured; those between are interpolated.
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, LONGEST)
@@ -85,7 +85,7 @@ def tune_with(
     profile, counts = measure_profile(model, settings, tell)
     profiles.write(profile, path)
     with closing(open_model(model)) as opened:
-        counts_path = used_experts.keep(counts, opened.checkpoint)
+        counts_path = used_experts.write_counts(counts, opened.checkpoint)
     return TuneResult(profile, path, counts_path)
 
 
@@ -96,7 +96,7 @@ def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
         return settings.out
     with closing(open_model(model)) as opened:
         device = find_device(settings.run.get("device", "auto")).torch.type
-        path = profiles.kept_path(profiles.key_of(opened, device, settings.memory_budget))
+        path = profiles.profile_path(profiles.key_of(opened, device, settings.memory_budget))
     if path is None:
         raise SpeqError("this user has no home folder for the profile; name a file with --out")
     check_target(path, force=True)
@@ -135,12 +135,12 @@ def measure_profile(
             name: compute_bytes_per_s(
                 codec_of(name, shape), runtime.shape, runtime.device, runtime.dtype, clock
             )
-            for name in tracked("timing kernels of each codec", names, len(names), tell)
+            for name in track("timing kernels of each codec", names, len(names), tell)
         }
         encodings = encodable(runtime)
         encoders = {
             name: encode_bytes_per_s(codec_of(name, shape), runtime.config.reader_threads, clock)
-            for name in tracked("timing encoders", encodings, len(encodings), tell)
+            for name in track("timing encoders", encodings, len(encodings), tell)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
         expert_bytes = mean_bytes(runtime)

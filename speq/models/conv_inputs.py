@@ -44,7 +44,6 @@ class ConvInputs:
 
     @property
     def newly_settled(self) -> int:
-        """Settled tokens after `base_at`."""
         settled = self.length.settled - self.base_at
         if not 0 <= settled <= PENDING:
             raise Broken(
@@ -96,10 +95,10 @@ class ConvInputs:
 
         root  its place after `base_at`; the other nodes follow
         """
-        rows = [place for node in nodes for place in self._reached(parents, node, root)]
+        rows = [place for node in nodes for place in self._path_rows(parents, node, root)]
         return self.tensor[rows].unflatten(0, (len(nodes), -1))
 
-    def _reached(self, parents: tuple[int, ...], node: int, root: int) -> list[int]:
+    def _path_rows(self, parents: tuple[int, ...], node: int, root: int) -> list[int]:
         """Rows of `tensor` that hold the inputs up to a node's own."""
         found, at = [], node
         for _ in range(self._before + 1):

@@ -52,7 +52,7 @@ class DeltaNet:
         """
         module = self._module
         cache = find_cache(self, given)
-        inputs, gate, b, a = self._projected(hidden_states)
+        inputs, gate, b, a = self._project(hidden_states)
         decays = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
         rows = DeltaRows(inputs, decays, b.sigmoid().float())
         if cache is None:
@@ -101,7 +101,7 @@ class DeltaNet:
         state = torch.zeros(self.sizes.state, device=rows.inputs.device)
         return self.prompt(windows, rows, state)[0]
 
-    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Project to the convolution's inputs [T, channels], the output's gate [T, value heads,
         value width], and strengths and decays before their functions, [T, value heads] each.
         """

@@ -278,7 +278,6 @@ class Family:
         return blocks
 
     def routers(self, model: nn.Module) -> list[nn.Module]:
-        """The routers of its blocks."""
         return [block.router for block in self.moe_blocks(model).values()]
 
 

@@ -119,7 +119,6 @@ class MoEModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters and buffers held."""
         tensors = [*self._hf_model.parameters(), *self._hf_model.buffers()]
         return sum(tensor.nbytes for tensor in tensors) + matrix_bytes(self._hf_model)
 
@@ -217,7 +216,8 @@ class MoEModel:
         """Run tokens of a batch in one pass. Return their last hidden states [1, T, H], sequence
         after sequence.
 
-        prefill  the tokens are of a prompt and are never rolled back; other stages are told as well
+        prefill  the tokens are of a prompt and are never rolled back; other stages are informed as
+                 well
 
         Their KV is written after the length of each cache, which does not change. In a pass of few
         rows, which the fused decoder runs, each row is bit-identical to a pass without the other
@@ -341,11 +341,11 @@ class MoEModel:
         """
         head = self._hf_model.get_output_embeddings()
         if backend is None:
-            return self._capped(head(hidden_states))
+            return self._apply_softcap(head(hidden_states))
         with self.using(backend):
-            return self._capped(head(hidden_states))
+            return self._apply_softcap(head(hidden_states))
 
-    def _capped(self, logits: Tensor) -> Tensor:
+    def _apply_softcap(self, logits: Tensor) -> Tensor:
         """Apply the logit softcap that some models have, as their own forward does."""
         cap = logits_cap(self._config)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

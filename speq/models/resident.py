@@ -20,7 +20,7 @@ from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
 from speq.files.range_file import ENDS_BYTES, bytes_of
 from speq.files.safetensors_file import SafetensorsFile
-from speq.units import Progress, no_progress, tracked
+from speq.units import Progress, no_progress, track
 
 MAPS = Path("/proc/self/maps")
 
@@ -116,5 +116,5 @@ def make_resident(
 ) -> None:
     """Read a model's mapped parameters and buffers into allocated memory."""
     tensors = [*chain(model.parameters(), model.buffers())]
-    for tensor in tracked("loading weights", tensors, len(tensors), progress):
+    for tensor in track("loading weights", tensors, len(tensors), progress):
         tensor.data = mapped.words(tensor.data)

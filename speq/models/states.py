@@ -94,6 +94,5 @@ class BatchStateLayer:
         self._layers, self._counts = layers, counts
 
     def run(self, rows: Any, parts: Any) -> Tensor:
-        """Run `StateLayer.run` sequence by sequence."""
         pieces = zip(self._layers, rows.split(self._counts), strict=True)
         return torch.cat([layer.run(each, parts) for layer, each in pieces])

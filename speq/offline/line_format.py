@@ -9,9 +9,9 @@ from speq.errors import SpeqError
 from speq.generator import Generator, Token
 from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
-from speq.options.declared import declared, refuse_unknown
+from speq.options.declared import declared_options, refuse_unknown
 
-SAMPLING = tuple(each.name for each in declared(SamplingParams))
+SAMPLING = tuple(each.name for each in declared_options(SamplingParams))
 # What a request of our own form may have beside them.
 FIELDS = ("custom_id", "prompt", "messages")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from speq.errors import SpeqError
-from speq.options.kinds import Kind
+from speq.options.kinds import OptionType
 
 # The default of an option that must be given.
 REQUIRED: Any = ...
@@ -19,28 +19,38 @@ REQUIRED: Any = ...
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """help: sentences for users; argument: commands take it by its place."""
+    """help: sentences for users; argument: commands take it by its place; by_set: commands take it
+    as `--set NAME=VALUE`, since few users need it.
+    """
 
     help: str
-    kind: Kind
+    kind: OptionType
     argument: bool = False
+    by_set: bool = False
+
+    @property
+    def description(self) -> str:
+        """The help, and what is taken."""
+        return " ".join(filter(None, [self.help, self.kind.limits]))
 
 
 @dataclass(frozen=True, slots=True)
-class Some:
+class Nested:
     """Options of another dataclass, held as a dictionary."""
 
     config: type
     without: tuple[str, ...] = ()
 
     @property
-    def declared(self) -> "tuple[Declared, ...]":
-        return tuple(each for each in declared(self.config) if each.name not in self.without)
+    def options(self) -> "tuple[Declared, ...]":
+        return tuple(
+            each for each in declared_options(self.config) if each.name not in self.without
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """An option and its field. inside: the field of `Some` that it belongs to."""
+    """An option and its field. inside: the field of `Nested` that it belongs to."""
 
     name: str
     option: Option
@@ -64,11 +74,16 @@ class Declared:
         return self.option.kind.text(value)
 
 
-def declared(config: type) -> tuple[Declared, ...]:
+def declared_options(config: type) -> tuple[Declared, ...]:
     """The options of a dataclass, in their order."""
     if config not in _DECLARED:
         _DECLARED[config] = _read(config)
     return _DECLARED[config]
+
+
+def option_names(*configs: type) -> tuple[str, ...]:
+    """Names of the options of some dataclasses."""
+    return tuple(each.name for config in configs for each in declared_options(config))
 
 
 def _read(config: type) -> tuple[Declared, ...]:
@@ -79,8 +94,8 @@ def _read(config: type) -> tuple[Declared, ...]:
         for each in _metadata(hints[field.name]):
             if isinstance(each, Option):
                 found.append(Declared(field.name, each, default))
-            if isinstance(each, Some):
-                found += [replace(inner, inside=field.name) for inner in each.declared]
+            if isinstance(each, Nested):
+                found += [replace(inner, inside=field.name) for inner in each.options]
     return tuple(found)
 
 
@@ -95,7 +110,7 @@ class Options:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for each in declared(type(self)):
+        for each in declared_options(type(self)):
             if each.inside is None:
                 object.__setattr__(self, each.name, each.check(getattr(self, each.name)))
 
@@ -116,7 +131,7 @@ def build(config: type[Config], given: Mapping[str, Any], known: tuple[str, ...]
 
     known  names that the caller takes itself, for the sentence
     """
-    options = declared(config)
+    options = declared_options(config)
     refuse_unknown(given, (*(each.name for each in options), *known))
     missing = [each.name for each in options if each.required and each.name not in given]
     if missing:
@@ -135,11 +150,10 @@ def build(config: type[Config], given: Mapping[str, Any], known: tuple[str, ...]
 
 def split(given: Mapping[str, Any], *configs: type[Options]) -> tuple[Any, ...]:
     """Each dataclass with those of the options that are its own."""
-    names = [tuple(each.name for each in declared(config)) for config in configs]
-    refuse_unknown(given, tuple(name for each in names for name in each))
+    refuse_unknown(given, option_names(*configs))
     return tuple(
-        build(config, {name: given[name] for name in own if name in given})
-        for config, own in zip(configs, names, strict=True)
+        build(config, {name: given[name] for name in option_names(config) if name in given})
+        for config in configs
     )
 
 

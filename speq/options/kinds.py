@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from speq.errors import SpeqError, checked_choice, checked_int, shown
+from speq.errors import SpeqError, checked_choice, checked_int, format_value
 from speq.registries import Registry
 from speq.units import format_bytes, parse_bytes, parse_rate
 
@@ -15,7 +15,7 @@ from speq.units import format_bytes, parse_bytes, parse_rate
 MOST_BYTES = 1 << 50
 
 
-class Kind(Protocol):
+class OptionType(Protocol):
     """A kind of values."""
 
     @property
@@ -47,7 +47,7 @@ class Kind(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Text(Kind):
+class Text(OptionType):
     """A text.
 
     wanted  what to give instead of an empty one; None: an empty one will do
@@ -68,7 +68,7 @@ class Text(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class File(Kind):
+class File(OptionType):
     """A path.
 
     readable  it must not be a folder, which has nothing to read
@@ -83,9 +83,7 @@ class File(Kind):
     def metavar(self) -> str:
         return "FOLDER" if "folder" in self.wanted else "FILE"
 
-    @property
-    def accepts(self) -> str:
-        return "str | Path"
+    accepts: ClassVar[str] = "str | Path"
 
     def check(self, name: str, value: Any) -> Path:
         wanted = f"{self.wanted}, or - to print" if self.printed else self.wanted
@@ -100,16 +98,12 @@ class File(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Switch(Kind):
+class Switch(OptionType):
     """On or off; given without a value on the command line."""
 
-    @property
-    def accepts(self) -> str:
-        return "bool"
-
-    @property
-    def typed(self) -> type:
-        return bool
+    metavar: ClassVar[str] = "true/false"
+    accepts: ClassVar[str] = "bool"
+    typed: ClassVar[type] = bool
 
     def check(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -121,19 +115,16 @@ class Switch(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Kind):
+class Choice(OptionType):
     """One of some names, and of those in a registry at the time."""
 
     names: tuple[str, ...] = ()
     registry: Registry | None = None
+    metavar: ClassVar[str] = "NAME"
 
     @property
     def choices(self) -> tuple[str, ...]:
         return (*self.names, *(self.registry.names if self.registry else ()))
-
-    @property
-    def metavar(self) -> str:
-        return "NAME"
 
     @property
     def limits(self) -> str:
@@ -144,7 +135,7 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Kind):
+class Whole(OptionType):
     """A whole number within bounds, or one of some.
 
     word  what is typed, and may be given, for None
@@ -155,9 +146,7 @@ class Whole(Kind):
     word: str | None = None
     among: tuple[int, ...] = ()
 
-    @property
-    def metavar(self) -> str:
-        return "N"
+    metavar: ClassVar[str] = "N"
 
     @property
     def limits(self) -> str:
@@ -196,7 +185,7 @@ class Whole(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Number(Kind):
+class Number(OptionType):
     """A number from minimum, which may itself be left out, to maximum."""
 
     maximum: float
@@ -208,20 +197,15 @@ class Number(Kind):
     def metavar(self) -> str:
         return {"milliseconds": "MS"}.get(self.unit, "X")
 
-    @property
-    def accepts(self) -> str:
-        return "float"
-
-    @property
-    def typed(self) -> type:
-        return float
+    accepts: ClassVar[str] = "float"
+    typed: ClassVar[type] = float
 
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise SpeqError(f"{name} is {value!r}; it must be {self._wanted}")
         above = value > self.minimum if self.without_minimum else value >= self.minimum
         if not above or not value <= self.maximum:
-            raise SpeqError(f"{name} is {shown(value)}; it must be {self._bounds}")
+            raise SpeqError(f"{name} is {format_value(value)}; it must be {self._bounds}")
         return value
 
     @property
@@ -240,7 +224,7 @@ class Number(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Amount(Kind):
+class Amount(OptionType):
     """A number of things, or a share of all there are, such as "50%": held as a float up to 1.
 
     other  what may be given in place of either, and is held as it is
@@ -249,13 +233,8 @@ class Amount(Kind):
     minimum: int = 1
     other: str | None = None
 
-    @property
-    def metavar(self) -> str:
-        return "N|SHARE%"
-
-    @property
-    def accepts(self) -> str:
-        return "int | str"
+    metavar: ClassVar[str] = "N|SHARE%"
+    accepts: ClassVar[str] = "int | str"
 
     def check(self, name: str, value: Any) -> int | float | str:
         if self.other is not None and value == self.other:
@@ -289,18 +268,13 @@ class Amount(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Size(Kind):
+class Size(OptionType):
     """Bytes, such as "8GiB". kept: the text is what the option holds, once it is understood."""
 
     kept: bool = False
 
-    @property
-    def metavar(self) -> str:
-        return "SIZE"
-
-    @property
-    def accepts(self) -> str:
-        return "str | int"
+    metavar: ClassVar[str] = "SIZE"
+    accepts: ClassVar[str] = "str | int"
 
     def check(self, name: str, value: Any) -> Any:
         size = parse_bytes(value)
@@ -315,16 +289,11 @@ class Size(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Rate(Kind):
+class Rate(OptionType):
     """Bytes per second, such as "25GB/s"."""
 
-    @property
-    def metavar(self) -> str:
-        return "RATE"
-
-    @property
-    def accepts(self) -> str:
-        return "str | float"
+    metavar: ClassVar[str] = "RATE"
+    accepts: ClassVar[str] = "str | float"
 
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, str):
@@ -341,7 +310,7 @@ class Rate(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Several(Kind):
+class ListOf(OptionType):
     """Values of a kind: a sequence, or a text with commas between them.
 
     wanted    what to give, in the error
@@ -350,7 +319,7 @@ class Several(Kind):
     optional  none at all will do
     """
 
-    each: Kind
+    each: OptionType
     wanted: str = "values separated by commas"
     repeated: bool = False
     optional: bool = False

@@ -9,27 +9,93 @@ from typing import TypedDict
 
 
 class RunOptions(TypedDict, total=False):
+    host_budget: str | int | None
+    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
+    Default: 80% of what is free.
+    """
+    context_length: int | None
+    """Tokens that the KV cache holds. Default: what each request needs."""
+    max_batch: int
+    """Sequences that run as one batch, at most. Each has a KV cache of the whole context."""
+    prefix_reuse: str
+    """What a sequence reuses of the KV cache of an earlier one with the same beginning: chunks
+    (whole chunks of its prompt, bit for bit what running them anew gives), tokens (all tokens,
+    the answer's too; in 16 bits the last bits may differ, since other passes computed them) or
+    none.
+    """
     device: str
     """Where to compute."""
     dtype: str
     """Compute dtype; auto is the checkpoint's."""
-    context_length: int | None
-    """Tokens that the KV cache holds; default: what each request needs."""
-    max_batch: int
-    """Texts that are run side by side, at most; each has a KV cache of the whole context."""
-    prefix_reuse: str
-    """What a text that begins as an earlier one takes over of its KV entries: chunks (whole chunks
-    of its prompt, bit for bit what running them anew gives), tokens (all tokens, the answer's
-    too; other passes made their entries, so in 16 bits the last bits may differ) or none.
+    graphs: str
+    """Passes that are recorded and launched as a whole: auto (on the device cuda, all but those of
+    prompts) or none.
+    """
+    profile: str | Path
+    """The profile of `speq tune` to plan by: auto (the one kept for this model, device and budget),
+    none, or a file.
+    """
+    codec: str
+    """Form of exact experts in slots. auto is the codec of a packed model, or else what the budget
+    asks for.
+    """
+    dense: str
+    """Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if
+    memory is short or it was measured to be no slower.
+    """
+    packed_copy: str
+    """A packed copy of published experts in ~/.cache/speq/experts for later runs: auto or none.
+    auto writes one during a run on the CPU whose experts are in bfloat16, take 1 GiB or more and
+    are not all in slots. A run with codec auto reads a complete copy. `speq cache` lists and
+    removes copies.
+    """
+    verify_reads: bool
+    """Compare experts with the checksums of a pack or a packed copy at every read, not only at the
+    first.
+    """
+    cache_policy: str
+    """Which expert leaves when its slot is needed."""
+    prefetch: str
+    """Which experts come before they are needed."""
+    reader_threads: int
+    """Experts read from disk at a time."""
+    expert_budget: int | str | None
+    """NOT EXACT: the most experts of a layer that a verification of a draft may ask for, or such a
+    share of them (50%). Experts in slots are free besides.
+    """
+    expert_floor: float | None
+    """NOT EXACT: a verification of a draft may ask for an expert only if it holds at least this
+    share of the layer's routing weight. Experts in slots are free.
+    """
+    expert_policy: str
+    """Under an expert budget, what tokens do without the experts outside it: substitute (choose
+    again among those inside) or truncate (do with the rest).
+    """
+    expert_ranking: str
+    """Under an expert budget, what ranks experts: router (what the tokens want) or static
+    (expert_counts).
+    """
+    expert_counts: str | Path | None
+    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
+    expert_rows: str
+    """Under an expert budget, how drafted tokens count: reach (by the chance that they are
+    accepted) or equal.
+    """
+    expert_residents: str
+    """Under an expert budget, how experts in slots count: free, or ranked as all others."""
+    expert_audit: float
+    """Under an expert budget, the share of verifications that run exactly as well, to measure what
+    it costs. Their exact tokens are kept.
     """
     draft: str | Path
-    """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
-    checkpoint, or of one to round.
+    """Source of the INT4 copy of the experts: auto, none, or the folder or hub id of a GPTQ
+    checkpoint, or of a checkpoint to round.
     """
     draft_dense: str
-    """Which of the draft's layers beside the experts run on INT4 codes as well: none, shared
-    (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
-    eight bits); auto is all.
+    """Layers of the draft beside the experts that use INT4 codes as well: none, shared (shared
+    experts and dense MLPs), attention (these and attention) or all (and the head, in eight
+    bits). auto is all.
     """
     draft_experts: int | str | None
     """Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those used
@@ -37,95 +103,28 @@ class RunOptions(TypedDict, total=False):
     expected. Default: all.
     """
     draft_counts: str | Path | None
-    """With draft_experts: counts of how often each expert is used, which `speq bench coverage
-    --counts` writes. Default: what `speq tune` kept of the model.
+    """With draft_experts: counts of how often each expert is used, which `python -m
+    bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.
+    """
+    drafter: str
+    """What proposes tokens. auto is the INT4 copy or a head beside the model, by what is expected,
+    and ngram where a sequence repeats itself and that pays.
+    """
+    head: str | Path
+    """The head of drafter head: auto (.speq/head in the model's folder), mtp (the MTP layer of the
+    model's own checkpoint), or a folder: what `speq train-head` wrote elsewhere, or a published
+    EAGLE-3 head in safetensors.
     """
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
     draft_nodes: int | None
-    """Let int4, cached or head draft trees of so many tokens at most, with as many passes as tokens
-    are drafted per step; with draft length auto the governor chooses between these and chains.
+    """Let int4, cached or head draft trees of at most so many tokens, with as many passes as tokens
+    are drafted per step. With draft length auto the governor chooses between trees and chains.
     Default: chains.
     """
     prune_rows: str
-    """Give up drafted tokens in the midst of a verification where their experts cost more than they
-    are worth, which changes no output: on, off, or auto: where drafts are trees.
-    """
-    expert_budget: int | str | None
-    """NOT EXACT: let verifications of drafts ask for so many experts of a layer at most, or for
-    such a share of them (50%); experts that lie in slots are free besides.
-    """
-    expert_floor: float | None
-    """NOT EXACT: let verifications of drafts ask for an expert only where it holds at least so
-    large a share of a layer's routing weight; experts that lie in slots are free.
-    """
-    expert_policy: str
-    """Under an expert budget, what rows do without the experts that are outside: substitute (choose
-    again among those inside) or truncate (do with the rest).
-    """
-    expert_ranking: str
-    """Under an expert budget, what experts are ranked by: router (what the rows want) or static
-    (expert_counts).
-    """
-    expert_counts: str | Path | None
-    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
-    expert_rows: str
-    """Under an expert budget, how drafted tokens count: reach (by the chance that they stand) or
-    equal.
-    """
-    expert_residents: str
-    """Under an expert budget, whether experts that lie in slots are free: free, or ranked like all
-    others.
-    """
-    expert_audit: float
-    """Under an expert budget, the share of verifications that run exactly as well, to tell what it
-    costs; their exact tokens are kept.
-    """
-    cache_policy: str
-    """Which expert leaves when its slot is needed."""
-    prefetch: str
-    """Which experts come before they are needed."""
-    drafter: str
-    """What proposes tokens; auto is the INT4 copy or a head beside the model, by what is expected,
-    and ngram where a text repeats itself and that pays.
-    """
-    head: str | Path
-    """The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the
-    layer of the model's own checkpoint that predicts tokens ahead), or a folder: what `speq
-    train-head` wrote elsewhere, or a published EAGLE-3 head in safetensors.
-    """
-    codec: str
-    """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
-    for.
-    """
-    dense: str
-    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
-    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
-    memory is short or it was measured to be no slower.
-    """
-    graphs: str
-    """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
-    device cuda) or none.
-    """
-    packed_copy: str
-    """A packed copy of published experts in ~/.cache/speq/experts, for later runs, written while a
-    run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are not all in
-    slots) or none; a run with codec auto reads a copy that is whole. `speq cache` lists and
-    removes copies.
-    """
-    profile: str | Path
-    """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
-    none, or a file.
-    """
-    verify_reads: bool
-    """Compare experts with the checksums of a pack or a packed copy at every read, not only when
-    they are first read.
-    """
-    reader_threads: int
-    """Experts read from disk at a time."""
-    host_budget: str | int | None
-    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
-    Default: 80% of what is free.
+    """Give up drafted tokens during a verification if their experts cost more than they are worth:
+    on, off, or auto (for trees). The output does not change.
     """
     tpot_slo_ms: float | None
     """With draft length auto: time per token, at most, in milliseconds."""
@@ -168,8 +167,8 @@ class PackOptions(TypedDict, total=False):
     residual: smaller still, over a draft's codes and with that draft; auto is raw.
     """
     draft: str | Path
-    """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
-    checkpoint, or of one to round.
+    """Source of the INT4 copy of the experts: auto, none, or the folder or hub id of a GPTQ
+    checkpoint, or of a checkpoint to round.
     """
 
 
@@ -261,27 +260,27 @@ class PlanOptions(TypedDict, total=False):
     dtype: str
     """Compute dtype; auto is the checkpoint's."""
     dense: str
-    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
-    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
+    """Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if
     memory is short or it was measured to be no slower.
     """
     context_length: int | None
-    """Tokens that the KV cache holds; default: what each request needs."""
+    """Tokens that the KV cache holds. Default: what each request needs."""
     max_batch: int
-    """Texts that are run side by side, at most; each has a KV cache of the whole context."""
+    """Sequences that run as one batch, at most. Each has a KV cache of the whole context."""
     draft_experts: int | str | None
     """Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those used
     most, by draft_counts. Drafts choose among these. auto: all, half or a quarter, by what is
     expected. Default: all.
     """
     draft_counts: str | Path | None
-    """With draft_experts: counts of how often each expert is used, which `speq bench coverage
-    --counts` writes. Default: what `speq tune` kept of the model.
+    """With draft_experts: counts of how often each expert is used, which `python -m
+    bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.
     """
     head: str | Path
-    """The head that drafter head drafts with: auto (.speq/head in the model's folder), mtp (the
-    layer of the model's own checkpoint that predicts tokens ahead), or a folder: what `speq
-    train-head` wrote elsewhere, or a published EAGLE-3 head in safetensors.
+    """The head of drafter head: auto (.speq/head in the model's folder), mtp (the MTP layer of the
+    model's own checkpoint), or a folder: what `speq train-head` wrote elsewhere, or a published
+    EAGLE-3 head in safetensors.
     """
     preset: str | None
     """A card or machine by name; `?` lists them."""
@@ -290,11 +289,11 @@ class PlanOptions(TypedDict, total=False):
     memory_bandwidth: str | float | None
     """Bandwidth of the memory that holds weights, such as 900GB/s."""
     profile: str | Path
-    """What `speq tune` measured, to go by: auto (what is kept for this model, device and budget),
+    """The profile of `speq tune` to plan by: auto (the one kept for this model, device and budget),
     none, or a file.
     """
     routes: str | Path | None
-    """Recorded routes (`speq bench hit-rate --routes`) to count experts by."""
+    """Recorded routes (`python -m bench.lab.hit_rate --routes`) to count experts by."""
     locality: str | None
     """Routes to count experts by; default: those of --routes or of the profile, or else published.
     """
@@ -311,97 +310,96 @@ class TuneOptions(TypedDict, total=False):
     """Tokens to generate for each prompt."""
     out: str | Path | None
     """File for the profile; default: kept in the user's cache folder."""
+    host_budget: str | int | None
+    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
+    Default: 80% of what is free.
+    """
+    context_length: int | None
+    """Tokens that the KV cache holds. Default: what each request needs."""
+    max_batch: int
+    """Sequences that run as one batch, at most. Each has a KV cache of the whole context."""
+    prefix_reuse: str
+    """What a sequence reuses of the KV cache of an earlier one with the same beginning: chunks
+    (whole chunks of its prompt, bit for bit what running them anew gives), tokens (all tokens,
+    the answer's too; in 16 bits the last bits may differ, since other passes computed them) or
+    none.
+    """
     device: str
     """Where to compute."""
     dtype: str
     """Compute dtype; auto is the checkpoint's."""
-    context_length: int | None
-    """Tokens that the KV cache holds; default: what each request needs."""
-    max_batch: int
-    """Texts that are run side by side, at most; each has a KV cache of the whole context."""
-    prefix_reuse: str
-    """What a text that begins as an earlier one takes over of its KV entries: chunks (whole chunks
-    of its prompt, bit for bit what running them anew gives), tokens (all tokens, the answer's
-    too; other passes made their entries, so in 16 bits the last bits may differ) or none.
+    graphs: str
+    """Passes that are recorded and launched as a whole: auto (on the device cuda, all but those of
+    prompts) or none.
     """
-    draft: str | Path
-    """Where the INT4 copy of the experts comes from: auto, none, or the folder or hub id of a GPTQ
-    checkpoint, or of one to round.
+    codec: str
+    """Form of exact experts in slots. auto is the codec of a packed model, or else what the budget
+    asks for.
     """
-    draft_dense: str
-    """Which of the draft's layers beside the experts run on INT4 codes as well: none, shared
-    (shared experts and dense MLPs), attention (these and attention) or all (and the head, in
-    eight bits); auto is all.
+    dense: str
+    """Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if
+    memory is short or it was measured to be no slower.
     """
-    draft_nodes: int | None
-    """Let int4, cached or head draft trees of so many tokens at most, with as many passes as tokens
-    are drafted per step; with draft length auto the governor chooses between these and chains.
-    Default: chains.
+    packed_copy: str
+    """A packed copy of published experts in ~/.cache/speq/experts for later runs: auto or none.
+    auto writes one during a run on the CPU whose experts are in bfloat16, take 1 GiB or more and
+    are not all in slots. A run with codec auto reads a complete copy. `speq cache` lists and
+    removes copies.
     """
-    prune_rows: str
-    """Give up drafted tokens in the midst of a verification where their experts cost more than they
-    are worth, which changes no output: on, off, or auto: where drafts are trees.
-    """
-    expert_budget: int | str | None
-    """NOT EXACT: let verifications of drafts ask for so many experts of a layer at most, or for
-    such a share of them (50%); experts that lie in slots are free besides.
-    """
-    expert_floor: float | None
-    """NOT EXACT: let verifications of drafts ask for an expert only where it holds at least so
-    large a share of a layer's routing weight; experts that lie in slots are free.
-    """
-    expert_policy: str
-    """Under an expert budget, what rows do without the experts that are outside: substitute (choose
-    again among those inside) or truncate (do with the rest).
-    """
-    expert_ranking: str
-    """Under an expert budget, what experts are ranked by: router (what the rows want) or static
-    (expert_counts).
-    """
-    expert_counts: str | Path | None
-    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
-    expert_rows: str
-    """Under an expert budget, how drafted tokens count: reach (by the chance that they stand) or
-    equal.
-    """
-    expert_residents: str
-    """Under an expert budget, whether experts that lie in slots are free: free, or ranked like all
-    others.
-    """
-    expert_audit: float
-    """Under an expert budget, the share of verifications that run exactly as well, to tell what it
-    costs; their exact tokens are kept.
+    verify_reads: bool
+    """Compare experts with the checksums of a pack or a packed copy at every read, not only at the
+    first.
     """
     cache_policy: str
     """Which expert leaves when its slot is needed."""
     prefetch: str
     """Which experts come before they are needed."""
-    codec: str
-    """How exact experts lie in slots; auto is a packed model's own, or else what the budget asks
-    for.
-    """
-    dense: str
-    """How weights outside the experts are held: raw (words), lossless (about 11 bits a bfloat16
-    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless where
-    memory is short or it was measured to be no slower.
-    """
-    graphs: str
-    """Passes that are recorded and launched as a whole: auto (all but those of prompts, on the
-    device cuda) or none.
-    """
-    packed_copy: str
-    """A packed copy of published experts in ~/.cache/speq/experts, for later runs, written while a
-    run goes on: auto (on the CPU, of 1 GiB of experts or more in bfloat16 that are not all in
-    slots) or none; a run with codec auto reads a copy that is whole. `speq cache` lists and
-    removes copies.
-    """
-    verify_reads: bool
-    """Compare experts with the checksums of a pack or a packed copy at every read, not only when
-    they are first read.
-    """
     reader_threads: int
     """Experts read from disk at a time."""
-    host_budget: str | int | None
-    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
-    Default: 80% of what is free.
+    expert_budget: int | str | None
+    """NOT EXACT: the most experts of a layer that a verification of a draft may ask for, or such a
+    share of them (50%). Experts in slots are free besides.
+    """
+    expert_floor: float | None
+    """NOT EXACT: a verification of a draft may ask for an expert only if it holds at least this
+    share of the layer's routing weight. Experts in slots are free.
+    """
+    expert_policy: str
+    """Under an expert budget, what tokens do without the experts outside it: substitute (choose
+    again among those inside) or truncate (do with the rest).
+    """
+    expert_ranking: str
+    """Under an expert budget, what ranks experts: router (what the tokens want) or static
+    (expert_counts).
+    """
+    expert_counts: str | Path | None
+    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
+    expert_rows: str
+    """Under an expert budget, how drafted tokens count: reach (by the chance that they are
+    accepted) or equal.
+    """
+    expert_residents: str
+    """Under an expert budget, how experts in slots count: free, or ranked as all others."""
+    expert_audit: float
+    """Under an expert budget, the share of verifications that run exactly as well, to measure what
+    it costs. Their exact tokens are kept.
+    """
+    draft: str | Path
+    """Source of the INT4 copy of the experts: auto, none, or the folder or hub id of a GPTQ
+    checkpoint, or of a checkpoint to round.
+    """
+    draft_dense: str
+    """Layers of the draft beside the experts that use INT4 codes as well: none, shared (shared
+    experts and dense MLPs), attention (these and attention) or all (and the head, in eight
+    bits). auto is all.
+    """
+    draft_nodes: int | None
+    """Let int4, cached or head draft trees of at most so many tokens, with as many passes as tokens
+    are drafted per step. With draft length auto the governor chooses between trees and chains.
+    Default: chains.
+    """
+    prune_rows: str
+    """Give up drafted tokens during a verification if their experts cost more than they are worth:
+    on, off, or auto (for trees). The output does not change.
     """

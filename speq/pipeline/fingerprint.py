@@ -14,7 +14,7 @@ from speq.files.contents import content_digest
 from speq.files.json_file import parse_json
 from speq.models.layer_range import LayerRange, layer_ranges
 from speq.models.opened import Opened
-from speq.options.declared import declared
+from speq.options.declared import declared_options
 from speq.pipeline.settings import DRAFTERS_WITHOUT_PASSES, counts_of
 from speq.units import Progress
 from speq.version import __version__
@@ -104,7 +104,7 @@ class RunSettings:
     def of_json(cls, text: bytes) -> "RunSettings":
         """Parse the settings of rank 0. Raises SpeqError for those of another version."""
         names = [field.name for field in fields(cls)]
-        options = {each.name: each for each in declared(RunConfig)}
+        options = {each.name: each for each in declared_options(RunConfig)}
         try:
             content = parse_json(text)
             if not isinstance(content, dict) or set(content) != set(names):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError, checked_int, shown
+from speq.errors import SpeqError, checked_int, format_value
 from speq.models.kv_cache import KVCache
 from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
@@ -74,7 +74,7 @@ class ForwardPass:
         if len(slots) < len(sequences) or not sequences:
             raise invalid_message("sequences that do not differ")
         if not isinstance(prefill, bool):
-            raise invalid_message(f"reading is {shown(prefill)}")
+            raise invalid_message(f"reading is {format_value(prefill)}")
         if prefill and (len(sequences) > 1 or sequences[0].tree is not None or count > chunk):
             raise invalid_message(
                 f"a prompt of {count} rows and {len(sequences)} sequences in one pass"
@@ -106,7 +106,9 @@ def apply_changes(changes: Any, caches: list[KVCache]) -> None:
         elif name == "erase" and given is None:
             cache.erase()
         else:
-            raise invalid_message(f"change {shown(name)} {shown(given)} of a KV cache")
+            raise invalid_message(
+                f"change {format_value(name)} {format_value(given)} of a KV cache"
+            )
 
 
 def tokens_of_entry(entry: Any, caches: list[KVCache]) -> SequenceTokens:
@@ -133,13 +135,13 @@ def fields_of(message: StageMessage, *names: str) -> tuple[Any, ...]:
     """Return the fields of a message, which must be exactly these."""
     content = message.content
     if set(content) != set(names):
-        raise invalid_message(f"fields {shown(sorted(content))}")
+        raise invalid_message(f"fields {format_value(sorted(content))}")
     return tuple(content[name] for name in names)
 
 
 def check_list(what: str, value: Any, count: int | None = None) -> list[Any]:
     if not isinstance(value, list) or (count is not None and len(value) != count):
-        raise invalid_message(f"{what} is {shown(value)}")
+        raise invalid_message(f"{what} is {format_value(value)}")
     return value
 
 

@@ -3,16 +3,16 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from speq.governor.locality import Locality, RouteCurve, nearest_curve
-from speq.governor.planner import Outlook, PassBytes, Speeds
-from speq.governor.presets import Rates
 from speq.governor.profile import Profile
-from speq.governor.residency_plan import ResidencyPlan
 from speq.governor.roofline import Link
-from speq.governor.survey import Survey
 from speq.models.shape import ModelShape
+from speq.planning.cost.locality import Locality, RouteCurve, nearest_curve
+from speq.planning.cost.planner import Outlook, PassBytes, Speeds
+from speq.planning.cost.presets import Rates
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
 
-# That a token drafted by INT4 experts stands, where it was never measured: "over 90 %" in MoE-SpeQ
+# Acceptance of tokens drafted by INT4 experts, where it was never measured: "over 90 %" in MoE-SpeQ
 # 4.5; 0.92 to 0.98 on the bundled model.
 DEFAULT_ACCEPTANCE = 0.9
 
@@ -66,26 +66,26 @@ class Assumptions:
 
     @property
     def drafted(self) -> bool:
-        """Whether it is known how fast drafts are."""
+        """True if it is known how fast drafts are."""
         return not isinstance(self.machine, Profile) or self.machine.drafted
 
     @property
     def encode_bytes_per_s(self) -> dict[str, float]:
-        """Of the codecs whose encoding was timed, by name."""
+        """Speed of each codec whose encoding was timed, by name."""
         return {} if isinstance(self.machine, Rates) else self.machine.encode_bytes_per_s
 
-    def timed(self, residency_plan: ResidencyPlan, on_cpu: bool) -> bool:
-        """Whether it is known how fast published words are encoded, if a holding needs that. On a
+    def knows_encoding(self, residency_plan: ResidencyPlan, on_cpu: bool) -> bool:
+        """True if it is known how fast published words are encoded, or a plan needs no such. On a
         GPU host memory holds them encoded already: a miss moves records.
         """
         return not residency_plan.encoded or (
             on_cpu and residency_plan.codec in self.encode_bytes_per_s
         )
 
-    def priced(
+    def with_encoding_cost(
         self, residency_plan: ResidencyPlan, words_bytes: int, on_cpu: bool, count: int
     ) -> ResidencyPlan:
-        """The holding with the time that encoding adds to a miss, and to a load. A load reads all
+        """The plan with the time that encoding adds to a miss, and to a load. A load reads all
         experts for it, which a prompt would otherwise do.
 
         words_bytes  of one expert as published; count: of all experts
@@ -102,9 +102,9 @@ class Assumptions:
         num_layers: int,
         sizes: PassBytes,
         residency_plans: Iterable[ResidencyPlan],
-        head_stand: tuple[float, ...] = (),
+        head_acceptance: tuple[float, ...] = (),
     ) -> Outlook:
-        """head_stand: by depth, how often tokens of the model's head stand; empty: not measured"""
+        """head_acceptance: by depth, acceptance of the model's head; empty: not measured"""
         machine, locality = self.machine, self.locality
         if isinstance(machine, Profile):
             speeds = Speeds.of_profile(
@@ -115,7 +115,12 @@ class Assumptions:
         else:
             speeds = Speeds.of_rates(machine, sizes, residency_plans)
         return Outlook(
-            num_layers, locality, speeds, self.link, self.acceptance, head_stand=head_stand
+            num_layers,
+            locality,
+            speeds,
+            self.link,
+            self.acceptance,
+            head_acceptance=head_acceptance,
         )
 
 

@@ -1,18 +1,18 @@
 """What fits a budget and what it would give, before anything is loaded: `speq plan`.
 
 Memory is planned by the same code as a run's (`speq.planning.memory`); times are the governor's
-(`speq.governor.planner`).
+(`speq.planning.cost.planner`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from speq.governor.planner import choose
-from speq.governor.residency_plan import ResidencyPlan
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import candidates_of, with_measured_head
 from speq.planning.choose_plan import outlook_of
+from speq.planning.cost.planner import choose
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.fitting import fit, fit_all, least_refusal
 from speq.planning.host_memory import HostPlan, host_plan
@@ -96,7 +96,7 @@ def candidate_entry(residency_plan: ResidencyPlan) -> dict[str, Any]:
     TPOTs beside the expected one are those with all transfers exposed (Eq. 3 of MoE-SpeQ) and with
     all hidden that can be.
     """
-    cycle = residency_plan.cycle
+    step = residency_plan.step
     return {
         "codec": residency_plan.codec,
         "encoded": residency_plan.encode_s > 0,
@@ -104,16 +104,16 @@ def candidate_entry(residency_plan: ResidencyPlan) -> dict[str, Any]:
         "drafter": residency_plan.drafter,
         "draft_experts": residency_plan.draft_experts,
         "slots": residency_plan.slots,
-        "draft_length": cycle.draft_length,
+        "draft_length": step.draft_length,
         "tpot_ms": residency_plan.tpot_s * 1e3,
-        "exposed_tpot_ms": cycle.serial_s / cycle.tokens * 1e3,
-        "hidden_tpot_ms": cycle.overlapped_s / cycle.tokens * 1e3,
+        "exposed_tpot_ms": step.serial_s / step.tokens * 1e3,
+        "hidden_tpot_ms": step.overlapped_s / step.tokens * 1e3,
         "moved_bytes_per_token": residency_plan.moved_bytes_per_token,
-        "limit": cycle.limit,
+        "limit": step.limit,
     }
 
 
-def plan(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions) -> BudgetPlan:
+def plan_budget(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions) -> BudgetPlan:
     """Plan every way to hold the experts.
 
     Raises SpeqError, item by item, where not even the smallest fits without a draft, and where the
@@ -123,7 +123,7 @@ def plan(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions) -> Bud
     candidates = [
         way
         for way in candidates_of(model_spec, budget.on_cpu)
-        if assumptions.timed(way, budget.on_cpu)
+        if assumptions.knows_encoding(way, budget.on_cpu)
     ]
     candidates += with_measured_head(model_spec, candidates)
     if model_spec.draft is None:
@@ -133,7 +133,8 @@ def plan(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions) -> Bud
         candidates = [way for way in candidates if way.drafter != "int4"]
     words_bytes = model_spec.codec.shape.nbytes
     candidates = [
-        assumptions.priced(way, words_bytes, budget.on_cpu, model_spec.count) for way in candidates
+        assumptions.with_encoding_cost(way, words_bytes, budget.on_cpu, model_spec.count)
+        for way in candidates
     ]
     fitting, refused = fit_all(model_spec, candidates, budget)
     left_out |= {
@@ -148,20 +149,20 @@ def plan(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions) -> Bud
         model_spec,
         budget,
         assumptions,
-        [outlook.weighed(residency_plan) for residency_plan in residency_plans],
+        [outlook.with_estimate(residency_plan) for residency_plan in residency_plans],
         [made for _, made in fitting],
         choose(outlook, residency_plans)[1],
         choose(replace(outlook, locality=independent), residency_plans)[1],
         outlook.break_even_acceptance(residency_plans),
         outlook.break_even_link(residency_plans),
         left_out,
-        with_head(model_spec, residency_plans, budget, left_out),
+        plan_with_head(model_spec, residency_plans, budget, left_out),
     )
     _ = made.host  # refuses a host budget that is too small
     return made
 
 
-def with_head(
+def plan_with_head(
     model_spec: ModelSpec,
     residency_plans: Sequence[ResidencyPlan],
     budget: Budget,

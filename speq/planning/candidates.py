@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from speq.config import RunConfig
+from speq.config import DraftOptions
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.expert_store import ExpertStore
-from speq.governor.residency_plan import ResidencyPlan
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.model_spec import ModelSpec
 from speq.planning.used_experts import WHOLE, DraftPart
 from speq.registries import DRAFTERS
@@ -38,27 +38,32 @@ def candidates_of(model_spec: ModelSpec, on_cpu: bool) -> list[ResidencyPlan]:
     ]
 
 
-def open_candidates(model_spec: ModelSpec, config: RunConfig, on_cpu: bool) -> list[ResidencyPlan]:
-    """The ways that a run's options and files allow. Raises SpeqError where options exclude all."""
+def open_candidates(
+    model_spec: ModelSpec, drafts: DraftOptions, codec: str, on_cpu: bool
+) -> list[ResidencyPlan]:
+    """The ways that a run's options and files allow. Raises SpeqError where options exclude all.
+
+    codec  the option
+    """
     given = model_spec.codec.name
-    if config.codec != "auto":
-        codec_of(config.codec, model_spec.codec.shape)  # refuses words that it does not code
-    drafter = drafter_of(config)
+    if codec != "auto":
+        codec_of(codec, model_spec.codec.shape)  # refuses words that it does not code
+    drafter = drafter_of(drafts)
     with_int4 = drafter != "none" and DRAFTERS[drafter].needs_int4
     found = []
     for way in candidates_of(model_spec, on_cpu):
         readable = way.encoded or way.codec == given
-        if not readable or config.codec not in ("auto", way.codec):
+        if not readable or codec not in ("auto", way.codec):
             continue
         if with_int4:
             # Without the copy, which may not fit, nobody drafts.
             found.append(replace(way, drafter=drafter) if way.drafts else way)
         elif not way.drafts:
             found.append(replace(way, drafter=drafter))
-        elif way.needs_draft and way.codec in (given, config.codec):
+        elif way.needs_draft and way.codec in (given, codec):
             # Only as a base: who does not draft needs no codes of other layers.
             found.append(replace(way, drafter=drafter, draft_bytes=model_spec.base_bytes))
-    if config.drafter == "auto" and drafter != "none":
+    if drafts.drafter == "auto" and drafter != "none":
         found += with_measured_head(model_spec, found)
     if model_spec.dense.name == "residual":  # read over the draft's codes
         return [replace(way, dense_base=True) for way in found if way.drafter == "int4"]
@@ -69,19 +74,19 @@ def with_measured_head(
     model_spec: ModelSpec, candidates: Sequence[ResidencyPlan]
 ) -> list[ResidencyPlan]:
     """The ways without a draft once more, with the model's head in it, if it is known how far its
-    drafts stand.
+    drafts are accepted.
     """
     plain = [way for way in candidates if not way.drafts and not way.needs_draft]
-    return [replace(way, drafter="head") for way in plain] if model_spec.head_stand else []
+    return [replace(way, drafter="head") for way in plain] if model_spec.head_acceptance else []
 
 
-def agree(store: ExpertStore, config: RunConfig) -> None:
+def check_codec(store: ExpertStore, codec: str) -> None:
     """Raise SpeqError where a packed model is wanted in another codec than it is packed with."""
     given = store.codec.name
-    if not store.published and config.codec not in ("auto", given):
+    if not store.published and codec not in ("auto", given):
         raise SpeqError(
-            f"codec {config.codec} was asked for and the model is packed with codec {given}; leave "
-            f"it to be auto, or pack the published model with --codec {config.codec}"
+            f"codec {codec} was asked for and the model is packed with codec {given}; leave it to "
+            f"be auto, or pack the published model with --codec {codec}"
         )
 
 
@@ -102,30 +107,38 @@ def check_parts(parts: Sequence[DraftPart], codec: ExpertCodec, wanted: str = "a
             )
 
 
-def drafter_of(config: RunConfig) -> str:
-    """Who is to draft, if there is room."""
-    if config.draft_length == 0:
+def drafter_of(drafts: DraftOptions) -> str:
+    """The drafter that options name, if there is room. Raises SpeqError where it has no draft."""
+    if drafts.draft_length == 0:
         return "none"
-    if config.drafter == "auto":
-        return "none" if config.draft == "none" else "int4"
-    if config.draft == "none" and config.drafter != "none" and DRAFTERS[config.drafter].needs_int4:
+    if drafts.drafter == "auto":
+        return "none" if drafts.draft == "none" else "int4"
+    if drafts.draft == "none" and drafts.drafter != "none" and DRAFTERS[drafts.drafter].needs_int4:
         raise SpeqError(
-            f"drafter {config.drafter} drafts with the INT4 copy and draft is none; leave draft to "
+            f"drafter {drafts.drafter} drafts with the INT4 copy and draft is none; leave draft to "
             "be auto, or choose another drafter"
         )
-    return config.drafter
+    return drafts.drafter
 
 
-def wants_int4(config: RunConfig, codec: ExpertCodec) -> bool:
-    """Whether an INT4 copy is to be held: to draft with, or to read exact experts over.
-
-    codec  of the experts at hand
+def secondary_drafter(drafts: DraftOptions, approximates: bool) -> str | None:
+    """The drafter besides the run's own: prompt lookup takes no memory, where options leave open
+    who drafts and how far. None within an expert budget, which goes by the routes that drafts name.
     """
-    drafter = drafter_of(config)
+    free = drafts.drafter == "auto" and drafter_of(drafts) != "none"
+    return "ngram" if free and drafts.draft_length is None and not approximates else None
+
+
+def needs_int4(drafts: DraftOptions, asked: str, codec: ExpertCodec) -> bool:
+    """True if an INT4 copy is to be held: to draft with, or to read exact experts over.
+
+    asked  the option codec; codec: of the experts at hand
+    """
+    drafter = drafter_of(drafts)
     if drafter != "none" and DRAFTERS[drafter].needs_int4:
         return True
-    asked = codec if config.codec == "auto" else codec_of(config.codec, codec.shape)
-    return codec.needs_draft or asked.needs_draft
+    wanted = codec if asked == "auto" else codec_of(asked, codec.shape)
+    return codec.needs_draft or wanted.needs_draft
 
 
 def _way(model_spec: ModelSpec, name: str, drafter: str, part: DraftPart = WHOLE) -> ResidencyPlan:

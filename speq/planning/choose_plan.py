@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from speq.config import RunConfig
+from speq.config import DraftOptions
 from speq.experts.codec import codec_of
 from speq.governor.draft_length import LONGEST
 from speq.governor.objectives import Objectives, longest_within
-from speq.governor.planner import Outlook, choose
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.governor.residency_plan import ResidencyPlan
-from speq.governor.survey import Survey
 from speq.kernels import library
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import drafter_of, open_candidates
+from speq.planning.cost.planner import Outlook, choose
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.fitting import FittingPlan, fit, fit_all, least_refusal, smallest
 from speq.planning.host_memory import host_plan
@@ -44,7 +44,7 @@ class PlanDecision:
     reason          the planner's; None where there was nothing to weigh
     gives_up_draft  whether a draft would fit and is expected to lose
     longest         no draft is longer: by the plan, longer ones miss the time objectives
-    prior           of the run's cycles; None where nothing was weighed, or nothing is known of who
+    prior           of the run's steps; None where nothing was weighed, or nothing is known of who
                     drafts
     """
 
@@ -55,58 +55,157 @@ class PlanDecision:
     longest: int = LONGEST
     prior: Prior | None = None
 
+    def replan(
+        self, model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget
+    ) -> "PlanDecision":
+        """The same decision, with sizes of which more is known."""
+        plan, memory = replan(model_spec, residency_plan, budget)
+        return replace(self, residency_plan=plan, memory=memory)
 
-def choose_plan(
-    model_spec: ModelSpec,
-    budget: Budget,
-    config: RunConfig,
-    profile: Profile | None,
-    survey: Callable[[Sequence[str]], Survey],
-) -> PlanDecision:
-    """The way to hold the experts, and its memory.
 
-    survey  measures the machine with codecs of these names; called where there is something to
-            weigh and no profile can tell
+@dataclass(frozen=True, slots=True)
+class PlanChooser:
+    """Chooses how a run holds its experts, of the ways that options and the budget leave.
 
-    Raises SpeqError where options and files contradict each other or nothing fits.
+    codec       the option
+    prefetches  whether experts come before they are needed
     """
-    candidates = open_candidates(model_spec, config, budget.on_cpu)
-    fitting, refused = fit_all(model_spec, candidates, budget)
-    # Records may turn out smaller than they usually are; the planner does not count on it.
-    more, _ = fit_all(model_spec, [smallest(model_spec, way) for way, _ in refused], budget)
-    if not fitting and not more:
-        raise least_refusal(refused)
-    settled = None
-    if profile is not None:
-        settled = by_profile(model_spec, budget, config, profile, fitting)
-    if settled is None:
-        settled = by_survey(model_spec, budget, config, survey, fitting + more)
-    residency_plan = smallest(model_spec, settled.residency_plan)
-    if residency_plan.slot_bytes != settled.residency_plan.slot_bytes:
-        residency_plan, made = fit(model_spec, residency_plan, budget)
-        settled = replace(settled, residency_plan=residency_plan, memory=made)
-    host_plan(model_spec, residency_plan, budget)  # refuses a host budget that is too small
-    undrafted = (
-        drafter_of(config) != "none" and not residency_plan.drafts and not settled.gives_up_draft
-    )
-    if undrafted and model_spec.draft is None:
-        logger.warning(
-            "an INT4 draft would be about as large as the experts themselves: running without one; "
-            "--drafter ngram needs none"
-        )
-    elif undrafted:
-        unsized = config.draft_experts is None and not model_spec.codec.needs_draft
-        least = min(map(model_spec.draft_bytes_of, model_spec.draft_parts))
+
+    model_spec: ModelSpec
+    budget: Budget
+    drafts: DraftOptions
+    codec: str
+    prefetches: bool
+
+    def choose(
+        self, profile: Profile | None, survey: Callable[[Sequence[str]], Survey]
+    ) -> PlanDecision:
+        """The way to hold the experts, and its memory.
+
+        survey  measures the machine with codecs of these names; called where there is something to
+                weigh and no profile can tell
+
+        Raises SpeqError where options and files contradict each other or nothing fits.
+        """
+        spec, budget = self.model_spec, self.budget
+        candidates = open_candidates(spec, self.drafts, self.codec, budget.on_cpu)
+        fitting, refused = fit_all(spec, candidates, budget)
+        # Records may turn out smaller than they usually are; the planner does not count on it.
+        more, _ = fit_all(spec, [smallest(spec, way) for way, _ in refused], budget)
+        if not fitting and not more:
+            raise least_refusal(refused)
+        decision = None
+        if profile is not None:
+            decision = self._by_profile(profile, fitting)
+        if decision is None:
+            decision = self._by_survey(survey, fitting + more)
+        plan = smallest(spec, decision.residency_plan)
+        if plan.slot_bytes != decision.residency_plan.slot_bytes:
+            plan, memory = fit(spec, plan, budget)
+            decision = replace(decision, residency_plan=plan, memory=memory)
+        host_plan(spec, plan, budget)  # refuses a host budget that is too small
+        if drafter_of(self.drafts) != "none" and not plan.drafts and not decision.gives_up_draft:
+            self._warn_of_no_draft()
+        return decision
+
+    def _warn_of_no_draft(self) -> None:
+        spec = self.model_spec
+        if spec.draft is None:
+            logger.warning(
+                "an INT4 draft would be about as large as the experts themselves: running without "
+                "one; --drafter ngram needs none"
+            )
+            return
+        unsized = self.drafts.draft_experts is None and not spec.codec.needs_draft
+        least = min(map(spec.draft_bytes_of, spec.draft_parts))
         logger.warning(
             "the INT4 draft takes %s and does not fit the budget: running without one%s",
             format_bytes(least),
             "; --draft-experts has it hold a part of the experts" if unsized else "",
         )
-    return settled
+
+    def _by_survey(
+        self, survey: Callable[[Sequence[str]], Survey], fitting: Sequence[FittingPlan]
+    ) -> PlanDecision:
+        """Without a profile: the way of the least expected time per token, by what is measured."""
+        candidates, on_cpu = self._prefer_drafts(fitting), self.budget.on_cpu
+        if self.codec == "auto":
+            candidates = drop_reference_kernels(self.model_spec, candidates, on_cpu)
+        if not on_cpu:  # where codecs that need a draft are not tried
+            candidates = [entry for entry in candidates if not entry[0].needs_draft] or candidates
+        if len(candidates) == 1:
+            [(plan, memory)] = candidates
+            return PlanDecision(plan, memory)
+        surveyed = survey(list(dict.fromkeys(way.codec for way, _ in candidates)))
+        assumptions = Assumptions.of_survey(surveyed, self.model_spec.shape)
+        return self._by_cost(assumptions, candidates, SURVEYED_MARGIN)
+
+    def _prefer_drafts(self, fitting: Sequence[FittingPlan]) -> list[FittingPlan]:
+        """Those that draft, where options ask for a draft and there is room for one; or all."""
+        drafting = [entry for entry in fitting if entry[0].drafts]
+        return drafting if asks_for_draft(self.drafts) and drafting else list(fitting)
+
+    def _by_profile(self, profile: Profile, fitting: Sequence[FittingPlan]) -> PlanDecision | None:
+        """The way of the least expected time per token, of those whose speeds were measured; None
+        where the profile cannot tell.
+        """
+        spec, on_cpu = self.model_spec, self.budget.on_cpu
+        assumptions = Assumptions.of_profile(profile, spec.shape)
+        computed = {*profile.decode_bytes_per_s, profile.codec}
+        known = [
+            (way, memory)
+            for way, memory in fitting
+            if way.codec in computed and (assumptions.knows_encoding(way, on_cpu) or not on_cpu)
+        ]
+        if not profile.drafted and any(way.drafter == "int4" for way, _ in known):
+            logger.info("a draft fits, and the profile was measured without one: it is left aside")
+            return None
+        known = self._prefer_drafts(known)
+        if not known:
+            return None
+        if len(known) > 1:
+            return self._by_cost(assumptions, known)
+        [(plan, memory)] = known
+        if any(way.codec != plan.codec for way, _ in fitting):
+            return None  # other codecs were not measured
+        outlook = replace(outlook_of(spec, assumptions, [plan]), ahead=self.prefetches)
+        return PlanDecision(plan, memory, longest=longest_for(self.drafts, outlook, plan))
+
+    def _by_cost(
+        self, assumptions: Assumptions, fitting: Sequence[FittingPlan], margin: float = 0.0
+    ) -> PlanDecision:
+        """The way of the least expected time per token, and why.
+
+        margin  share of the time that a draft which takes slots must be expected to save
+        """
+        spec = self.model_spec
+        words_bytes = spec.codec.shape.nbytes
+        plans = [
+            assumptions.with_encoding_cost(way, words_bytes, self.budget.on_cpu, spec.count)
+            for way, _ in fitting
+        ]
+        outlook = replace(outlook_of(spec, assumptions, plans), ahead=self.prefetches)
+        if self.drafts.draft_length:
+            outlook = replace(outlook, lengths=(self.drafts.draft_length,))
+        chosen, reason = choose(outlook, plans, margin)
+        gives_up = any(way.drafts for way in plans) and not chosen.drafts
+        logger.info(
+            "planned (%s; %s): %s%s",
+            assumptions.source,
+            assumptions.locality.source,
+            "no draft, though one would fit: " if gives_up else "",
+            reason,
+        )
+        memory = fitting[plans.index(replace(chosen, expected=None))][1]
+        longest = longest_for(self.drafts, outlook, chosen)
+        prior = None if outlook.drafts(chosen) is None else outlook.prior(chosen)
+        return PlanDecision(chosen, memory, reason, gives_up, longest, prior)
 
 
-def fast(model_spec: ModelSpec, fitting: Sequence[FittingPlan], on_cpu: bool) -> list[FittingPlan]:
-    """Without the ways that encode experts which only the slow reference could then run."""
+def drop_reference_kernels(
+    model_spec: ModelSpec, fitting: Sequence[FittingPlan], on_cpu: bool
+) -> list[FittingPlan]:
+    """Drop the ways that encode experts which only the slow reference could then run."""
     device, kept = "cpu" if on_cpu else "cuda", []
     slow: dict[str, str] = {}
     for way, made in fitting:
@@ -122,129 +221,32 @@ def fast(model_spec: ModelSpec, fitting: Sequence[FittingPlan], on_cpu: bool) ->
     return kept or list(fitting)
 
 
-def by_survey(
-    model_spec: ModelSpec,
-    budget: Budget,
-    config: RunConfig,
-    survey: Callable[[Sequence[str]], Survey],
-    fitting: Sequence[FittingPlan],
-) -> PlanDecision:
-    """Without a profile: the way of the least expected time per token, by what is measured now."""
-    candidates = asked_for(config, fitting)
-    if config.codec == "auto":
-        candidates = fast(model_spec, candidates, budget.on_cpu)
-    if not budget.on_cpu:  # where codecs that need a draft are not tried
-        candidates = [entry for entry in candidates if not entry[0].needs_draft] or candidates
-    if len(candidates) == 1:
-        [(residency_plan, made)] = candidates
-        return PlanDecision(residency_plan, made)
-    surveyed = survey(list(dict.fromkeys(way.codec for way, _ in candidates)))
-    assumptions = Assumptions.of_survey(surveyed, model_spec.shape)
-    return choose_by_cost(model_spec, budget, config, assumptions, candidates, SURVEYED_MARGIN)
-
-
-def asked_for(config: RunConfig, fitting: Sequence[FittingPlan]) -> list[FittingPlan]:
-    """Those that draft, where options ask for a draft and there is room for one; or all."""
-    drafting = [entry for entry in fitting if entry[0].drafts]
-    return drafting if must_draft(config) and drafting else list(fitting)
-
-
-def by_profile(
-    model_spec: ModelSpec,
-    budget: Budget,
-    config: RunConfig,
-    profile: Profile,
-    fitting: Sequence[FittingPlan],
-) -> PlanDecision | None:
-    """The way of the least expected time per token, of those whose speeds were measured; None where
-    the profile cannot tell.
-    """
-    assumptions = Assumptions.of_profile(profile, model_spec.shape)
-    computed = {*profile.decode_bytes_per_s, profile.codec}
-    known = [
-        (way, made)
-        for way, made in fitting
-        if way.codec in computed and (assumptions.timed(way, budget.on_cpu) or not budget.on_cpu)
-    ]
-    if not profile.drafted and any(way.drafter == "int4" for way, _ in known):
-        logger.info("a draft fits, and the profile was measured without one: it is left aside")
-        return None
-    known = asked_for(config, known)
-    if not known:
-        return None
-    if len(known) == 1:
-        [(residency_plan, made)] = known
-        if any(way.codec != residency_plan.codec for way, _ in fitting):
-            return None  # other codecs were not measured
-        outlook = outlook_of(model_spec, assumptions, [residency_plan])
-        outlook = replace(outlook, ahead=config.prefetch != "none")
-        return PlanDecision(
-            residency_plan, made, longest=longest_for(config, outlook, residency_plan)
-        )
-    return choose_by_cost(model_spec, budget, config, assumptions, known)
-
-
-def choose_by_cost(
-    model_spec: ModelSpec,
-    budget: Budget,
-    config: RunConfig,
-    assumptions: Assumptions,
-    fitting: Sequence[FittingPlan],
-    margin: float = 0.0,
-) -> PlanDecision:
-    """The way of the least expected time per token, and why.
-
-    margin  share of the time that a draft which takes slots must be expected to save
-    """
-    words_bytes = model_spec.codec.shape.nbytes
-    residency_plans = [
-        assumptions.priced(way, words_bytes, budget.on_cpu, model_spec.count) for way, _ in fitting
-    ]
-    outlook = outlook_of(model_spec, assumptions, residency_plans)
-    outlook = replace(outlook, ahead=config.prefetch != "none")
-    if config.draft_length:
-        outlook = replace(outlook, lengths=(config.draft_length,))
-    chosen, reason = choose(outlook, residency_plans, margin)
-    gives_up = any(way.drafts for way in residency_plans) and not chosen.drafts
-    logger.info(
-        "planned (%s; %s): %s%s",
-        assumptions.source,
-        assumptions.locality.source,
-        "no draft, though one would fit: " if gives_up else "",
-        reason,
-    )
-    at = residency_plans.index(replace(chosen, expected=None))
-    longest = longest_for(config, outlook, chosen)
-    prior = None if outlook.drafts(chosen) is None else outlook.prior(chosen)
-    return PlanDecision(chosen, fitting[at][1], reason, gives_up, longest, prior)
-
-
 def outlook_of(
     model_spec: ModelSpec, assumptions: Assumptions, residency_plans: Sequence[ResidencyPlan]
 ) -> Outlook:
-    """A subject's, with what is known of its head."""
+    """The outlook of a model, with what is known of its head."""
     return assumptions.outlook(
-        model_spec.num_layers, model_spec.pass_bytes, residency_plans, model_spec.head_stand
+        model_spec.num_layers, model_spec.pass_bytes, residency_plans, model_spec.head_acceptance
     )
 
 
-def must_draft(config: RunConfig) -> bool:
-    """Whether a draft is asked for by name, by its experts or by its length."""
-    named = config.draft not in ("auto", "none") or config.drafter not in ("auto", "none")
-    sized = config.draft_experts not in (None, "auto")
-    return named or sized or bool(config.draft_length)
+def asks_for_draft(drafts: DraftOptions) -> bool:
+    """True if a draft is asked for by name, by its experts or by its length."""
+    named = drafts.draft not in ("auto", "none") or drafts.drafter not in ("auto", "none")
+    sized = drafts.draft_experts not in (None, "auto")
+    return named or sized or bool(drafts.draft_length)
 
 
-def longest_for(config: RunConfig, outlook: Outlook, residency_plan: ResidencyPlan) -> int:
-    """The longest draft within the time objectives. Where the profile finds none, cycles will have
+def longest_for(drafts: DraftOptions, outlook: Outlook, residency_plan: ResidencyPlan) -> int:
+    """The longest draft within the time objectives. Where the profile finds none, steps will have
     to tell.
     """
-    objectives = objectives_of(config)
+    objectives = objectives_of(drafts)
     timed = outlook.drafts(residency_plan) is not None
-    if not timed or config.draft_length is not None or objectives == Objectives():
+    if not timed or drafts.draft_length is not None or objectives == Objectives():
         return LONGEST
     longest = longest_within(
-        objectives, (outlook.cycle(residency_plan, length) for length in range(LONGEST + 1))
+        objectives, (outlook.step_estimate(residency_plan, length) for length in range(LONGEST + 1))
     )
     if longest is None:
         logger.info("by the profile no draft length meets the objectives")
@@ -253,11 +255,11 @@ def longest_for(config: RunConfig, outlook: Outlook, residency_plan: ResidencyPl
     return longest
 
 
-def objectives_of(config: RunConfig) -> Objectives:
+def objectives_of(drafts: DraftOptions) -> Objectives:
     def seconds(limit_ms: float | None) -> float:
         return math.inf if limit_ms is None else limit_ms / 1e3
 
-    return Objectives(seconds(config.tpot_slo_ms), seconds(config.latency_slo_ms))
+    return Objectives(seconds(drafts.tpot_slo_ms), seconds(drafts.latency_slo_ms))
 
 
 def replan(model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget) -> FittingPlan:

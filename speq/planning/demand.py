@@ -13,13 +13,13 @@ from speq.experts.encoding_store import encoding_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.files.range_file import ENDS_BYTES
 from speq.governor.draft_length import LONGEST, LONGEST_SECONDARY
-from speq.governor.residency_plan import ResidencyPlan
 from speq.heads.head_context import ROWS as HEAD_ROWS
 from speq.kernels.dense_ops import product_scratch_bytes
 from speq.kernels.library import KERNELS
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.memory import Demand
 from speq.planning.model_spec import ModelSpec
 
@@ -51,7 +51,7 @@ class Budget:
     longest_draft  tokens of a draft that is to be verified, at most
     beside         what is taken besides tensors on a device; None: nothing of that is asked
     graphs         whether passes are recorded, which the CPU never does
-    texts          that run side by side, at most, each with a KV cache of its own
+    batch_size     sequences that run as one batch, at most, each with a KV cache of its own
     longest_side   as `longest_draft`, of a drafter that takes no memory, beside the run's own or
                    alone
     """
@@ -70,7 +70,7 @@ class Budget:
     def of(
         cls, budget_bytes: int, context: int | None, on_cpu: bool, shape: ModelShape
     ) -> "Budget":
-        """Of a run with options as they are.
+        """The budget of a run with default options.
 
         context  None: `DEFAULT_CONTEXT`, or the model's limit where that is less
         """
@@ -93,7 +93,7 @@ def demand_of(model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budg
     batch_size = budget.batch_size
     each = 1 + budget.longest_draft if residency_plan.drafts else 1
     alone = max(each, 1 + budget.longest_side)
-    # Side by side, texts draft less far each: all rows of a pass are few.
+    # In a batch each sequence drafts less far: all rows of a pass are few.
     scored = max(alone, batch_size * min(each, MAX_LINEAR_ROWS // batch_size))
     order_bytes = 0
     if residency_plan.draft_bytes and residency_plan.encoded and codec.needs_draft:
@@ -213,7 +213,7 @@ def kept_bytes(
     model_spec: ModelSpec, residency_plan: ResidencyPlan, context: int, batch_size: int = 1
 ) -> Iterator[int]:
     """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
-    weights, the INT4 copy part by part, the head, and the KV caches of so many texts.
+    weights, the INT4 copy part by part, the head, and the KV caches of the batch.
     """
     shape, size = model_spec.shape, model_spec.dtype.itemsize
     yield from model_spec.dense.sizes
@@ -221,7 +221,9 @@ def kept_bytes(
     if residency_plan.holds_int4 and model_spec.draft is not None:
         for part, dtype in model_spec.draft.shapes.values():
             yield (
-                model_spec.drafted(residency_plan.draft_experts) * math.prod(part) * dtype.itemsize
+                model_spec.drafted_experts(residency_plan.draft_experts)
+                * math.prod(part)
+                * dtype.itemsize
             )
     if residency_plan.drafter == "int4":
         for layout in model_spec.dense_draft.layouts.values():

@@ -12,8 +12,8 @@ from speq.errors import SpeqError
 from speq.files.alignment import allocate_aligned
 from speq.files.checkpoint import Checkpoint
 from speq.files.range_file import ENDS_BYTES
-from speq.governor.residency_plan import ResidencyPlan
 from speq.kernels import dense_ops, library, ops
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.fitting import fit_all
 from speq.planning.model_spec import ModelSpec
@@ -39,7 +39,7 @@ class DenseTrial:
     lossless_s: float
 
     @property
-    def worth(self) -> bool:
+    def pays(self) -> bool:
         return self.lossless_s <= SLOWEST * self.raw_s
 
     @classmethod
@@ -105,23 +105,23 @@ class MemoryContext:
         return "cpu" if self.budget.on_cpu else "cuda"
 
     def with_dense(self, model_spec: ModelSpec, form: str, usual: bool = False) -> ModelSpec:
-        """As `ModelSpec.with_dense`, as far as kernels take records where the run is to be."""
+        """Apply `ModelSpec.with_dense` with the kernels of the run's device."""
         return model_spec.with_dense(form, usual, library.KERNELS[self.device])
 
     def fits(self, model_spec: ModelSpec) -> bool:
-        """Whether a model fits in any way."""
+        """True if a model fits in any way."""
         fitting, _ = fit_all(model_spec, self.candidates(model_spec), self.budget)
         return bool(fitting)
 
     def holds_all(self, model_spec: ModelSpec) -> bool:
-        """Whether some way to hold the experts has slots for all of them, and no smaller ones."""
+        """True if some way to hold the experts has slots for all of them, and no smaller ones."""
         candidates = self.candidates(model_spec)
         as_given = [way for way in candidates if way.codec == model_spec.codec.name]
         fitting, _ = fit_all(model_spec, as_given or candidates, self.budget)
         return any(way.slots == model_spec.count for way, _ in fitting)
 
 
-def settle_dense(
+def choose_dense_form(
     model_spec: ModelSpec, form: str, room: MemoryContext, trial: Callable[[], DenseTrial] | None
 ) -> ModelSpec:
     """The model with its dense matrices in the form of the option, or in that which is best here.
@@ -134,7 +134,7 @@ def settle_dense(
     if form == "raw" or (form == "auto" and not codes):
         return model_spec
     if form == "auto":
-        chosen, reason = automatic(model_spec, room, trial)
+        chosen, reason = auto_form(model_spec, room, trial)
         logger.info("dense layers %s: %s", chosen, reason)
         return room.with_dense(model_spec, chosen)
     if not codes:
@@ -151,7 +151,7 @@ def settle_dense(
     return room.with_dense(model_spec, form)
 
 
-def automatic(
+def auto_form(
     model_spec: ModelSpec, room: MemoryContext, trial: Callable[[], DenseTrial] | None
 ) -> tuple[str, str]:
     """lossless or raw, and why: lossless where a fast kernel runs it, and memory is short or it was
@@ -168,7 +168,7 @@ def automatic(
         return "raw", "there is memory for all experts beside words"
     made = trial()
     return (
-        "lossless" if made.worth else "raw",
+        "lossless" if made.pays else "raw",
         f"a product takes {made.lossless_s * 1e6:.0f} us by a record and {made.raw_s * 1e6:.0f} "
         "us by words",
     )

@@ -10,10 +10,10 @@ from speq.devices.device import Accelerator
 from speq.experts.codec import ExpertCodec, codec_of
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.files.alignment import allocate_aligned
-from speq.governor.presets import LAYER_S
-from speq.governor.survey import Survey
 from speq.kernels.grouping import Grouping
 from speq.models.shape import ModelShape
+from speq.planning.cost.presets import LAYER_S
+from speq.planning.cost.survey import Survey
 
 # Words of experts that a device runs to be timed, of several passes: more than its caches hold.
 RUN_BYTES = 192 << 20
@@ -23,7 +23,7 @@ RECORDED_LAYER_S = 60e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ExpertTimes:
     """What an expert of a codec takes of a device with memory of its own, in seconds.
 
     copy_s  to bring its record there out of locked memory of the host
@@ -44,7 +44,7 @@ class Use:
         dtype: torch.dtype,
         limit_bytes: int,
         codec: ExpertCodec,
-    ) -> "Use":
+    ) -> "ExpertTimes":
         """Move and run a few published experts as records of a codec, which needs no draft.
 
         dtype        computed in
@@ -144,10 +144,10 @@ class DeviceTrial:
         What a layer takes beside its experts is assumed.
         """
         given = self.store.codec
-        uses: dict[str, Use] = {}
+        uses: dict[str, ExpertTimes] = {}
         for name in codecs:
             codec = given if name == given.name else codec_of(name, given.shape)
-            uses[name] = Use.of(
+            uses[name] = ExpertTimes.of(
                 self.store, self.device, self.model, self.dtype, self.limit_bytes, codec
             )
         return Survey(

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from speq.experts.codec import codec_of
 from speq.files.alignment import align
-from speq.governor.residency_plan import ResidencyPlan
-from speq.planning import memory
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, demand_of
-from speq.planning.memory import BudgetTooSmall, MemoryPlan
+from speq.planning.memory import BudgetTooSmall, MemoryPlan, plan_memory
 from speq.planning.model_spec import ModelSpec
 
 FittingPlan = tuple[ResidencyPlan, MemoryPlan]
@@ -17,7 +16,7 @@ Refusal = tuple[ResidencyPlan, BudgetTooSmall]
 
 def fit(model_spec: ModelSpec, way: ResidencyPlan, budget: Budget) -> FittingPlan:
     """A way with its slots and memory. Raises BudgetTooSmall, item by item."""
-    made = memory.plan(demand_of(model_spec, way, budget), budget.budget_bytes, budget.context)
+    made = plan_memory(demand_of(model_spec, way, budget), budget.budget_bytes, budget.context)
     return replace(way, slots=made.slots), made
 
 

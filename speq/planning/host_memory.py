@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from speq.experts.host_tier import fewest_records, too_small_error
-from speq.governor.residency_plan import ResidencyPlan
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, reading_bytes_of
 from speq.planning.model_spec import ModelSpec
 from speq.units import format_bytes
@@ -30,7 +30,7 @@ class HostPlan:
 
     @property
     def resident(self) -> bool:
-        """Whether all experts are held."""
+        """True if all experts are held."""
         return self.records == self.experts
 
     @property

@@ -22,9 +22,9 @@ class Demand:
 
     loading_bytes  what loading the weights takes beside them, before anything else is laid out
     draft_bytes    of the INT4 copy of all experts, and codes of other layers; 0: none is held
-    kv_bytes_per_token  of the contexts of all texts together
-    state_bytes    of the same, what layers keep however long a text is
-    texts          that run side by side, at most
+    kv_bytes_per_token  of the contexts of all sequences together
+    state_bytes    of the same, what layers keep however long a sequence is
+    batch_size     sequences that run as one batch, at most
     reading_bytes  what transfers take beside the slots they fill
     slot_bytes     one expert's, with what alignment adds
     head_bytes     of the head that drafts; 0: none does
@@ -79,7 +79,7 @@ class MemoryPlan:
         }
 
 
-def plan(demand: Demand, budget: int, context: int) -> MemoryPlan:
+def plan_memory(demand: Demand, budget: int, context: int) -> MemoryPlan:
     """Spend `budget` bytes on a context of so many tokens.
 
     Raises BudgetTooSmall, item by item, where it leaves fewer than two slots.

@@ -14,13 +14,13 @@ from speq.experts.expert_store import reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
 from speq.files.published_format import WORDS, format_of
-from speq.governor.planner import PassBytes
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
 from speq.models.families import family_of
 from speq.models.opened import Opened
 from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
+from speq.planning.cost.planner import PassBytes
 from speq.planning.used_experts import WHOLE, DraftPart
 
 # Of an expert's record a draft's codes of it take this at most.
@@ -42,9 +42,9 @@ class ModelSpec:
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
     packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
                    none of; empty where no pack holds any
-    draft_parts    which shares of the experts the draft may hold, one of which is settled on
+    draft_parts    which shares of the experts the draft may hold, of which one is chosen
     head           sizes of the head that may draft; None: there is none
-    head_stand     by depth, how often its tokens stood where it was trained; empty: not measured
+    head_acceptance     by depth, acceptance of its tokens in training; empty: not measured
     """
 
     name: str
@@ -61,7 +61,7 @@ class ModelSpec:
     copying_bytes: int = 0
     packed_dense: tuple[int | None, ...] = ()
     head: HeadSizes | None = None
-    head_stand: tuple[float, ...] = ()
+    head_acceptance: tuple[float, ...] = ()
     draft_parts: tuple[DraftPart, ...] = (WHOLE,)
 
     @classmethod
@@ -86,7 +86,7 @@ class ModelSpec:
             words=words,
             codec=codec,
             published=True,
-            draft=worthwhile(Int4Layout(*sizes), codec),
+            draft=useful_draft(Int4Layout(*sizes), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
             reading_bytes=reading_bytes(stored, experts.transposed),
             converted_bytes=0 if computed == words else stored_bytes,
@@ -125,7 +125,7 @@ class ModelSpec:
             words=words,
             codec=store.codec,
             published=store.published,
-            draft=None if draft is None else worthwhile(draft, store.codec),
+            draft=None if draft is None else useful_draft(draft, store.codec),
             dense_draft=dense,
             reading_bytes=store.reading_bytes,
             converted_bytes=opened.converted_bytes(computed),
@@ -187,9 +187,9 @@ class ModelSpec:
         """The same of a draft that holds a part of the experts."""
         if self.draft is None:
             return 0
-        return self.drafted(part.count) * self.draft.nbytes + self.dense_draft.nbytes
+        return self.drafted_experts(part.count) * self.draft.nbytes + self.dense_draft.nbytes
 
-    def drafted(self, count: int | None) -> int:
+    def drafted_experts(self, count: int | None) -> int:
         """Experts of all layers together of which a draft holds so many a layer; None: all."""
         return self.count if count is None else self.num_layers * count
 
@@ -216,7 +216,7 @@ class ModelSpec:
         )
 
 
-def worthwhile(draft: Int4Layout, codec: ExpertCodec) -> Int4Layout | None:
+def useful_draft(draft: Int4Layout, codec: ExpertCodec) -> Int4Layout | None:
     """None for dimensions that INT4 codes cannot be packed in, and for a draft that is about as
     large as the experts, as beside MXFP4: slots for these do more in its place.
     """

@@ -14,12 +14,12 @@ from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.random_expert import random_expert
 from speq.files.alignment import allocate_aligned
-from speq.governor.presets import LAYER_S, MEMORY_SHARE
-from speq.governor.survey import Survey
 from speq.kernels import ops
 from speq.kernels.grouping import Grouping
 from speq.models.opened import Opened
 from speq.models.shape import ModelShape
+from speq.planning.cost.presets import LAYER_S, MEMORY_SHARE
+from speq.planning.cost.survey import Survey
 from speq.planning.layer_trial import PassTimes, layer_bytes, passes_s
 from speq.units import Clock
 
@@ -142,12 +142,12 @@ class ExpertTrial:
     def of(
         cls, shape: ExpertShape, draft: Int4Layout | None, model: ModelShape, dtype: torch.dtype
     ) -> "ExpertTrial":
-        narrow = narrowed(shape)
+        narrow = narrow_shape(shape)
         words = random_expert(narrow, torch.Generator().manual_seed(1))
         layout = base = None
         if draft is not None:
             layout = Int4Layout(narrow.hidden_size, narrow.expert_width)
-            base = Int4Expert.rounded(layout, *words)
+            base = Int4Expert.round(layout, *words)
         return cls(words, base, layout, narrow, shape.nbytes / narrow.nbytes, model, dtype)
 
     def codec(self, name: str, clock: Clock) -> tuple[float, float]:
@@ -213,7 +213,7 @@ class ExpertTrial:
         return torch.randn(1, self.shape.hidden_size, generator=generator).to(self.dtype)
 
 
-def narrowed(shape: ExpertShape) -> ExpertShape:
+def narrow_shape(shape: ExpertShape) -> ExpertShape:
     """The shape, or one of as many whole groups of neurons as make up `EXPERT_BYTES`."""
     group = 128
     groups = max(EXPERT_BYTES // (3 * group * shape.hidden_size * shape.dtype.itemsize), 1)

@@ -31,8 +31,8 @@ def key_of(opened: Opened, device: str, budget_bytes: int) -> ProfileKey:
     )
 
 
-def kept_path(key: ProfileKey) -> Path | None:
-    """Where a profile of that key is kept; None for a user without a home."""
+def profile_path(key: ProfileKey) -> Path | None:
+    """Path of the profile of that key in the cache; None for a user without a home."""
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder(PROFILES)
     return None if folder is None else folder / f"{digest}.json"
@@ -49,9 +49,9 @@ def write(profile: Profile, path: Path) -> None:
     write_whole(path, profile.to_json().encode())
 
 
-def kept(key: ProfileKey) -> Profile | None:
+def read_kept(key: ProfileKey) -> Profile | None:
     """The profile of that key, if there is one. Raises SpeqError where it is damaged."""
-    path = kept_path(key)
+    path = profile_path(key)
     if path is None or not path.exists():
         return None
     profile = read(path)
@@ -60,7 +60,7 @@ def kept(key: ProfileKey) -> Profile | None:
     return profile
 
 
-def wanted(option: str, opened: Opened, device: str, budget_bytes: int) -> Profile | None:
+def find(option: str, opened: Opened, device: str, budget_bytes: int) -> Profile | None:
     """The profile that a run goes by.
 
     option  "auto": the one kept for this very run, if there is one; "none"; or a file, whose budget
@@ -70,7 +70,7 @@ def wanted(option: str, opened: Opened, device: str, budget_bytes: int) -> Profi
         return None
     key = key_of(opened, device, budget_bytes)
     if option == "auto":
-        return kept(key)
+        return read_kept(key)
     profile = read(Path(option))
     theirs = profile.key
     if theirs.model != key.model:

@@ -112,7 +112,7 @@ def used_experts(
         return UsedExperts(layers, experts)
     path = named
     if path is None and checkpoint is not None:
-        path = kept_place(checkpoint)
+        path = counts_path(checkpoint)
     if path is None:
         return UsedExperts(layers, experts)
     counts = ExpertCounts.read(path)
@@ -120,25 +120,25 @@ def used_experts(
     return UsedExperts(layers, experts, counts)
 
 
-def warn(used: UsedExperts, asked: int | float | str | None) -> None:
+def warn_without_counts(used: UsedExperts, asked: int | float | str | None) -> None:
     """Say so where nothing tells which experts a draft should hold. asked: as `parts`."""
     if used.counts is not None or asked is None:
         return
     if asked == "auto":
         logger.warning(
             "nothing was counted of which experts are used most: only a draft of all of them is "
-            "considered; `speq tune` counts them, and --draft-counts names counts"
+            "considered; `speq tune` counts them, and draft_counts names counts"
         )
     elif used.part(asked).count:
         logger.warning(
             "nothing was counted of which experts are used most: the draft holds the first ones of "
             "each layer by their number, and would draft better with counts, which `speq tune` "
-            "keeps and --draft-counts names"
+            "keeps and draft_counts names"
         )
 
 
-def places(checkpoint: Checkpoint) -> list[Path]:
-    """Where counts of a model may be kept, the preferred place first."""
+def counts_paths(checkpoint: Checkpoint) -> list[Path]:
+    """Paths where counts of a model may be kept, the preferred one first."""
     digest = hashlib.sha256(checkpoint.fingerprint().encode()).hexdigest()[:16]
     name = f"expert-counts-{digest}.json"
     paths, cache = [checkpoint.path / FOLDER / name], cache_folder(COUNTS)
@@ -147,16 +147,16 @@ def places(checkpoint: Checkpoint) -> list[Path]:
     return paths
 
 
-def kept_place(checkpoint: Checkpoint) -> Path | None:
-    """Where counts of a model are kept; None: nowhere."""
+def counts_path(checkpoint: Checkpoint) -> Path | None:
+    """Path of the counts of a model; None: there are none."""
     # Unlike Path.exists, it takes a locked folder for no.
-    return next((path for path in places(checkpoint) if os.path.exists(path)), None)
+    return next((path for path in counts_paths(checkpoint) if os.path.exists(path)), None)
 
 
-def keep(counts: ExpertCounts, checkpoint: Checkpoint) -> Path | None:
+def write_counts(counts: ExpertCounts, checkpoint: Checkpoint) -> Path | None:
     """Write counts to the first place that takes them, and return it; say so where none does."""
     reasons = []
-    for path in places(checkpoint):
+    for path in counts_paths(checkpoint):
         try:
             counts.write(path)
             return path

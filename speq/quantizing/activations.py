@@ -36,8 +36,6 @@ class ActivationRows(Protocol):
 
 
 class MemoryRows:
-    """Rows in memory."""
-
     def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
         self._values = torch.zeros(rows, width, dtype=dtype)
 

@@ -46,7 +46,7 @@ def read_texts(path: Path) -> list[str]:
     """
     if not path.is_file():
         raise SpeqError(
-            f"calibration {str(path)!r} is no file; give JSON Lines (.jsonl) with a `prompt` or "
+            f"calibration {str(path)!r} is not a file; give JSON Lines (.jsonl) with a `prompt` or "
             "`text` in each row, or a text file; a data set of the hub must be saved as one first"
         )
     content = read_text(path, "give a text in UTF-8, or JSON Lines")
@@ -63,11 +63,11 @@ def _text_of(line: str, where: str) -> str:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise SpeqError(f"{where} is no JSON: {error}; write an object in each row") from error
+        raise SpeqError(f"{where} is not JSON: {error}; write an object in each row") from error
     found = [row[field] for field in FIELDS if field in row] if isinstance(row, dict) else []
     if not found or not isinstance(found[0], str):
         raise SpeqError(
-            f"{where} is no JSON object with a text under `prompt` or `text`; write one there"
+            f"{where} is not a JSON object with a string under `prompt` or `text`; write one there"
         )
     return found[0]
 

@@ -193,8 +193,7 @@ class QuantizeFolder:
             self._go_on()
         except (SpeqError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning(
-                "%s: what was journalled is not on the disk as it was written, and quantising "
-                "begins anew (%s)",
+                "%s: the files on disk do not match the journal, and quantising starts again (%s)",
                 out,
                 error,
             )

@@ -86,19 +86,19 @@ class DenseLayers:
         if lane == self._running:
             return
         for name, matrix in self._matrices(lane).items():
-            words = matrix.dequantised()
+            words = matrix.dequantise()
             self.layers[name].draft = RawMatrix(words.to(self.layers[name].exact.words().dtype))
         self._running = lane
 
     def _matrices(self, lane: str) -> dict[str, QuantisedMatrix]:
         if lane == DRAFT:
-            return self.quantised()
+            return self.quantise()
         return {
             name: round_matrix(layer.exact.words().float(), self.settings)
             for name, layer in self.layers.items()
         }
 
-    def quantised(self) -> dict[str, QuantisedMatrix]:
+    def quantise(self) -> dict[str, QuantisedMatrix]:
         """Quantise each. Raises SpeqError if weights or inputs are not finite."""
         if self._quantised is None:
             self._quantised = {

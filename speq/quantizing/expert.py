@@ -66,8 +66,8 @@ class QuantisedExpert:
     method: str
     damp: float
 
-    def dequantised(self, between: ExpertConstants) -> FloatExpert:
-        return FloatExpert(self.gate_up.dequantised(), self.down.dequantised(), between)
+    def dequantise(self, between: ExpertConstants) -> FloatExpert:
+        return FloatExpert(self.gate_up.dequantise(), self.down.dequantise(), between)
 
 
 @dataclass(slots=True)
@@ -152,12 +152,10 @@ def quantise_matrix(
 
 
 def round_matrix(matrix: Tensor, settings: QuantizeSettings) -> QuantisedMatrix:
-    """Round a matrix [N, K] float32 to nearest."""
     return round_to_nearest(matrix, group_columns(settings.group_size, matrix.shape[1]))
 
 
 def round_expert(expert: FloatExpert, settings: QuantizeSettings) -> QuantisedExpert:
-    """Round both matrices to nearest."""
     gate_up, down = expert.gate_up_proj, expert.down_proj
     return QuantisedExpert(
         round_matrix(gate_up, settings), round_matrix(down, settings), "rtn", 0.0

@@ -44,7 +44,7 @@ class QuantisedMatrix:
     scales: Tensor
     groups: Tensor
 
-    def dequantised(self) -> Tensor:
+    def dequantise(self) -> Tensor:
         """Dequantise the matrix [N, K] to float32, as any reader does."""
         values = self.codes.float() - ZERO_POINT
         return (values * self.scales.float()[self.groups.long()]).t().contiguous()

@@ -45,7 +45,6 @@ class Lanes:
         return self.num_windows * self.length
 
     def span(self, lane: str) -> slice:
-        """Rows of a lane."""
         first, count = self.windows[lane]
         return slice(first * self.length, (first + count) * self.length)
 

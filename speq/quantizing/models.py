@@ -85,7 +85,9 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
     made = own_codec(shape) if codec == "auto" else codec_of(codec, shape)
     if not made.needs_draft:
         if draft != "auto":
-            raise SpeqError(f"draft {draft!r} is of no use to codec {codec}; residual takes one")
+            raise SpeqError(
+                f"draft {draft!r} cannot be used with codec {codec}; only residual takes one"
+            )
         model, dense = opened.checkpoint.path, opened.shape.dense_names
         beside = gptq_path(model)
         return Packing(
@@ -94,7 +96,7 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
             draft_folder=beside.relative_to(model) if (beside / "config.json").exists() else None,
         )
     if draft == "none":
-        raise SpeqError(f"codec {codec} codes what a draft does not say; give a draft, or auto")
+        raise SpeqError(f"codec {codec} needs a draft; give one, or auto")
     source = open_draft(draft, opened.checkpoint, opened.store, opened.shape.experts)
     return Packing(made, source, opened.shape.dense_names)
 

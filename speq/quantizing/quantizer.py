@@ -47,7 +47,7 @@ from speq.quantizing.report import ExpertReport, LayerReport, QuantizeReport, Te
 from speq.quantizing.residual import ResidualCount, residual_of
 from speq.quantizing.settings import QuantizeSettings
 from speq.quantizing.text_score import TextScore
-from speq.units import Progress, tracked
+from speq.units import Progress, track
 
 logger = logging.getLogger("speq")
 
@@ -87,7 +87,7 @@ def quantize(
     plan = plan_of(source.shape, source.store, dtype, lanes, dense, loading, memory_budget)
     make_folder(out)
     another = f"another process writes to {out}; wait for its end, or give another folder"
-    remedy = "layers that are done are kept, the same command goes on from there"
+    remedy = "finished layers are kept: run the same command to continue"
     with lock_folder(out, another), writing(out, remedy):
         folder = QuantizeFolder(
             out,
@@ -123,8 +123,8 @@ def dense_of(shape: ModelShape, settings: QuantizeSettings) -> tuple[DenseShape,
     left = [each.name for each in inside if not fits(settings, each)]
     if left:
         logger.warning(
-            "%d dense layers stay as they are, %s among them: their dimensions are no whole groups "
-            "of %d, or no multiples of 8",
+            "%d dense layers are not quantised, such as %s: their dimensions are not whole groups "
+            "of %d, or not multiples of 8",
             len(left),
             left[0],
             settings.group_size,
@@ -209,7 +209,7 @@ class Quantizer:
         backend: ExpertBackend = self._backend
         starts = list(self._lanes.starts())
         what = f"running layer {layer + 1} of {self._layers.num_layers}"
-        for start in tracked(what, starts, len(starts), progress):
+        for start in track(what, starts, len(starts), progress):
             self._backend.begin(start)
             entering = self._hidden.read(start, self._lanes.length)
             with dense.in_lane(self._lanes.lane_of(start), self._backend):
@@ -225,7 +225,7 @@ class Quantizer:
         layout = self._source.shape.experts
         reports = []
         with self._folder.shard(layer) as file:
-            for matrix in dense.quantised().values():
+            for matrix in dense.quantise().values():
                 for tensor in pack_matrix(matrix, slice(None)):
                     write_tensor(tensor, file)
             if layer not in layout.layers:
@@ -266,8 +266,8 @@ class Quantizer:
         if quantised.method != "rtn":
             rounded = expert.round_expert(exact, self._settings)
         residuals = self._residuals(exact, quantised, rounded)
-        draft = quantised.dequantised(exact.between)
-        plain = draft if rounded is quantised else rounded.dequantised(exact.between)
+        draft = quantised.dequantise(exact.between)
+        plain = draft if rounded is quantised else rounded.dequantise(exact.between)
         self._add(DRAFT, index, draft)
         self._add(ROUNDED, index, plain)
         held_out, error, rounding_error, output = self._add_held_out(index, exact, draft, plain)
@@ -296,7 +296,6 @@ class Quantizer:
     def _add(
         self, lane: str, index: int, experts: FloatExpert, hessians: Hessians | None = None
     ) -> None:
-        """Add an expert's outputs for a lane."""
         rows, weights = self._backend.rows_of(index, self._lanes.span(lane))
         expert.run(experts, self._backend.inputs, rows, weights, self._hidden, hessians)
 

@@ -81,20 +81,21 @@ class ChatTemplate:
         if tools and not self.takes_tools:
             raise SpeqError("tools are given and the model's chat template has no place for them")
         try:
-            return self._rendered([self._message(message) for message in messages], tools)
+            return self._render([self._message(message) for message in messages], tools)
         except RenderError as error:
             raise SpeqError(f"the model's chat template refuses these messages: {error}") from error
 
     @cached_property
     def takes_tools(self) -> bool:
         """True if it renders the list of tools."""
-        return NAME in self._tried([USER], [TOOL])
+        return NAME in self._try_render([USER], [TOOL])
 
     @cached_property
     def calls(self) -> CallForm | None:
         """Form of tool calls that it takes; None if it drops them."""
         written = {
-            form: self._tried([USER, form.message(call_example()), RESULT]) for form in CALL_FORMS
+            form: self._try_render([USER, form.message(call_example()), RESULT])
+            for form in CALL_FORMS
         }
         for form, text in written.items():
             # A template may render values that are not strings as Python does.
@@ -114,7 +115,7 @@ class ChatTemplate:
                 before = [USER, (self.calls or USUAL).message(call_example())]
                 message = RESULT | message
             behind = [] if role in ("user", "tool") else [USER]
-            text = self._tried([*before, message, *behind])
+            text = self._try_render([*before, message, *behind])
             whole = FIRST in text and SECOND in text
             self._takes_parts[role] = whole and "'type'" not in text and '"type"' not in text
         return self._takes_parts[role]
@@ -134,16 +135,16 @@ class ChatTemplate:
                 made["content"] = "\n".join(map(str, texts))
         return made
 
-    def _tried(
+    def _try_render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> str:
         """Render messages; empty if the template refuses them."""
         try:
-            return self._rendered(messages, tools or [])
+            return self._render(messages, tools or [])
         except RenderError:
             return ""
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         return RENDERER.render(self.text, messages, tools or None, self.variables)
 
 

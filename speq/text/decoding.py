@@ -31,16 +31,16 @@ class TokenDecoder:
     def pending(self) -> str:
         """Text of the last tokens that is not certain yet, as if no more came."""
         data = self._utf8.getstate()[0]
-        return (self._added() if self._fresh else "") + data.decode("utf-8", self._errors)
+        return (self._fresh_text() if self._fresh else "") + data.decode("utf-8", self._errors)
 
     def feed(self, token_id: int) -> str:
         """Add a token; return the text that is certain now."""
         data = self._vocabulary.bytes_of(token_id)
         if data is None:
-            return self._utf8.decode(b"", final=True) + self._behind_others(token_id)
+            return self._utf8.decode(b"", final=True) + self._decode_after_others(token_id)
         if not data:
             return ""
-        piece = self._told() + self._utf8.decode(data)
+        piece = self._take_fresh() + self._utf8.decode(data)
         if piece == " " and not self._context:
             piece = self._vocabulary.decode([token_id])  # some drop it at the beginning of a text
         self._context = [token_id]
@@ -48,24 +48,24 @@ class TokenDecoder:
 
     def finish(self) -> str:
         """Return the text that was held back, after the last token."""
-        return self._told() + self._utf8.decode(b"", final=True)
+        return self._take_fresh() + self._utf8.decode(b"", final=True)
 
-    def _behind_others(self, token_id: int) -> str:
+    def _decode_after_others(self, token_id: int) -> str:
         self._fresh.append(token_id)
-        added = self._added()
+        added = self._fresh_text()
         ends = bool(added) and (self._vocabulary.knows_bytes or not added.endswith(REPLACEMENT))
-        return self._told() if ends or len(self._fresh) == MOST_PENDING else ""
+        return self._take_fresh() if ends or len(self._fresh) == MOST_PENDING else ""
 
-    def _told(self) -> str:
+    def _take_fresh(self) -> str:
         """Return the text of fresh tokens, and move them to the context."""
         if not self._fresh:
             return ""
-        added = self._added()
+        added = self._fresh_text()
         if added:
             self._context = self._fresh
         self._fresh = []
         return added
 
-    def _added(self) -> str:
+    def _fresh_text(self) -> str:
         known = self._vocabulary.decode(self._context)
         return self._vocabulary.decode(self._context + self._fresh)[len(known) :]

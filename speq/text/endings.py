@@ -25,7 +25,7 @@ def end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[i
     text is ignored if the tokenizer has an end token: checkpoints saved with a class's default have
     such tokens. If the tokenizer and the file disagree, a log line says so.
     """
-    found, where = _named(folder, config)
+    found, where = _read_end_ids(folder, config)
     own = tokenizer.eos_token_id
     if own is None:
         return found
@@ -54,7 +54,7 @@ def end_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[i
     return found | calls
 
 
-def _named(folder: Path, config: dict[str, Any]) -> tuple[frozenset[int], str]:
+def _read_end_ids(folder: Path, config: dict[str, Any]) -> tuple[frozenset[int], str]:
     """Read the ids of the first file that names any, and its name."""
     path = folder / GENERATION_CONFIG
     places: list[tuple[str, Any]] = [(GENERATION_CONFIG, read_json(path) if path.exists() else {})]

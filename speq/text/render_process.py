@@ -72,7 +72,7 @@ class RenderProcess:
         try:
             line = json.dumps(asked).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise RenderError(f"the messages are no JSON: {error}") from error
+            raise RenderError(f"the messages are not JSON: {error}") from error
         with self._turn:
             try:
                 answer = self._ask(line)
@@ -131,7 +131,6 @@ class RenderProcess:
 
 
 def pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
-    """Pipes to and from a process."""
     missing = "a process that renders has no pipes"
     return present(process.stdin, missing), present(process.stdout, missing)
 

@@ -105,7 +105,7 @@ class TextStream:
         if ends:
             self.stopped, end = True, min(ends)
         elif not final:
-            end = min(self._begun(), default=end)
+            end = min(self._pending_positions(), default=end)
         told, self._held = self._held[:end], [] if self.stopped else self._held[end:]
         return piece_of(told)
 
@@ -114,7 +114,7 @@ class TextStream:
         texts = [(stop, *text_of(parts, marked)) for stop, marked in self._stops]
         return [places[at] for stop, text, places in texts if (at := text.find(stop)) >= 0]
 
-    def _begun(self) -> list[int]:
+    def _pending_positions(self) -> list[int]:
         """Positions where a stop string may have begun."""
         texts = [(stop, *text_of(self._held, marked)) for stop, marked in self._stops]
         begun = [(places, prefix_length(stop, text)) for stop, text, places in texts]

@@ -123,7 +123,7 @@ def check_sentences(tokenizer: Any, path: Path) -> None:
     for text in SAMPLES:
         if tokens_of(tokenizer, text, add_special_tokens=False) != published.encode(text):
             raise NoTokenizer(
-                f"transformers makes other tokens of {text!r} than sentencepiece does by {path}; "
+                f"transformers tokenises {text!r} differently from sentencepiece with {path}; "
                 f"put a tokenizer.json that was made from it beside it, {OR_IDS}"
             )
 
@@ -254,7 +254,7 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> lis
         text.encode()
     except UnicodeEncodeError as error:
         raise SpeqError(
-            f"the prompt holds {text[error.start]!r} at character {error.start}, which is no "
+            f"the prompt holds {text[error.start]!r} at character {error.start}, which is not "
             "Unicode text; give text that was decoded from UTF-8"
         ) from error
     # Without its warning of texts beyond the model's context, which are refused with our own

@@ -46,7 +46,6 @@ class ChainAcceptance:
 
     @property
     def by_depth(self) -> list[float]:
-        """Acceptance rate by depth."""
         pairs = zip(self.stood, self.tried, strict=True)
         return [stood / tried if tried else 0.0 for stood, tried in pairs]
 

@@ -57,16 +57,16 @@ class FeatureRecorder:
     needs_int4: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._heard: list[Tensor] = []
+        self._features: list[Tensor] = []
 
     def common_prefix_length(self, prompt_token_ids: list[int]) -> int:
         return 0
 
-    def begin(self, count: int, of: "FeatureRecorder") -> None:
-        self._heard = []
+    def reset(self, count: int, of: "FeatureRecorder") -> None:
+        self._features = []
 
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
-        self._heard.append(features.cpu())
+        self._features.append(features.cpu())
 
     def propose(
         self,
@@ -79,7 +79,7 @@ class FeatureRecorder:
 
     def features(self) -> Tensor:
         """Features [T, H] of the observed tokens."""
-        return torch.cat(self._heard)
+        return torch.cat(self._features)
 
 
 class RouteRecorder:
@@ -121,10 +121,10 @@ def held_out_of(runtime: Runtime, token_ids: Tensor) -> HeldOut:
 
 
 def _run_window(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
-    engine, ear = runtime.reserve(len(token_ids) + 1), FeatureRecorder()
+    engine, recorder = runtime.reserve(len(token_ids) + 1), FeatureRecorder()
     engine.recorder.begin_run(runtime.begin_stats(0.0))
     routes = RouteRecorder(len(runtime.shape.experts.layers), guesses)
-    before, engine.drafters[0] = engine.drafters[0], ear
+    before, engine.drafters[0] = engine.drafters[0], recorder
     engine.offload.stream.on_route = routes
     try:
         sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
@@ -132,7 +132,7 @@ def _run_window(runtime: Runtime, token_ids: Tensor, guesses: bool) -> HeldOut:
     finally:
         engine.drafters[0] = before
         engine.offload.stream.on_route = None
-    return HeldOut(Window(token_ids, ear.features(), routes.used()), routes.guessed())
+    return HeldOut(Window(token_ids, recorder.features(), routes.used()), routes.guessed())
 
 
 @dataclass(slots=True)
@@ -220,5 +220,4 @@ class FeatureFile:
 
 
 def size_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
     return torch.Size(shape).numel() * dtype.itemsize

@@ -47,7 +47,6 @@ class Texts:
         return cls(texts, held_out)
 
     def digest(self) -> str:
-        """Digest of the texts."""
         digest = hashlib.sha256()
         for part in (self.texts, self.held_out):
             for name, text in part.items():

@@ -57,7 +57,7 @@ GROUP, SAVE_S = 16, 30.0
 DEFAULT_SHARE = 1 / 2
 # Weights, gradients and two moments.
 COPIES = 4
-REMEDY = "what was done is kept, the same command goes on from there"
+REMEDY = "finished work is kept: run the same command to continue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,6 @@ class HeadRun:
     journal: Journal = field(init=False)
 
     def folder(self) -> Path:
-        """Output folder."""
         return self.training.out or head_path(locate(self.model)).parent
 
     def run(self, folder: Path) -> TrainedHead:
@@ -139,8 +138,8 @@ class HeadRun:
             self.journal = Journal(work / JOURNAL, header, is_ours)
             if self.journal.header != header:
                 raise SpeqError(
-                    f"{work} holds a training with other texts or options; give the same to go on "
-                    "with it, or remove the folder to begin anew"
+                    f"{work} has a training with other texts or options; give the same to continue "
+                    "it, or remove the folder to start again"
                 )
             features = self._features(generator, work)
             held_out = self._held_out(generator)
@@ -378,7 +377,6 @@ def expected_acceptance(acceptance: dict[str, Any]) -> tuple[float, ...]:
 
 
 def means(losses: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each loss term."""
     return {name: sum(each[name] for each in losses) / len(losses) for name in losses[0]}
 
 

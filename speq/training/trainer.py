@@ -155,9 +155,9 @@ class Trainer:
         learn(regressions(ends[0], after, wanted[:, :count], wanted[:, 1 : count + 1]), 1.0)
         for window, rows in enumerate(self._token_rows(batch, count)):
             for chosen in rows.split(self._vocabulary.block_rows):
-                found = self._found(*(part[window, chosen] for part in ends))
+                found = self._predictions(*(part[window, chosen] for part in ends))
                 pairs = wanted[window, torch.stack((chosen, chosen + 1), 1)]
-                loss = cross_entropies(found, self._wanted(pairs))
+                loss = cross_entropies(found, self._targets(pairs))
                 learn(loss, len(chosen) / (batch * len(rows)))
         torch.autograd.backward(parts, [end.grad for end in ends], retain_graph=keep)
         return sums
@@ -170,21 +170,20 @@ class Trainer:
         orders = (torch.randperm(count, generator=generator)[:kept] for _ in range(batch))
         return [order.sort().values.to(device) for order in orders]
 
-    def _found(
+    def _predictions(
         self, feature: Tensor, mixing: Tensor, branches: Tensor, after: Tensor | None = None
     ) -> Predictions:
         say = self._vocabulary.logits
         after_logits = None if after is None else say(after)
         return Predictions(feature, mixing, say(feature), say(branches), after, after_logits)
 
-    def _wanted(self, features: Tensor) -> Targets:
+    def _targets(self, features: Tensor) -> Targets:
         """Build the targets from features [R, 2, H] of the next token and of the one after."""
         with torch.no_grad():
             probs = self._vocabulary.logits(features).softmax(-1)
         return Targets(*features.unbind(1), *probs.unbind(1))
 
     def save(self, folder: Path) -> None:
-        """Save everything that the next step depends on."""
         tensors = {f"weight.{name}": w for name, w in self.head.weights().items()}
         states = [self._optimizer.state.get(p, {}) for p in self._parameters]
         for name, state in zip(self._names, states, strict=True):

@@ -45,7 +45,7 @@ def clock_of(*durations_s: float) -> Callable[[], float]:
 
 
 def run(settings: Settings, **options: Any) -> list[dict[str, Any]]:
-    return bench.run(settings, None, False, **options).rows
+    return bench.run(settings, **options).rows
 
 
 def test_a_row_for_each_rows_and_kernel() -> None:
@@ -122,7 +122,7 @@ def test_copies_are_multiplied_as_the_engine_does(monkeypatch: pytest.MonkeyPatc
 )
 def test_what_it_refuses(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpeqError) as refused:
-        bench.run(replace(SETTINGS, **given), None, False)
+        bench.run(replace(SETTINGS, **given))
     assert sentence in str(refused.value)
 
 

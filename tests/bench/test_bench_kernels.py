@@ -74,7 +74,7 @@ def clock_of(*durations_s: float) -> Callable[[], float]:
 
 
 def run(settings: Settings, **options: Any) -> list[dict[str, Any]]:
-    return bench.run(settings, None, False, **options).rows
+    return bench.run(settings, **options).rows
 
 
 def test_a_row_for_each_shape_rows_and_kernel() -> None:
@@ -222,7 +222,7 @@ def test_little_memory_holds_fewer_experts() -> None:
     memory = 5 * (EXACT_BYTES + INT4_BYTES) + 1
     settings = replace(SETTINGS, memory=str(memory), rows=[1], kernels=["moe_int4"])
     told = Told()
-    report = bench.run(settings, None, False, told)
+    report = bench.run(settings, told)
     assert told.steps("measuring layers") == len(settings.shapes)
     assert [(row["experts_held"], row["E"]) for row in report.rows] == [(5, 8)]
     (note,) = (note for note in bench.notes(report) if note.startswith("tiny"))
@@ -230,7 +230,7 @@ def test_little_memory_holds_fewer_experts() -> None:
         f"tiny: 5 of 8 experts held, all that --memory {memory} has room for; routes name only "
         "those."
     )
-    whole = bench.run(replace(settings, memory="6GiB"), None, False)
+    whole = bench.run(replace(settings, memory="6GiB"))
     assert not any(note.startswith("tiny") for note in bench.notes(whole))
 
 
@@ -246,7 +246,7 @@ def test_shapes_are_those_of_the_models() -> None:
 
 
 def test_settings_say_how_it_was_measured() -> None:
-    report = bench.run(replace(SETTINGS, rows=[1]), None, False)
+    report = bench.run(replace(SETTINGS, rows=[1]))
     assert report.bench == "kernels"
     found = report.settings
     assert found["device"] == "cpu"
@@ -259,7 +259,7 @@ def test_settings_say_how_it_was_measured() -> None:
 @native_cpu
 def test_isa_is_limited_for_the_run_alone() -> None:
     before = library.isa()
-    report = bench.run(replace(SETTINGS, rows=[1], isa="portable"), None, False)
+    report = bench.run(replace(SETTINGS, rows=[1], isa="portable"))
     assert report.settings["isa"] == "portable"
     assert library.isa() == before
 

@@ -1,6 +1,5 @@
 """`speq bench serve`: arrivals, sums by hand, and a small load on a server of this process."""
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from speq.bench.runs import serve
 from speq.bench.runs.http_client import Heard, Target
 from speq.bench.runs.serve import arrivals_at, load, percentile, summed_up
 from speq.bench.settings import ServeSettings
-from speq.dashboard.bench_panels.kinds import kind_of
 from speq.server.access import Keys
 from tests.helpers.api_server import NAME, Rig, api_server
 from tests.helpers.command import PATIENCE_S, Command
@@ -75,25 +73,6 @@ def test_sums() -> None:
     assert nothing["tokens_per_s"] is nothing["ttft_p50_ms"] is None
 
 
-def test_pictures() -> None:
-    rows = [summed_up(rate, HEARD) for rate in (0.5, 2.0)]
-    panels = {panel.name: panel for panel in kind_of("serve").panels({"rows": rows})}
-    assert list(panels) == ["ttft", "tpot", "latency", "queued", "speed", "outcomes"]
-    drawn = {
-        (name, trace["name"]): (trace["x"], trace["y"])
-        for name, panel in panels.items()
-        for trace in panel.data
-    }
-    rates = ["0.5", "2"]
-    assert drawn["ttft", "p50"] == (rates, [500.0, 500.0])
-    assert drawn["tpot", "p95"] == (rates, [2000.0, 2000.0])
-    assert drawn["latency", "p99"] == (rates, [9000.0, 9000.0])
-    assert drawn["queued", "p50"] == (rates, [100.0, 100.0])
-    assert drawn["speed", "tokens per second"] == (rates, [1.0, 1.0])
-    assert drawn["outcomes", "refused"] == (rates, [1, 1])
-    assert panels["outcomes"].table.rows == [[0.5, 2, 1, 3], [2.0, 2, 1, 3]]
-
-
 def test_requests_are_sent_at_their_times() -> None:
     """By a clock that only sleeping moves; no answer is waited for before the next."""
     now = [100.0]
@@ -117,11 +96,9 @@ def test_requests_are_sent_at_their_times() -> None:
     assert now[0] == pytest.approx(109.0)
 
 
-def test_a_small_load(rig: Rig, tmp_path: Path) -> None:
-    file = tmp_path / "serve.json"
+def test_a_small_load(rig: Rig) -> None:
     settings = ServeSettings(rates=(2000.0, 500.0), num_requests=5, max_new_tokens=3)
-    report = serve.run(rig.url, settings, file, False)
-    assert json.loads(file.read_text())["rows"] == report.rows
+    report = serve.run(rig.url, settings)
     assert (report.bench, report.model) == ("serve", NAME)
     for row, rate in zip(report.rows, (2000.0, 500.0), strict=True):
         assert (row["rate"], row["requests"], row["whole"], row["tokens"]) == (rate, 5, 5, 15)
@@ -161,9 +138,9 @@ def test_keys_are_given(tmp_path: Path) -> None:
     with api_server(engine, ScriptedModel(max_context=4000), Keys.read(path)) as rig:
         few = {"num_requests": 1, "rates": (100.0,), "max_new_tokens": 2}
         with pytest.raises(SpeqError, match="answers with 401"):
-            serve.run(rig.url, ServeSettings(**few), None, False)  # type: ignore[arg-type]
+            serve.run(rig.url, ServeSettings(**few))  # type: ignore[arg-type]
         settings = ServeSettings(api_key_file=path, **few)  # type: ignore[arg-type]
-        report = serve.run(rig.url, settings, None, False)
+        report = serve.run(rig.url, settings)
         assert report.rows[0]["whole"] == 1
         assert "api_key_file" not in report.settings
 
@@ -176,7 +153,7 @@ def test_no_server(rig: Rig, command: Command) -> None:
         (rig.url.replace("/v1", ""), "answers with 404"),
     ):
         with pytest.raises(SpeqError, match=sentence):
-            serve.run(url, ServeSettings(num_requests=1), None, False)
+            serve.run(url, ServeSettings(num_requests=1))
     rig.stop()
     ended = command("bench", "serve", rig.url, "--num-requests", 1)
     assert (ended.code, "has no models to tell of" in ended.err) == (1, True)
@@ -185,4 +162,4 @@ def test_no_server(rig: Rig, command: Command) -> None:
 def test_a_server_that_answers_nothing(rig: Rig) -> None:
     settings = ServeSettings(num_requests=2, rates=(100.0,), served_model_name="other")
     with pytest.raises(SpeqError, match=r"answered none of the requests \(statuses 404;"):
-        serve.run(rig.url, settings, None, False)
+        serve.run(rig.url, settings)

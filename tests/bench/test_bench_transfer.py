@@ -1,6 +1,5 @@
-"""The benches of the link and of long prompts: what they count, and what they compare."""
+"""The bench of the link: what it counts, and what it compares."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from speq import Generator, SpeqError
-from speq.bench.machine import prefill, transfer
+from speq import SpeqError
+from speq.bench.machine import transfer
 from speq.bench.machine.page_cache import cached_bytes
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
@@ -141,11 +140,10 @@ def test_the_first_fetch_is_the_median_of_lone_ones(
     opened.close()
 
 
-def test_transfer_rows(tiny: Folder, packed: Path, tmp_path: Path) -> None:
-    target = tmp_path / "transfer.json"
+def test_transfer_rows(tiny: Folder, packed: Path) -> None:
     settings = transfer.Settings(readers=[1, 2], sizes=["4KiB", "8KiB"], volume="64KiB", rounds=2)
     told = Told()
-    report = transfer.run([str(tiny("olmoe")), str(packed)], settings, target, False, told)
+    report = transfer.run([str(tiny("olmoe")), str(packed)], settings, told)
     assert told.steps("reading") == 2
     kinds = [
         (row["store"], row["readers"], row["kind"], row["request_bytes"]) for row in report.rows
@@ -166,7 +164,6 @@ def test_transfer_rows(tiny: Folder, packed: Path, tmp_path: Path) -> None:
         assert row["share"] > 0
         if (row["kind"], row["request_bytes"]) == ("plain reads", 8192):
             assert row["share"] == 1.0
-    assert json.loads(target.read_text())["rows"] == report.rows
 
 
 def test_shares_compare_figures_of_one_round(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +179,7 @@ def test_shares_compare_figures_of_one_round(packed: Path, monkeypatch: pytest.M
     monkeypatch.setattr(transfer, "plain_reads", plain)
     monkeypatch.setattr(transfer, "expert_reads", experts)
     settings = transfer.Settings(readers=[1], sizes=["8KiB"], volume="64KiB", rounds=6)
-    plain_row, expert_row = transfer.run([str(packed)], settings, None, force=False).rows
+    plain_row, expert_row = transfer.run([str(packed)], settings).rows
     assert (plain_row["share"], expert_row["share"]) == (1.0, 0.8)
 
 
@@ -198,7 +195,7 @@ def test_shares_compare_figures_of_one_round(packed: Path, monkeypatch: pytest.M
 def test_nonsense_is_refused(packed: Path, settings: dict[str, Any], message: str) -> None:
     given = {"readers": [1], "sizes": ["8KiB"], "volume": "64KiB", "rounds": 1} | settings
     with pytest.raises(SpeqError, match=message):
-        transfer.run([str(packed)], transfer.Settings(**given), None, force=False)
+        transfer.run([str(packed)], transfer.Settings(**given))
     with pytest.raises(SpeqError, match="readers is 'a,1'; it must be whole numbers"):
         transfer.Settings(readers="a,1")  # type: ignore[arg-type]
 
@@ -206,47 +203,6 @@ def test_nonsense_is_refused(packed: Path, settings: dict[str, Any], message: st
 def test_an_empty_file_is_not_cached(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     assert cached_bytes(tmp_path / "empty") == 0
-
-
-def test_prefill_rows(packed: Path, tmp_path: Path) -> None:
-    target = tmp_path / "prefill.json"
-    settings = prefill.Settings(["1200KiB", "8MiB"], 40, None, 1, "auto", reader_threads=2)
-    told = Told()
-    report = prefill.run(str(packed), settings, target, False, told)
-    assert told.steps("running prompts") == 2
-    assert [row["budget"] for row in report.rows] == ["1200KiB", "8MiB"]
-    assert json.loads(target.read_text())["rows"] == report.rows
-    generator = Generator.from_pretrained(packed, "8MiB", draft="none")
-    generator.generate(prefill.prompt_of(generator, settings), max_new_tokens=1)
-    # One chunk asks each layer once for every expert that any of its tokens wants.
-    assert generator.runtime.plan.chunk >= 40
-    distinct = generator.runtime.recorder.step.requests
-    generator.close()
-    for row in report.rows:
-        assert row["distinct_bytes"] == distinct * open_model(packed).store.codec.record_bytes
-        assert row["moved_bytes"] >= 0.9 * row["distinct_bytes"]
-        assert min(row["ttft_s"], row["link_s"], row["resident_s"]) > 0
-        floor = max(row["link_s"], row["resident_s"])
-        assert row["floor_ratio"] == pytest.approx(row["ttft_s"] / floor)
-
-
-def test_prefill_takes_the_ratio_of_each_round() -> None:
-    stats = {
-        "memory": {"slots": 5},
-        "prefill_moved_bytes": 70,
-        "prefill_read_bytes": 80,
-        "prefill_stall_s": 0.5,
-    }
-    samples = [
-        prefill.Sample(3.0, 2.0, 1.0, stats, 60, 16),
-        prefill.Sample(8.0, 1.0, 4.0, stats, 60, 16),
-        prefill.Sample(9.0, 3.0, None, stats, 60, 16),
-    ]
-    settings = prefill.Settings(["1GiB"], 10, None, 3, "auto")
-    row = prefill.summarise("1GiB", settings, samples)
-    assert row["floor_ratio"] == 2.0  # of 3/2, 8/4 and 9/3
-    assert (row["ttft_s"], row["link_s"], row["resident_s"]) == (8.0, 2.0, 2.5)
-    assert prefill.summarise("1GiB", settings, samples[2:])["resident_s"] is None
 
 
 def test_the_arena_is_written_to_before_it_is_timed() -> None:

@@ -180,7 +180,7 @@ def test_rows_stand_beside_the_fastest_of_their_budget() -> None:
     [
         ("ollama", "system 'ollama' is unknown; there are speq, "),
         ("", "system '' is unknown"),
-        ("speq fast", "system 'speq fast' has 'fast'; give options as name=value"),
+        ("speq fast", "system 'speq fast' has 'fast'; give NAME=VALUE"),
         ("speq draft-length=99", "draft_length is 99"),
         ("speq no-option=1", "unknown option no_option"),
         ("llama.cpp threads=2", "has options; llama.cpp takes none"),

@@ -153,7 +153,7 @@ def test_systems_of_ours_from_settings_to_rows(tiny_bfloat16: Folder) -> None:
         rounds=1,
     )
     with pytest.raises(Exception, match="unknown option no_such"):
-        run(str(folder), settings, None, force=False)
+        run(str(folder), settings)
     settings = TpotSettings(
         budgets=("8MiB", "10KiB"),
         systems=("lru-raw",),
@@ -162,7 +162,7 @@ def test_systems_of_ours_from_settings_to_rows(tiny_bfloat16: Folder) -> None:
         max_new_tokens=4,
         rounds=1,
     )
-    report = run(str(folder), settings, None, force=False)
+    report = run(str(folder), settings)
     fits, small = report.rows
     assert (fits["system"], fits["tokens"], fits["failure"]) == ("lru-raw", 4, "")
     assert fits["tpot_ms"] > 0

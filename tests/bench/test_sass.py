@@ -15,8 +15,8 @@ from speq.bench.machine.issue import COUNTED, HALF_RATE, issue_slots
 from speq.bench.machine.kernels import Settings
 from speq.bench.machine.sass import Kernel, kernels
 from speq.errors import SpeqError
-from speq.governor.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from speq.kernels import library
+from speq.planning.cost.presets import MULTIPROCESSORS, PRESETS, Multiprocessors
 from tests.helpers.command import Command
 from tests.helpers.needed import absent
 
@@ -145,7 +145,7 @@ def tiny_card(monkeypatch: pytest.MonkeyPatch, listed: Kernel, tmp_path: Path) -
 
 @pytest.mark.usefixtures("tiny_card")
 def test_times_of_a_card(command: Command) -> None:
-    report = bench.run(Settings(sass=True, group_size=16), None, False)
+    report = bench.run(Settings(sass=True, group_size=16))
     (row,) = report.rows
     # Seven instructions to two weights, four a clock on each of ten, for 32 lanes.
     assert row["instructions_per_weight"] == 3.5
@@ -174,14 +174,14 @@ def test_times_of_a_card(command: Command) -> None:
 )
 def test_what_sass_refuses(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpeqError) as refused:
-        bench.run(Settings(**{"sass": True, "group_size": 16} | given), None, False)
+        bench.run(Settings(**{"sass": True, "group_size": 16} | given))
     assert sentence in str(refused.value)
 
 
 def test_a_library_that_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(issue.library, "FOLDER", tmp_path)
     with pytest.raises(SpeqError, match=r"libspeq_cuda.so is what --sass reads, and it is not"):
-        bench.run(Settings(sass=True), None, False)
+        bench.run(Settings(sass=True))
 
 
 def test_cards_are_presets() -> None:

@@ -96,7 +96,7 @@ def test_rows_and_titles_say_so(tiny: Folder, capsys: pytest.CaptureFixture[str]
         synthetic_acceptance=1,
         run={"dtype": "float32", "profile": "none"},
     )
-    report = tpot.run(str(tiny(FAMILY)), settings, None, force=False)
+    report = tpot.run(str(tiny(FAMILY)), settings)
     assert report.settings["synthetic_acceptance"] == 1
     assert [row["synthetic_acceptance"] for row in report.rows] == [None, 1]
     assert [row["acceptance_rate"] for row in report.rows] == [None, 1]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from speq.bench.runs.tpot import MEDIANS, Cell, Settings, run, summarise
+from speq.bench.runs.tpot import MEDIANS, Settings, TpotCell, run, summarise
 from speq.errors import SpeqError
 
 Folder = Callable[[str], Path]
@@ -23,7 +23,7 @@ def test_variants_and_neighbours_are_measured_in_turn(tiny_bfloat16: Folder) -> 
         rounds=2,
         run={"dtype": "bfloat16", "profile": "none"},
     )
-    report = run(str(tiny_bfloat16("qwen3_moe")), settings, None, force=False)
+    report = run(str(tiny_bfloat16("qwen3_moe")), settings)
     assert [(row["neighbours"], row["variant"]) for row in report.rows] == [
         (count, variant) for count in (0, 1) for variant in variants
     ]
@@ -37,7 +37,7 @@ def test_variants_and_neighbours_are_measured_in_turn(tiny_bfloat16: Folder) -> 
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        ("codec", r"variant 'codec' has 'codec'; give options as name=value"),
+        ("codec", r"variant 'codec' has 'codec'; give NAME=VALUE"),
         ("=raw", "variant '=raw' has '=raw'"),
         ("dense=thin", "dense is 'thin'; it must be one of"),
         ("no-option=1", "no_option"),
@@ -46,7 +46,7 @@ def test_variants_and_neighbours_are_measured_in_turn(tiny_bfloat16: Folder) -> 
 def test_what_is_no_option_is_refused(tiny: Folder, variant: str, message: str) -> None:
     settings = Settings(budgets=("8MiB",), draft_lengths=("0",), variants=(variant,))
     with pytest.raises(SpeqError, match=message):
-        run(str(tiny("qwen3_moe")), settings, None, force=False)
+        run(str(tiny("qwen3_moe")), settings)
 
 
 def test_rows_hold_medians_and_what_most_stay_within() -> None:
@@ -54,13 +54,20 @@ def test_rows_hold_medians_and_what_most_stay_within() -> None:
         "memory": {"draft": 5, "slots": 7},
         "codec": "raw",
         "dense": "raw",
+        "stall_s": 1.0,
+        "draft_s": 0.5,
+        "verify_s": 2.0,
+        "decode_s": 4.0,
     }
     samples = [of_all | {"tpot_ms": float(at), "hidden_share": 0.1 * at} for at in range(10, 0, -1)]
     samples[0]["hidden_share"] = None  # nothing was moved
-    row = summarise(Cell("1MiB", "0", 0, ""), samples)
+    row = summarise(TpotCell("1MiB", "0", 0, ""), samples)
     assert row["tpot_ms"] == 5.5
     assert row["tpot_p90_ms"] == 9.0
     assert row["hidden_share"] == 0.5
-    assert row["stall_s"] is None
+    assert row["route_recall"] is None
+    # A verification of two seconds waited for one of them.
+    shares = (row["stall_share"], row["draft_share"], row["verify_share"])
+    assert shares == (0.25, 0.125, 0.25)
     assert (row["samples"], row["draft_bytes"], row["slots_bytes"]) == (10, 5, 7)
-    assert summarise(Cell("1MiB", "0", 0, ""), samples[:3])["tpot_p90_ms"] == 10.0
+    assert summarise(TpotCell("1MiB", "0", 0, ""), samples[:3])["tpot_p90_ms"] == 10.0

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from speq.dashboard.bench_panels import report
+from speq.dashboard import report_page as report
 from speq.dashboard.panel import Page
 from speq.dashboard.run_panels import run_page
 from speq.errors import SpeqError
 from tests.helpers.command import Command, command_in_process
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import BUNDLED, ROOT
 from tests.helpers.run_records import RUN
 
 RESULTS = ROOT / "bench" / "results"
@@ -41,7 +41,7 @@ def test_one_file_is_a_page_of_its_panels() -> None:
     page = report.page_of([CODEC])
     content = json.loads(CODEC.read_text())
     assert page.title == f"codec: {content['model']}"
-    assert [panel.name for panel in page.panels] == ["bits", "speeds"]
+    assert [panel.name for panel in page.panels] == ["rows"]
     assert page.notes == []
     assert page.facts == [
         ("bench", "codec"),
@@ -63,26 +63,25 @@ def test_several_files_are_told_apart() -> None:
     assert [name for name, _ in page.facts] == [CODEC.stem, SYSTEMS.stem, copy.stem]
     assert page.facts[0][1].startswith("bench: codec; model: FOLDER/model; speq: 0.1.0 at ")
     names = [panel.name for panel in page.panels]
-    assert names[:2] == [f"{CODEC.stem}-bits", f"{CODEC.stem}-speeds"]
-    assert len(set(names)) == len(names)
-    assert page.panels[0].title == f"Bits that a weight takes ({CODEC.stem})"
-    failed, *cut, stolen = page.notes
-    assert failed.startswith(f"{SYSTEMS.stem}: moe-speq failed at 1926MiB: ")
-    assert len(cut) == sum(row["cut"] is True for row in json.loads(SYSTEMS.read_text())["rows"])
-    assert stolen.startswith(f"{SYSTEMS.stem}: The host gave up to ")
+    assert names == [
+        f"{CODEC.stem}-rows",
+        f"{SYSTEMS.stem}-tpot-ms",
+        f"{copy.stem}-coverage-in-time",
+    ]
+    assert page.panels[0].title == f"What was measured ({CODEC.stem})"
 
 
 def test_a_file_given_twice_has_names_of_its_own() -> None:
     page = report.page_of([CODEC, CODEC, CODEC])
-    bits = f"{CODEC.stem}-bits"
-    assert [panel.name for panel in page.panels][::2] == [bits, f"{bits}-2", f"{bits}-3"]
+    rows = f"{CODEC.stem}-rows"
+    assert [panel.name for panel in page.panels] == [rows, f"{rows}-2", f"{rows}-3"]
 
 
 def test_the_results_of_the_repository_are_one_page() -> None:
     page = report.page_of([RESULTS])
     files = sorted(path.stem for path in RESULTS.glob("*.json"))
     assert [name for name, _ in page.facts] == files
-    assert len({panel.name for panel in page.panels}) == len(page.panels) > 2 * len(files)
+    assert len({panel.name for panel in page.panels}) == len(page.panels) >= len(files)
     assert not any("Left out" in note for note in page.notes)
 
 
@@ -93,7 +92,7 @@ def test_what_a_folder_holds_besides_is_left_out_and_named(tmp_path: Path) -> No
     (tmp_path / "rows.json").write_text('{"bench": "tpot", "rows": 3, "settings": {}}')
     (tmp_path / "text.txt").write_text("no JSON")
     page = report.page_of([tmp_path])
-    assert [panel.name for panel in page.panels] == ["bits", "speeds"]
+    assert [panel.name for panel in page.panels] == ["rows"]
     foreign, cut, damaged = page.notes
     assert foreign == (
         f"Left out: {tmp_path}/config.json is neither of a bench nor of a run; {WANTED}."
@@ -112,8 +111,8 @@ def test_runs_stand_beside_benches(tmp_path: Path) -> None:
     assert report.page_of([path]) == run_page.page_of(RUN)
     page = report.page_of([path, CODEC])
     names = [f"run-{panel.name}" for panel in run_page.panels_of(RUN)]
-    assert [panel.name for panel in page.panels][:-2] == names
-    assert page.panels[-2].name == f"{CODEC.stem}-bits"
+    assert [panel.name for panel in page.panels][:-1] == names
+    assert page.panels[-1].name == f"{CODEC.stem}-rows"
     assert page.facts[0][0] == "run"
     assert page.facts[0][1].startswith("model: by-hand; machine: abacus, 2 cores; ")
     assert page.notes == [f"run: {note}" for note in run_page.page_of(RUN).notes]
@@ -151,9 +150,9 @@ def test_a_cut_run_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_machine_and_settings_of_any_shape_are_told() -> None:
-    assert report.told_machine(None) == "not recorded"
+    assert report.machine_line(None) == "not recorded"
     machine = {"processor": "P", "cores": 4, "gpu": "H200", "memory_bytes": 1 << 30}
-    assert report.told_machine(machine) == "P, 4 cores, 1 GiB, H200"
+    assert report.machine_line(machine) == "P, 4 cores, 1 GiB, H200"
     settings = {
         "budgets": ["1GiB", "2GiB"],
         "rounds": 0,
@@ -163,7 +162,7 @@ def test_a_machine_and_settings_of_any_shape_are_told() -> None:
         "run": {"device": "auto", "dtype": None, "drafter": "int4"},
         "note": "A remark.",
     }
-    assert report.told(settings) == "budgets 1GiB,2GiB, rounds 0, drafter int4"
+    assert report.settings_line(settings) == "budgets 1GiB,2GiB, rounds 0, drafter int4"
 
 
 # The command.
@@ -185,7 +184,7 @@ def test_the_command_writes_one_page(tmp_path: Path, command: Command) -> None:
     assert out.read_bytes() == before
     ended = command("report", CODEC, "--out", out, "--force", "--quiet")
     assert (ended.code, ended.out, ended.err) == (0, "", "")
-    assert len(page_in(out)["panels"]) == 2
+    assert len(page_in(out)["panels"]) == 1
 
 
 DEEP = "[" * 100 + "]" * 100
@@ -206,18 +205,8 @@ DEEP = "[" * 100 + "]" * 100
             "cannot be drawn: rows is missing; it must be a list of objects: measure again",
         ),
         (
-            '{"bench": "codec", "settings": {}, "rows": '
-            '[{"codec": "raw", "bits_per_weight": "x"}]}',
-            "cannot be drawn: rows[0].bits_per_weight is 'x'; it must be a number: measure again",
-        ),
-        (
-            '{"bench": "codec", "settings": {}, "rows": '
-            '[{"codec": "raw", "copy_gb_per_s": 1e999}]}',
-            "cannot be drawn: rows[0].copy_gb_per_s is inf; it must be a number: measure again",
-        ),
-        (
-            '{"bench": "codec", "settings": {}, "rows": [{"bits_per_weight": 3}]}',
-            "cannot be drawn: rows[0].codec is missing; it must be a name or a number",
+            '{"bench": "tpot", "settings": {}, "rows": [{"budget": "1GiB", "tpot_ms": "x"}]}',
+            "cannot be drawn: rows[0].tpot_ms is 'x'; it must be a number: measure again",
         ),
     ],
 )
@@ -256,18 +245,14 @@ def test_a_page_that_cannot_be_written_is_refused_first(tmp_path: Path, command:
 
 
 def test_a_bench_draws_what_it_found(tmp_path: Path, command: Command) -> None:
-    """`bench memory` takes sizes from a config alone."""
-    folder, out, kept = tmp_path / "model", tmp_path / "memory.html", tmp_path / "memory.json"
-    folder.mkdir()
-    shutil.copy(ROOT / "models/tiny-moe/config.json", folder)
-    given = ("bench", "memory", folder, "--experts", "all,token")
+    out, kept = tmp_path / "tpot.html", tmp_path / "tpot.json"
+    small = ("--budgets", "18MiB", "--draft-lengths", 0, "--num-prompts", 1, "--max-new-tokens", 2)
+    given = ("bench", "tpot", BUNDLED, *small, "--rounds", 1)
     ended = command(*given, "--json", kept, "--picture", out)
     assert ended.code == 0, ended.err
     drawn, of_file = page_in(out), report.page_of([kept])
-    assert [panel["name"] for panel in drawn["panels"]] == [
-        "memory-model-all",
-        "memory-model-token",
-    ]
+    names = [panel["name"] for panel in drawn["panels"]]
+    assert names == ["tpot", "moved", "shares", "ttft", "hit-rate", "acceptance"]
     tables = [panel["table"]["rows"] for panel in drawn["panels"]]
     assert tables == [panel.table.rows for panel in of_file.panels]
     # Nothing is replaced unasked, nor measured before that is known.
@@ -277,7 +262,7 @@ def test_a_bench_draws_what_it_found(tmp_path: Path, command: Command) -> None:
     assert ended.err == f"error: {out} exists already; choose another name or add --force\n"
     assert out.read_bytes() == before
     ended = command(*given, "--json", "-", "--picture", out, "--force")
-    assert ended.code == 0 and json.loads(ended.out)["bench"] == "memory"
+    assert ended.code == 0 and json.loads(ended.out)["bench"] == "tpot"
 
 
 def test_a_full_disk_leaves_no_page(

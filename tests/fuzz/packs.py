@@ -1,4 +1,4 @@
-"""Packed models, read with `--verify-reads`; kept drafts; GPTQ folders."""
+"""Packed models, read with `--set verify_reads=true`; kept drafts; GPTQ folders."""
 
 import random
 import signal
@@ -13,6 +13,7 @@ from tests.fuzz.sound import CODECS, Sound, generate
 from tests.fuzz.target import killed
 
 DRAFTED = ("--draft-length", "3")
+VERIFIED = ("--set", "verify_reads=true")
 
 
 def damaged(rng: random.Random, folder: Path) -> str:
@@ -29,7 +30,7 @@ def damaged(rng: random.Random, folder: Path) -> str:
 def packs(rng: random.Random, sound: Sound, room: Path) -> Case:
     codec = rng.choice(CODECS)
     folder = copied(sound.packed(codec), room / codec)
-    command = generate(codec, "--verify-reads", *rng.choice(((), DRAFTED)))
+    command = generate(codec, *VERIFIED, *rng.choice(((), DRAFTED)))
     text = sound.text(command, room)
     way = rng.choice(("weights", "weights", "records", "any", "any"))
     if way == "weights":
@@ -48,7 +49,7 @@ def packs(rng: random.Random, sound: Sound, room: Path) -> Case:
 def weights(rng: random.Random, sound: Sound, room: Path, codec: str) -> Case:
     """Half of all weights but the experts' have their signs flipped: wrong text, if not noticed."""
     folder = copied(sound.packed(codec), room / codec)
-    command = generate(codec, "--verify-reads")
+    command = generate(codec, *VERIFIED)
     text = sound.text(command, room)
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())

@@ -109,7 +109,7 @@ class Sound:
 
     @cached_property
     def routes(self) -> Path:
-        """Recorded routes of the model, in the format that `speq bench hit-rate` writes."""
+        """Recorded routes of the model, as `python -m bench.lab.hit_rate` writes them."""
         layers, experts = 2, 8
         steps = []
         for at in range(6):

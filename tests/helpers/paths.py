@@ -9,6 +9,7 @@ FOLDERS = {
     "speq.scheduler": ROOT / "scheduler",
     "speq.governor": ROOT / "governor",
     "speq.bench": ROOT / "bench",
+    "bench.lab": ROOT / "bench" / "lab",
 }
 BUNDLED = ROOT / "models" / "tiny-moe"
 DATA = ROOT / "tests" / "data"

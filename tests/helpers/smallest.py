@@ -52,7 +52,7 @@ def two_slot_budget(
     demand = runtime.demand
     runtime.close()
     with pytest.raises(SpeqError) as refused:
-        memory.plan(demand, 1, context)
+        memory.plan_memory(demand, 1, context)
     match = re.search(r"smallest workable budget is (\d+) bytes", str(refused.value))
     assert match is not None
     return int(match[1]), demand

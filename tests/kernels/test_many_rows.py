@@ -93,7 +93,7 @@ def int4_experts(permuted: bool) -> tuple[Int4Layout, list[Int4Expert]]:
     for gate_up, down in matrices():
         perm = torch.randperm(H, generator=generator)
         columns = gate_up[:, perm] if permuted else gate_up
-        expert = Int4Expert.rounded(plain, columns, down)
+        expert = Int4Expert.round(plain, columns, down)
         more = {"input_perm": perm.int()} if permuted else {}
         experts.append(Int4Expert({**expert.parts, **more}))
     return Int4Layout(H, F, None, permuted), experts

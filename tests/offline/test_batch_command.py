@@ -150,7 +150,7 @@ def test_a_disk_that_fails_ends_the_job_and_no_request(
 
     def failing(batch: Batch, draft_length: int | None = None) -> list[StepOutput]:
         if next(steps) == 6:
-            error = SpeqError("reading failed; look after the disk and run again")
+            error = SpeqError("reading failed; check the disk and run again")
             error.__cause__ = OSError("of the disk")
             return [StepOutput(request, [], error=error) for request in batch.clear()]
         return own(batch, draft_length)
@@ -159,7 +159,7 @@ def test_a_disk_that_fails_ends_the_job_and_no_request(
         patch.setattr(Batch, "step", failing)
         ended = run(command, bundled, path)
     assert ended.code == 1
-    assert "look after the disk and run again" in ended.err.splitlines()[-1]
+    assert "check the disk and run again" in ended.err.splitlines()[-1]
     assert run(command, bundled, path).code == 0
     assert not (tmp_path / "answers.failed.jsonl").exists()
     assert len(lines_of(tmp_path / "answers.jsonl")) == 5

@@ -251,10 +251,10 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "no shard": (remove(SINGLE), r"holds neither model\.safetensors nor model\.safetensors\.index"),
     "pickles only": (only_pickles, "only safetensors checkpoints are read"),
     "shard is a folder": (folder_instead(SINGLE), r"model\.safetensors cannot be read: Is a dir"),
-    "cut to nothing": (cut(0), "is no complete safetensors file: its header should take 0 bytes"),
-    "cut within the length": (cut(4), "is no complete safetensors file: .* the file has 4;"),
-    "cut after the length": (cut(8), "is no complete safetensors file: .* the file has 8;"),
-    "cut within the header": (cut(1000), "is no complete safetensors file: .* the file has 1000;"),
+    "cut to nothing": (cut(0), "not a complete safetensors file: its header should take 0 bytes"),
+    "cut within the length": (cut(4), "is not a complete safetensors file: .* the file has 4;"),
+    "cut after the length": (cut(8), "is not a complete safetensors file: .* the file has 8;"),
+    "cut within the header": (cut(1000), "not a complete safetensors file: .* the file has 1000;"),
     "cut within the data": (cut(200_000), "is truncated: tensor .* and the file has 200000;"),
     "cut by a byte": (cut(-1), "is truncated: tensor .*; download it again"),
     "grown by a byte": (
@@ -464,7 +464,7 @@ def first_shard(damage: Callable[[Path], object]) -> Damage:
 SHARDED: dict[str, tuple[Damage, str]] = {
     "shard missing": (first_shard(Path.unlink), "names shard model-00001-of-.*, which is absent"),
     "shard cut": (first_shard(lambda p: os.truncate(p, 50_000)), "model-00001-of-.* is truncated"),
-    "shard is empty": (first_shard(lambda p: os.truncate(p, 0)), "is no complete safetensors file"),
+    "shard is empty": (first_shard(lambda p: os.truncate(p, 0)), "not a complete safetensors"),
     "another name": (
         index(lambda names, _: names.update({NORM: "model-00001-of-00099.safetensors"})),
         r"names shard model-00001-of-00099\.safetensors, which is absent; download it",
@@ -481,13 +481,13 @@ SHARDED: dict[str, tuple[Damage, str]] = {
     "tensor left out": (index(lambda names, _: names.pop(EXPERT) and None), "lacks gate_proj of"),
     "shard outside": (
         index(lambda names, _: names.update({NORM: "../x"})),
-        r"names '\.\./x', which is no file of that folder",
+        r"names '\.\./x', not a file of that folder",
     ),
-    "the folder above": (index(lambda names, _: names.update({NORM: ".."})), "names '..', which"),
-    "absolute path": (index(lambda names, _: names.update({NORM: "/etc/passwd"})), "which is no"),
-    "no name": (index(lambda names, _: names.update({NORM: ""})), "names '', which is no file"),
-    "name is null": (index(lambda names, _: names.update({NORM: None})), "names None, which is no"),
-    "name is a list": (index(lambda names, _: names.update({NORM: []})), r"names \[\], which is"),
+    "the folder above": (index(lambda names, _: names.update({NORM: ".."})), "names '..', not"),
+    "absolute path": (index(lambda names, _: names.update({NORM: "/etc/passwd"})), "not a file of"),
+    "no name": (index(lambda names, _: names.update({NORM: ""})), "names '', not a file"),
+    "name is null": (index(lambda names, _: names.update({NORM: None})), "names None, not a"),
+    "name is a list": (index(lambda names, _: names.update({NORM: []})), r"names \[\], not"),
     "no map": (index(lambda names, _: {}), "has no weight_map; download it again"),
     "map is a list": (index(lambda names, files: files), "has no weight_map"),
     "index is no JSON": (write(INDEX, b"{"), r"index\.json is not valid JSON"),
@@ -539,7 +539,7 @@ def test_models_that_are_none(tmp_path: Path, command: Command) -> None:
     (of_gguf / "config.json").write_text("{}")
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "notes").write_text("")
-    in_gguf = "is in GGUF, whose files .* give the folder of the safetensors checkpoint"
+    in_gguf = "is in GGUF, whose weights .* give the folder of the safetensors checkpoint"
     for model, message in (
         (tmp_path / "nope", "model folder '.*/nope' does not exist; give a folder, or a hub id"),
         (file, "model '.*/file' is a file; give the folder that holds config.json"),
@@ -646,7 +646,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
     for options, message in (
         (
             {"max_new_tokens": 3},
-            "unknown option max_new_tokens; the options are memory_budget, dev",
+            "unknown option max_new_tokens; the options are memory_budget, host",
         ),
         ({"device": "tpu"}, "device is 'tpu'; it must be one of auto, cpu, cuda"),
         ({"dtype": "float8"}, "dtype is 'float8'; it must be one of auto, bfloat16, float16, flo"),
@@ -673,7 +673,7 @@ def test_options_the_library_does_not_know(tiny: Folder) -> None:
         (["--prompt", ""], "the prompt is empty; give at least one token"),
         (
             ["--prompt", "a\udcff"],
-            "which is no Unicode text; give text that was decoded from UTF-8",
+            "which is not Unicode text; give text that was decoded from UTF-8",
         ),
         (["--temperature", "-1"], r"temperature is -1\.0; it must be from 0 to 10000"),
         (["--temperature", "nan"], "temperature is nan"),
@@ -876,7 +876,7 @@ def test_a_full_disk_costs_the_draft_only(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="speq"):
         fill(patch)
         assert generate(model) == wanted
-    assert "the draft could not be kept and will be made anew next time" in caplog.text
+    assert "the draft could not be cached and will be made again next time" in caplog.text
     assert caplog.text.count("No space left on device") == 2
     assert drafts(tmp_path) == []
     # With room again it is kept.
@@ -937,7 +937,7 @@ def test_a_draft_that_cannot_lie_beside_its_model(
     home.write_text("")
     with caplog.at_level(logging.WARNING, logger="speq"):
         assert generate(model) == wanted
-    assert "the draft could not be kept" in caplog.text
+    assert "the draft could not be cached" in caplog.text
     assert drafts(tmp_path) == []
 
 
@@ -958,8 +958,8 @@ def as_draft(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obj
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.write_bytes(b""), "is no complete safetensors file"),
-        (lambda path: path.write_bytes(b"nonsense" * 100), "is no complete safetensors file"),
+        (lambda path: path.write_bytes(b""), "is not a complete safetensors file"),
+        (lambda path: path.write_bytes(b"nonsense" * 100), "is not a complete safetensors file"),
         (lambda path: os.truncate(path, path.stat().st_size - 1), "is truncated"),
         (as_draft(lambda entries: entries.update(__metadata__=[1])), "__metadata__ is a list"),
         (as_draft(lambda entries: entries.update(__metadata__={})), "is not a draft of format"),
@@ -990,7 +990,7 @@ def test_a_damaged_draft_is_made_anew(
     assert kept.read_bytes() != sound
     with caplog.at_level(logging.WARNING, logger="speq"):
         assert generate(model) == wanted
-    assert re.search(f"the draft on disk is made anew: .*{message}", caplog.text)
+    assert re.search(f"the draft on disk is made again: .*{message}", caplog.text)
     assert drafts(tmp_path) == [kept]
     assert kept.read_bytes() == sound
 

@@ -89,7 +89,7 @@ def check(plans: list[Plan]) -> None:
 
 CELLS = (
     Cell(3, "half", "own", prefetch="three-phase", cache_policy="lookahead"),
-    Cell(3, "two slots", "poor", cache_policy="entropy-lookahead", prefetch="primed"),
+    Cell(3, "two slots", "poor", cache_policy="entropy", prefetch="three-phase"),
     Cell(0, "two slots", "own", cache_policy="lfu"),
     Cell(5, "half", "poor", prefetch="three-phase", trees="small"),
     Cell(5, "half", "poor", prefetch="three-phase", trees="pruned"),

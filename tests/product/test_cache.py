@@ -117,7 +117,7 @@ def test_a_limit_removes_what_was_read_least_recently(home: Path) -> None:
     told("limit", "none")
     assert kept.limit_bytes() is None
     (home / "limit.json").write_text('{"limit_bytes": "much"}')
-    with pytest.raises(SpeqError, match="says no number of bytes; set it again with `speq cache"):
+    with pytest.raises(SpeqError, match="has no number of bytes; set it again with `speq cache"):
         told("list")
 
 

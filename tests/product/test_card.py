@@ -65,7 +65,7 @@ def test_a_driver_that_refuses_is_said_once(
     with caplog.at_level(logging.INFO, "speq"):
         assert card_of("12-34") is None
         assert card_of("12-34") is None
-    assert caplog.messages == ["no figures of PCIe and clocks: NVML says Driver Not Loaded"]
+    assert caplog.messages == ["no figures of PCIe and clocks: NVML reports Driver Not Loaded"]
 
 
 def test_nvidia_ml_py_need_not_be_there(
@@ -105,7 +105,7 @@ def test_readings_grow_while_a_run_goes_on(
     with caplog.at_level(logging.INFO, "speq"), watch_card(told) as readings:
         assert told.broke.wait(60)
     assert readings == [READING] * 3
-    assert caplog.messages == ["figures of PCIe and clocks end here: NVML says GPU is lost"]
+    assert caplog.messages == ["figures of PCIe and clocks end here: NVML reports GPU is lost"]
     assert not [thread for thread in threading.enumerate() if thread.name == "speq-card"]
 
 

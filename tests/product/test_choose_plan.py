@@ -27,16 +27,22 @@ from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.objectives import Objectives
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile
-from speq.governor.survey import Survey
 from speq.heads.head_file import head_path
 from speq.measure import codec_speed
 from speq.models.opened import open_model
 from speq.planning import profiles
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import candidates_of
-from speq.planning.choose_plan import PlanDecision, choose_plan
+from speq.planning.choose_plan import PlanChooser, PlanDecision
+from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
-from speq.planning.device_trial import TIMED_PASSES, DeviceTrial, Use, copied_s, some_records
+from speq.planning.device_trial import (
+    TIMED_PASSES,
+    DeviceTrial,
+    ExpertTimes,
+    copied_s,
+    some_records,
+)
 from speq.planning.fitting import fit
 from speq.planning.model_spec import ModelSpec
 from speq.planning.processor_trial import ProcessorTrial
@@ -150,7 +156,12 @@ def planned(
     config = RunConfig.of(BUDGET_BYTES, **({"draft_length": "auto", "device": "cpu"} | options))
     longest = {} if config.draft_length is None else {"longest_draft": config.draft_length}
     budget = Budget(BUDGET_BYTES, 64, on_cpu=True, **longest)
-    return choose_plan(model_spec, budget, config, made, lambda codecs: survey or never(codecs))
+    chooser = chooser_of(model_spec, budget, config)
+    return chooser.choose(made, lambda codecs: survey or never(codecs))
+
+
+def chooser_of(model_spec: ModelSpec, budget: Budget, config: RunConfig) -> PlanChooser:
+    return PlanChooser(model_spec, budget, config, config.codec, config.prefetch != "none")
 
 
 # In the runtime.
@@ -239,7 +250,7 @@ def test_a_kept_profile_is_found_and_none_is_none(
 ) -> None:
     monkeypatch.setattr(ProcessorTrial, "survey", lambda trial, codecs: WINS)
     made = profile(model, **LOSES)
-    path = profiles.kept_path(made.key)
+    path = profiles.profile_path(made.key)
     assert path is not None and path.is_relative_to(home)
     profiles.write(made, path)
     with running(model, codec="raw") as generator:
@@ -497,7 +508,7 @@ def test_the_draft_goes_exactly_where_it_leaves_fewer_than_two_slots(
     for size in range(1 << 20, 3 << 20, 4096):
         try:
             budget = Budget(size, 64, on_cpu=True)
-            made = choose_plan(model_spec, budget, config, None, lambda codecs: WINS)
+            made = chooser_of(model_spec, budget, config).choose(None, lambda codecs: WINS)
         except SpeqError:
             continue
         fits.append((size, made.residency_plan.drafts, made.memory.slots))
@@ -582,7 +593,7 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     words_bytes = 3 * 64 * 48 * 2
     candidates = {
         (way.codec, way.encoded): replace(
-            assumptions.priced(way, words_bytes, True, LAYERS * EXPERTS), slots=30
+            assumptions.with_encoding_cost(way, words_bytes, True, LAYERS * EXPERTS), slots=30
         )
         for way in candidates_of(model_spec, on_cpu=True)
     }
@@ -596,16 +607,16 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     assert encoded.read_bytes == packed.read_bytes < words_bytes
     # In host memory they lie encoded, whatever the disk has.
     [held] = [way for way in candidates_of(model_spec, on_cpu=False) if way.encoded]
-    assert assumptions.priced(held, words_bytes, False, LAYERS * EXPERTS) == replace(
+    assert assumptions.with_encoding_cost(held, words_bytes, False, LAYERS * EXPERTS) == replace(
         packed, encoded=True, slots=0
     )
     outlook = assumptions.outlook(LAYERS, model_spec.pass_bytes, [encoded])
-    cycle = outlook.cycle(encoded, 0)
-    missed = cycle.moved_bytes / words_bytes
+    step = outlook.step_estimate(encoded, 0)
+    missed = step.moved_bytes / words_bytes
     assert missed > 0
-    assert cycle.new_s == pytest.approx(missed * words_bytes / 1e9)
-    resident_s = outlook.cycle(replace(encoded, encode_s=0.0), 0).verify_s
-    assert cycle.verify_s == pytest.approx(resident_s + missed * words_bytes / 1e6)
+    assert step.new_s == pytest.approx(missed * words_bytes / 1e9)
+    resident_s = outlook.step_estimate(replace(encoded, encode_s=0.0), 0).verify_s
+    assert step.verify_s == pytest.approx(resident_s + missed * words_bytes / 1e6)
     assert encoded.name == "lossless encoded as read, without a draft"
 
 
@@ -637,7 +648,7 @@ def test_a_file_of_another_budget_or_version_is_said_to_be(
     file = written(tmp_path, replace(made, key=key))
     opened = open_model(model)
     try:
-        assert profiles.wanted(str(file), opened, "cpu", BUDGET_BYTES) == replace(made, key=key)
+        assert profiles.find(str(file), opened, "cpu", BUDGET_BYTES) == replace(made, key=key)
     finally:
         opened.close()
     assert "within 1 GiB; its speeds are taken for 2.5 MiB too" in caplog.text
@@ -716,7 +727,7 @@ def on_device(model: Path, survey: Survey | None, budget_bytes: int) -> PlanDeci
 
     config = RunConfig.of(budget_bytes, device="cuda", draft_length=0)
     budget = Budget(budget_bytes, 64, on_cpu=False, longest_draft=0)
-    settled = choose_plan(model_spec, budget, config, None, surveyed)
+    settled = chooser_of(model_spec, budget, config).choose(None, surveyed)
     assert tried == ([] if survey is None else ["raw", "lossless"])
     return settled
 
@@ -795,12 +806,15 @@ def test_an_experts_use_is_timed_by_the_devices_events(codec: str, model: Path) 
         made = codec_of(codec, store.codec.shape)
         # Room for eight experts: between the nth pair of events there are 2n - 1 seconds.
         limit = 8 * made.shape.nbytes
-        use = Use.of(store, given, opened.shape, torch.float32, limit, made)
+        use = ExpertTimes.of(store, given, opened.shape, torch.float32, limit, made)
         assert use.copy_s == pytest.approx(sum(2 * n - 1 for n in range(2, 9)) / 7)
         assert use.run_s == pytest.approx((2 * 9 - 1) / (TIMED_PASSES * TOP_K))
         assert given.gives_back == 1
         few: Any = Scripted()  # a token's experts are run, whatever is allowed
-        assert Use.of(store, few, opened.shape, torch.float32, 1, made).copy_s == (3 + 5 + 7) / 3
+        assert (
+            ExpertTimes.of(store, few, opened.shape, torch.float32, 1, made).copy_s
+            == (3 + 5 + 7) / 3
+        )
         # A survey has bytes of the largest record by the time of a copy, and of a run.
         third: Any = Scripted()
         trial = DeviceTrial(store, third, opened.shape, torch.float32, limit, graphs=True)

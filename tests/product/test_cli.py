@@ -348,7 +348,7 @@ def test_a_fault_of_our_own_is_a_sentence(
     def broken(*_: Any, **__: Any) -> None:
         raise Broken("settled tokens were given up")
 
-    monkeypatch.setattr(MoEModel, "read", broken)
+    monkeypatch.setattr(MoEModel, "prefill", broken)
     ended = command("generate", tiny("olmoe"), "--memory-budget", "32MiB", "--prompt", "a")
     assert ended.code == 1
     assert ended.err.splitlines()[-1] == (
@@ -497,7 +497,7 @@ def test_chat_input_that_is_no_text(command: Command, bundled: Path, oracle: Ora
     ended = command(*chat_arguments(bundled), stdin=f"tree\udcff\n{FIRST}\n")
     answer = reply(oracle, f"### Instruction: {FIRST}\n### Response:")
     assert (ended.code, ended.out) == (1, f"{answer}\n")
-    assert "which is no Unicode text" in ended.err
+    assert "which is not Unicode text" in ended.err
 
 
 def test_chat_needs_a_template(command: Command, tiny: Folder) -> None:

@@ -384,7 +384,7 @@ def test_host_memory_holds_records(fits: bool, source: Path, tmp_path: Path) -> 
     store = opened.store
     count = store.num_layers * store.num_experts
     limit = (count - (not fits)) * store.codec.slot_bytes
-    tier = HostTier.filled(store, HostRoom(HostDevice(), limit, readers=2))
+    tier = HostTier.load(store, HostRoom(HostDevice(), limit, readers=2))
     assert tier.resident == fits
     theirs = expert_slot(store)
     for at, key in enumerate(tier.contents):
@@ -466,8 +466,11 @@ def test_the_pack_command(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     for arguments, message in (
         (["--codec", "magic"], "codec is 'magic'; it must be one of auto, raw, lossless, residual"),
-        (["--codec", "lossless", "--draft", "x/y"], "draft 'x/y' is of no use to codec lossless"),
-        (["--codec", "residual", "--draft", "none"], "codes what a draft does not say; give a"),
+        (
+            ["--codec", "lossless", "--draft", "x/y"],
+            "draft 'x/y' cannot be used with codec lossless",
+        ),
+        (["--codec", "residual", "--draft", "none"], "needs a draft; give one"),
     ):
         done = CliRunner().invoke(app, ["pack", str(source), "--out", str(out), *arguments])
         assert message in str(done.exception)

@@ -2,15 +2,17 @@
 
 import random
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import GenerationConfig
 
-from speq.config import RunConfig, SamplingParams
+from speq.config import DraftOptions, MemoryOptions, RunConfig, SamplingParams, TransferOptions
 from speq.engine.generation_config import options_of
 from speq.errors import SpeqError
+from speq.options.declared import Options
 from speq.units import format_bytes, parse_bytes
 from tests.helpers.paths import BUNDLED
 
@@ -110,6 +112,16 @@ def test_run_config_defaults() -> None:
         "lookahead",
         "three-phase",
     )
+
+
+def test_each_option_belongs_to_one_group() -> None:
+    groups = [each for each in RunConfig.__bases__ if issubclass(each, Options)]
+    names = [field.name for group in groups for field in fields(group)]
+    assert sorted(names) == sorted(field.name for field in fields(RunConfig))
+    config = RunConfig.of("1GiB", 4, draft_nodes=8, host_budget="2GiB", reader_threads=3)
+    assert config.group(MemoryOptions) == MemoryOptions(2**30, host_budget=2**31)
+    assert config.group(DraftOptions) == DraftOptions(draft_length=4, draft_nodes=8)
+    assert config.group(TransferOptions) == TransferOptions(reader_threads=3)
 
 
 def test_run_config_takes_what_is_given() -> None:
@@ -276,4 +288,4 @@ def test_generation_config_of_the_bundled_model_is_taken() -> None:
 def test_rows_are_given_up_of_trees_or_where_one_says_so(
     options: dict[str, Any], gives_up: bool
 ) -> None:
-    assert RunConfig.of("1GiB", **options).gives_up_rows == gives_up
+    assert RunConfig.of("1GiB", **options).prunes_rows == gives_up

@@ -13,7 +13,6 @@ from speq import Generator, SpeqError
 from speq.config import RunConfig
 from speq.devices.device import Processor
 from speq.drafts.dense_draft import DenseDraft
-from speq.governor.residency_plan import ResidencyPlan
 from speq.kernels import dense_ops, library, ops
 from speq.kernels.library import KERNELS
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
@@ -26,8 +25,9 @@ from speq.models.dense import encode_dense, hold_dense, matrices_in, matrix_byte
 from speq.models.dense_form import DenseForm
 from speq.models.opened import Opened, open_model
 from speq.planning.candidates import candidates_of
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, demand_of
-from speq.planning.dense import DenseTrial, MemoryContext, settle_dense
+from speq.planning.dense import DenseTrial, MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
 from speq.routing import Route
 from tests.helpers.cells import Folder
@@ -249,13 +249,13 @@ ROOMY, SCARCE = 64 << 20, 600 << 10
     ("slower", "wanted"), [(0.8, "lossless"), (1.02, "lossless"), (1.1, "raw")]
 )
 def test_auto_measures_where_there_is_room(small: ModelSpec, slower: float, wanted: str) -> None:
-    made = settle_dense(small, "auto", room(ROOMY), lambda: DenseTrial(1.0, slower))
+    made = choose_dense_form(small, "auto", room(ROOMY), lambda: DenseTrial(1.0, slower))
     assert made.dense.name == wanted
 
 
 def test_auto_saves_memory_where_it_is_short(small: ModelSpec) -> None:
-    assert settle_dense(small, "auto", room(SCARCE), refused).dense.name == "lossless"
-    assert settle_dense(small, "auto", room(ROOMY), None).dense.name == "raw"
+    assert choose_dense_form(small, "auto", room(SCARCE), refused).dense.name == "lossless"
+    assert choose_dense_form(small, "auto", room(ROOMY), None).dense.name == "raw"
 
 
 def test_auto_keeps_words_without_a_fast_kernel(
@@ -263,22 +263,22 @@ def test_auto_keeps_words_without_a_fast_kernel(
 ) -> None:
     caplog.set_level("INFO", "speq")
     monkeypatch.setitem(library.MISSING, "cuda", "torch sees no CUDA device")
-    made = settle_dense(small, "auto", room(SCARCE, on_cpu=False), refused)
+    made = choose_dense_form(small, "auto", room(SCARCE, on_cpu=False), refused)
     assert made.dense.name == "raw"
     assert "no fast kernel here (torch sees no CUDA device)" in caplog.text
     monkeypatch.setitem(library.MISSING, "cpu", "it was not built")
-    assert settle_dense(small, "auto", room(SCARCE), refused).dense.name == "raw"
+    assert choose_dense_form(small, "auto", room(SCARCE), refused).dense.name == "raw"
     assert "no fast kernel here (it was not built)" in caplog.text
 
 
 def test_forms_that_there_are_none_of_are_refused(small: ModelSpec) -> None:
     wide = replace(small, dtype=torch.float32).with_dense("raw")
-    assert settle_dense(wide, "auto", room(SCARCE), refused).dense.name == "raw"
+    assert choose_dense_form(wide, "auto", room(SCARCE), refused).dense.name == "raw"
     with pytest.raises(SpeqError, match=r"^dense lossless codes bf.* float32; use dense raw$"):
-        settle_dense(wide, "lossless", room(ROOMY), refused)
+        choose_dense_form(wide, "lossless", room(ROOMY), refused)
     bare = replace(small, dense_draft=DenseDraft({}))
     with pytest.raises(SpeqError, match=r"^dense residual .* no such draft; use dense lossless$"):
-        settle_dense(bare, "residual", room(ROOMY), refused)
+        choose_dense_form(bare, "residual", room(ROOMY), refused)
 
 
 def test_a_run_refuses_before_it_loads(tiny: Folder) -> None:
@@ -297,7 +297,7 @@ def test_a_trial_times_one_matrix_in_copies(tiny_bfloat16: Folder) -> None:
     made = DenseTrial.of(opened.checkpoint, names.is_expert, limit, lambda: next(ticks))
     opened.close()
     assert (made.raw_s, made.lossless_s) == (1.0, 0.5)
-    assert made.worth
+    assert made.pays
 
 
 def test_plans_count_usual_records(tiny_bfloat16: Folder) -> None:

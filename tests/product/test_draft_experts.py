@@ -16,16 +16,16 @@ from speq.config import RunConfig
 from speq.drafts import draft_file
 from speq.drafts.draft_source import open_draft
 from speq.experts.int4 import Int4Arena, Int4Layout
-from speq.governor.planner import acceptance_of_part
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
-from speq.load import prior_of
 from speq.measure.plan import plan
 from speq.models.opened import open_model
 from speq.planning import used_experts
+from speq.planning.cost.planner import partial_acceptance
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.run_governor import profile_prior
 from speq.planning.used_experts import DraftPart, UsedExperts
 from speq.routing import Route
 from tests.helpers.cells import Cell, Folder, Folders
@@ -168,17 +168,17 @@ def test_the_planner_chooses_among_shares() -> None:
 
 
 def test_a_part_is_expected_to_stand_less_often() -> None:
-    assert acceptance_of_part(0.9, 1.0) == 0.9
-    assert acceptance_of_part(0.9, 0.6) == pytest.approx(0.54)
+    assert partial_acceptance(0.9, 1.0) == 0.9
+    assert partial_acceptance(0.9, 0.6) == pytest.approx(0.54)
     whole = ResidencyPlan("raw", "int4", 1, 1, 1)
     part = replace(whole, draft_experts=3, draft_covers=0.6)
     assert part.name.endswith("of 3 experts a layer")
     # A profile is of a draft of all experts.
     key = ProfileKey("weights", "cpu: some", 1, "1")
     measured = Profile(key, ((1.0, 1.0),), 0.0, 0.0, 1, 0.0, 0.1, ((1.0, 1.0),), acceptance=0.9)
-    assert prior_of(measured, whole).acceptance == 0.9
-    assert prior_of(measured, part).acceptance == pytest.approx(0.54)
-    assert prior_of(replace(measured, acceptance=None), part).acceptance is None
+    assert profile_prior(measured, whole).acceptance == 0.9
+    assert profile_prior(measured, part).acceptance == pytest.approx(0.54)
+    assert profile_prior(replace(measured, acceptance=None), part).acceptance is None
 
 
 def copied(model: Path, to: Path) -> Path:
@@ -206,7 +206,7 @@ def with_counts(model: Path, to: Path) -> tuple[Path, ExpertCounts]:
     model = copied(model, to)
     counts = counts_for(model)
     with closing(open_model(model)) as opened:
-        used_experts.keep(counts, opened.checkpoint)
+        used_experts.write_counts(counts, opened.checkpoint)
     return model, counts
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.lab.step import DRAFT_KERNELS
 from speq import Generator
-from speq.bench.machine.step import DRAFT_KERNELS
 from speq.bench.synthetic import KnownText, SetAcceptance
 from speq.config import SamplingParams
 from speq.engine.offload import fetch_from
@@ -69,7 +69,7 @@ def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(store: ExpertStore) -> Fetch:
         return Reordering(fetch_from(store), seed=3)
 
-    monkeypatch.setattr("speq.runtime.fetch_from", fetch)
+    monkeypatch.setattr("speq.engine_layout.fetch_from", fetch)
 
 
 def run_cell(
@@ -225,7 +225,7 @@ CACHED = [
     Cell(4, "half", "own", drafter="cached", prefetch="three-phase", cache_policy="lookahead"),
     Cell(5, "two slots", "own", drafter="cached", prefetch="three-phase", trees="large"),
     Cell(3, "half", "own", drafter="cached", trees="pruned"),
-    Cell(2, "two slots", "own", "packed", 4, "lfu", "primed", drafter="cached"),
+    Cell(2, "two slots", "own", "packed", 4, "lfu", "three-phase", drafter="cached"),
     Cell(3, "half", "own", codec="lossless", prefetch="three-phase", drafter="cached"),
     Cell(3, "half", "gptq", "packed", codec="residual", drafter="cached"),
     Cell(3, "all", "own", prefetch="three-phase", drafter="cached", trees="small"),
@@ -366,7 +366,7 @@ def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> Non
         Cell(0, "half", "own"),
         Cell(1, "two slots", "own", "packed"),
         Cell(3, "half", "poor", cache_policy="lookahead", prefetch="three-phase"),
-        Cell(5, "two slots", "poor", cache_policy="entropy-lookahead", prefetch="primed"),
+        Cell(5, "two slots", "poor", cache_policy="entropy", prefetch="three-phase"),
         Cell(8, "all", "gptq", readers=4),
         Cell(3, "half", "poor", prefetch="three-phase", trees="small"),
         Cell(5, "two slots", "own", trees="pruned"),
@@ -611,7 +611,7 @@ def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> 
     """Texts that repeat themselves, so that drafts are found, and some of them stand."""
     cells = [
         Cell(3, "half", "own", drafter="ngram"),
-        Cell(2, "half", "own", "plain", 2, "weight-mean", "primed", drafter="ngram"),
+        Cell(2, "half", "own", "plain", 2, "lru", "three-phase", drafter="ngram"),
         Cell(8, "two slots", "own", "packed", 4, "lookahead", "three-phase", drafter="ngram"),
         Cell(1, "all", "own", "plain", 2, "lfu", codec="lossless", drafter="ngram"),
         Cell(8, "half", "gptq", "packed", codec="residual", drafter="ngram"),

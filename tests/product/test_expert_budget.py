@@ -553,7 +553,7 @@ def test_the_command_says_that_it_is_not_exact(tiny: Folder, tmp_path: Path) -> 
     run += ["--max-new-tokens", "20", "--draft-length", "3", "--quiet"]
     report = tmp_path / "run.json"
     limited = CliRunner().invoke(
-        app, [*run, "--expert-budget", "2", "--expert-audit", "1.0", "--json", str(report)]
+        app, [*run, "--expert-budget", "2", "--set", "expert_audit=1", "--json", str(report)]
     )
     assert limited.exit_code == 0
     budget = json.loads(report.read_text())["stats"]["budget"]

@@ -41,8 +41,8 @@ def test_another_models_sizes_are_refused(sizes: tuple[int, int, int]) -> None:
         COUNTS.check_sizes(Path("counts.json"), layers, experts, top_k)
     assert str(caught.value) == (
         "expert counts counts.json are of a model, with 2 of 4 experts in 2 MoE layers, and this "
-        f"model has {top_k} of {experts} in {layers}; count again with `speq bench coverage MODEL "
-        "--counts FILE`"
+        f"model has {top_k} of {experts} in {layers}; count again with "
+        "`python -m bench.lab.coverage MODEL --counts FILE`"
     )
 
 
@@ -80,7 +80,7 @@ def test_a_field_that_is_missing_is_named_by_those_there_are(tmp_path: Path) -> 
     path.write_text('{"format": "speq-expert-counts-1", "model": "m"}')
     with pytest.raises(SpeqError, match=r"has the fields \['model'\] besides its format"):
         ExpertCounts.read(path)
-    with pytest.raises(SpeqError, match=r"none.json .*; give a file that `speq bench coverage"):
+    with pytest.raises(SpeqError, match=r"none.json .*; give a file that `python -m bench"):
         ExpertCounts.read(tmp_path / "none.json")
     path.write_text("[1]")
     with pytest.raises(SpeqError, match="holds a JSON list; it must hold an object: count again"):

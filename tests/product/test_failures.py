@@ -13,8 +13,8 @@ from speq import Generator, SpeqError
 from speq.devices import named
 from speq.devices.cuda import CudaDevice
 from speq.devices.failures import translate_errors
-from speq.load import budget_of
 from speq.models.moe_model import MoEModel
+from speq.planning.run_budget import run_budget
 from speq.runtime import Runtime
 from tests.helpers.command import Command
 from tests.helpers.host_device import HostDevice, host_device
@@ -219,7 +219,8 @@ def test_the_hosts_budget_is_a_share_of_what_is_free_or_as_given(
     monkeypatch.setattr("speq.machine.available_bytes", lambda: 1000)
     device = HostDevice()
     for given, wanted in (({}, 800), ({"host_budget": "1KiB"}, 1024)):
-        made = budget_of(RunConfig.of("1GiB", **given), 64, device)
+        config = RunConfig.of("1GiB", **given)
+        made = run_budget(config, config, device, readers=2, graphs=True)
         assert made.beside is not None and made.beside.host_bytes == wanted
         assert not made.on_cpu
 

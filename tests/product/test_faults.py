@@ -88,7 +88,7 @@ def test_a_read_that_fails_is_one_clear_error(
         assert tokens(generator) == expected
     except SpeqError as error:
         assert re.fullmatch(
-            r"reading \d+ bytes at \d+ of \S+ failed: Input/output error; look after the disk and "
+            r"reading \d+ bytes at \d+ of \S+ failed: Input/output error; check the disk and "
             r"run again",
             str(error),
         )
@@ -155,7 +155,7 @@ def test_closing_waits_for_what_is_under_way(model: Path, monkeypatch: pytest.Mo
 
     gc.collect()
     before, threads_before = descriptors(), readers()
-    monkeypatch.setattr("speq.runtime.fetch_from", fetch)
+    monkeypatch.setattr("speq.engine_layout.fetch_from", fetch)
     made = Generator.from_pretrained(model, SCARCE, draft="none", reader_threads=2)
     loader = made.runtime.engine.offload.loader
     for expert in range(3):

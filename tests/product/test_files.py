@@ -54,7 +54,7 @@ def test_only_regular_files_are_opened(
         lambda path: check_folder(path.parent, {"*.json": 1 << 20}),
     ]
     for read in reads:
-        with pytest.raises(SpeqError, match=r"odd\.json.* is a|odd\.json'? is no file"):
+        with pytest.raises(SpeqError, match=r"odd\.json.* is a|odd\.json'? is not a file"):
             read(path)
 
 
@@ -71,7 +71,7 @@ def test_files_that_are_too_large_or_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 3000 + b"\xff")
     with pytest.raises(SpeqError, match=r"has 2\.93 KiB and is read up to 1 KiB; cut it$"):
         read_bytes(path, "cut it", 1024)
-    with pytest.raises(SpeqError, match=r"it is no UTF-8 \(.* position 3000.*\); save it so$"):
+    with pytest.raises(SpeqError, match=r"it is not UTF-8 \(.* position 3000.*\); save it so$"):
         read_text(path, "save it so")
     with pytest.raises(SpeqError, match=r"file\.json has 2\.93 KiB and files of its kind at most "):
         check_folder(tmp_path, {"*.txt": 1, "*.json": 1024})
@@ -96,7 +96,7 @@ def test_json_no_deeper_than_any_file_of_a_model(tmp_path: Path) -> None:
         read_json(path, "make it again")
     lines = tmp_path / "deep.jsonl"
     lines.write_text("[" * 100_000)
-    with pytest.raises(SpeqError, match=r"deep\.jsonl:1 is no JSON: it is nested deeper"):
+    with pytest.raises(SpeqError, match=r"deep\.jsonl:1 is not JSON: it is nested deeper"):
         read_texts(lines)
     with pytest.raises(SpeqError, match=r"deep\.jsonl:1 is no JSON object with a prompt; write"):
         read_prompts(lines, 1)

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from bench.lab import codec as bench_codec
+from bench.lab.scaled_codes import codes_in, entropy_of
 from speq import Generator, SpeqError
-from speq.bench.machine import codec as bench_codec
-from speq.bench.machine.scaled_codes import codes_in, entropy_of
 from speq.bench.settings import CodecSettings
 from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
@@ -31,7 +31,7 @@ from speq.measure import check
 from speq.measure.plan import plan
 from speq.models.dequantised import state_of
 from speq.models.opened import open_model
-from speq.planning.model_spec import worthwhile
+from speq.planning.model_spec import useful_draft
 from speq.quantizing.models import pack, quantize
 from tests.helpers.cells import Cell, loaded, outcomes
 from tests.helpers.fp8_files import SETTINGS, write_fp8
@@ -84,7 +84,7 @@ CELLS = {
         Cell(3, "half", "gptq", codec="fp8", cache_policy="lookahead"),
         Cell(5, "half", "poor", codec="fp8", trees="large"),
         Cell(8, "all", "own", "packed", codec="fp8"),
-        Cell(3, "two slots", "poor", "packed", 1, codec="fp8", prefetch="primed"),
+        Cell(3, "two slots", "poor", "packed", 1, codec="fp8", prefetch="none"),
         Cell(3, "half", "own", codec="fp8", drafter="ngram"),
     ],
     "deepseek_v3": [
@@ -316,7 +316,7 @@ def test_other_codecs_are_refused(
 def test_a_draft_as_large_as_the_experts_is_not_offered(published: str, offered: bool) -> None:
     codec = own_codec(ExpertShape(2048, 768, torch.bfloat16, published))
     layout = Int4Layout(2048, 768)
-    assert (worthwhile(layout, codec) is layout) == offered
+    assert (useful_draft(layout, codec) is layout) == offered
 
 
 def test_entropy_of_codes(made: Callable[[str], tuple[Path, Path]]) -> None:

@@ -172,7 +172,7 @@ def test_chat_messages_go_through_the_template(trained: ModelSpec, bundled: Path
         (7, "prompt is a int"),
         (None, "prompt is a NoneType"),
         (torch.tensor([1, 2]), "prompt is a Tensor"),
-        ("a\udcffb", r"the prompt holds '\\udcff' at character 1, which is no Unicode text"),
+        ("a\udcffb", r"the prompt holds '\\udcff' at character 1, which is not Unicode text"),
     ],
     ids=repr,
 )

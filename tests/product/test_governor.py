@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from speq.bench.replay.governor_sim import Setting, Text, judge
 from speq.governor import measured_steps as m
 from speq.governor.acceptance import HORIZON, PRIOR, Acceptance
 from speq.governor.adaptive import AdaptiveDraftLength, make_governor
@@ -19,9 +18,7 @@ from speq.governor.objectives import Objectives
 from speq.governor.prior import Prior
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.step_model import StepModel
-from speq.measure.route_trace import RouteTrace
 from speq.stats import Forecast, StepStats
-from tests.helpers.paths import ROUTES
 
 
 class Machine:
@@ -649,26 +646,6 @@ def test_a_governor_is_made_without_torch() -> None:
         "assert not {'torch', 'numpy', 'scipy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.wide
-def test_twenty_simulated_machines() -> None:
-    """A part of `speq bench governor-sim`, on shorter texts, where the first cycles weigh more.
-
-    There 90% of settings must be within 3% of the best length, 99% within 3% of plain decoding, and
-    none worse than both by more than 10%. Of twenty, luck may cost some.
-    """
-    trace = RouteTrace.read(ROUTES)
-    text = Text.of(trace, 2)
-    verdicts = [
-        judge(text, Setting.draw(seed, 2, trace.top_k, trace.num_experts), 1000)
-        for seed in range(20)
-    ]
-    assert sum(verdict.of_best <= 1.03 for verdict in verdicts) >= 16
-    assert sum(verdict.of_plain <= 1.03 for verdict in verdicts) >= 18
-    assert max(verdict.of_best for verdict in verdicts) <= 1.10
-    # Neither plain decoding nor any one length is best everywhere.
-    assert len({verdict.best for verdict in verdicts}) >= 3
 
 
 @pytest.mark.parametrize("short", range(1, 9))

@@ -142,7 +142,7 @@ def test_equals_the_textbook(order: str, group_size: int) -> None:
     assert (ours[:, first] == codes[:, first]).double().mean() > 0.99
     assert (ours == codes).double().mean() > 0.9
     expected = scales[:, groups] * codes
-    assert case.error(found.dequantised()) == pytest.approx(case.error(expected), rel=0.02)
+    assert case.error(found.dequantise()) == pytest.approx(case.error(expected), rel=0.02)
 
 
 def exceptions(case: Problem, found: QuantisedMatrix) -> int:
@@ -163,12 +163,12 @@ def test_codes_that_tell_the_exact_word(order: str) -> None:
     found = gptq(case, 0.01, order, 64, decodable=True)
     assert (found.codes.t().long() - 8 == codes).double().mean() > 0.9
     expected = scales[:, groups] * codes
-    assert case.error(found.dequantised()) == pytest.approx(case.error(expected), rel=0.02)
+    assert case.error(found.dequantise()) == pytest.approx(case.error(expected), rel=0.02)
     free = gptq(case, 0.01, order, 64)
     assert exceptions(case, free) > 0.01 * codes.numel()
     assert exceptions(case, found) <= (0 if order == "static" else exceptions(case, free) // 10)
-    plain = case.error(round_to_nearest(case.matrix.float(), 64).dequantised())
-    price = case.error(found.dequantised()) - case.error(free.dequantised())
+    plain = case.error(round_to_nearest(case.matrix.float(), 64).dequantise())
+    price = case.error(found.dequantise()) - case.error(free.dequantise())
     assert price < 0.1 * plain
 
 
@@ -176,15 +176,15 @@ def test_codes_that_tell_the_exact_word(order: str) -> None:
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_beats_rounding(order: str, group_size: int) -> None:
     case = problem()
-    plain = case.error(round_to_nearest(case.matrix.float(), group_size).dequantised())
-    found = case.error(gptq(case, 0.01, order, group_size).dequantised())
+    plain = case.error(round_to_nearest(case.matrix.float(), group_size).dequantise())
+    found = case.error(gptq(case, 0.01, order, group_size).dequantise())
     assert 0 < found < 0.5 * plain
 
 
 def test_order_by_activation_helps() -> None:
     case = problem()
     errors = {
-        order: case.error(gptq(case, 0.01, order, 64).dequantised())
+        order: case.error(gptq(case, 0.01, order, 64).dequantise())
         for order in ("given", "activation", "static")
     }
     assert errors["activation"] < errors["given"]
@@ -208,7 +208,7 @@ def test_dequantised_by_hand() -> None:
     scales = torch.tensor([[0.5, 2.0], [1.0, 0.25]], dtype=torch.float16)
     matrix = QuantisedMatrix(codes, scales, torch.tensor([1, 0, 1], dtype=torch.int32))
     expected = [[-8 * 1.0, 0.0, -1.0], [7 * 0.25, 2.0, -7 * 0.25]]
-    assert matrix.dequantised().tolist() == expected
+    assert matrix.dequantise().tolist() == expected
 
 
 def test_the_factor_is_of_the_damped_inverse() -> None:
@@ -236,8 +236,8 @@ def test_more_damping_where_float32_has_no_factor() -> None:
     assert factor.damp > 1e-9
     assert torch.isfinite(factor.upper).all()
     matrix = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    found = quantise(matrix, factor, 32, False).dequantised()
-    plain = round_to_nearest(matrix, 32).dequantised()
+    found = quantise(matrix, factor, 32, False).dequantise()
+    plain = round_to_nearest(matrix, 32).dequantise()
     error, plain_error = ((inputs @ (each - matrix).T).square().sum() for each in (found, plain))
     assert error < plain_error
 
@@ -252,12 +252,12 @@ def test_inputs_that_were_never_seen() -> None:
     dull = Problem(inputs, case.matrix)
     for order in ("given", "activation", "static"):
         found = gptq(dull, 0.01, order, 64)
-        weights = found.dequantised()
+        weights = found.dequantise()
         step = found.scales.float()[found.groups.long()].t()
         inside = (weights - case.matrix.float()).abs() <= step / 2 * 1.001
         clipped = (found.codes.t() == 0) | (found.codes.t() == 15)
         assert (inside | clipped)[:, dead].all()
-        plain = dull.error(round_to_nearest(case.matrix.float(), 64).dequantised())
+        plain = dull.error(round_to_nearest(case.matrix.float(), 64).dequantise())
         assert dull.error(weights) < 0.5 * plain
 
 
@@ -267,7 +267,7 @@ def test_nothing_seen_at_all_is_rounding_with_the_same_scales() -> None:
     found = quantise(matrix, factor, 64, True)
     step = found.scales.float()[found.groups.long()].t()
     expected = (matrix / step).round().clamp(-8, 7) * step
-    assert torch.equal(found.dequantised(), expected)
+    assert torch.equal(found.dequantise(), expected)
 
 
 def test_zero_weights_and_scales_beyond_float16() -> None:
@@ -276,7 +276,7 @@ def test_zero_weights_and_scales_beyond_float16() -> None:
     matrix[2] = 1e-9
     factor = factor_inverse(torch.eye(64), 0.01, False)
     for static in (False, True):
-        found = quantise(matrix, factor, 32, static).dequantised()
+        found = quantise(matrix, factor, 32, static).dequantise()
         assert (found[0] == 0).all()
         assert (found[1] == 7 * torch.finfo(torch.float16).max).all()
         assert found[2].abs().max() < 1e-7

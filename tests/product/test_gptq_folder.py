@@ -639,9 +639,9 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "one expert more": (
         added(f"{E7}.", "layers.2.mlp.experts.8."),
-        r"which has no use for model\.layers\.2\.mlp\.experts\.8\..*_proj beside 8 experts in each",
+        r"it has model\.layers\.2\.mlp\.experts\.8\..*_proj besides 8 experts in each",
     ),
-    "one layer more": (added(f"{E7}.", "layers.3.mlp.experts.7."), "has no use for .*layers.3"),
+    "one layer more": (added(f"{E7}.", "layers.3.mlp.experts.7."), "it has .*layers.3"),
     "two names": (
         added("model.layers.2.mlp.experts.7.down_proj", "layers.2.mlp.experts.7.down_proj"),
         r"holds both .*layers\.2\.mlp\.experts\.7\.down_proj; leave one",

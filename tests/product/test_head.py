@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from bench.lab.fidelity_counts import Fidelity
 from speq import Generator, SpeqError, plan
-from speq.bench.runs.fidelity_counts import Fidelity
 from speq.config import SamplingParams
 from speq.engine.drafter import DraftLimits
 from speq.engine.request import Request
@@ -103,7 +103,7 @@ def test_names_are_those_of_the_formula(drafting: bool) -> None:
         ((1, 1), (4, 2), "ascending"),
         ((-1,), (4, 2), "ascending"),
         (("0",), (4, 2), "ascending"),
-        ((0,), (4, 5), "names 5 of 4 experts"),
+        ((0,), (4, 5), "predicts 5 of 4 experts"),
     ],
 )
 def test_layers_that_cannot_be_named(layers: Any, experts: tuple[int, int], sentence: str) -> None:
@@ -291,8 +291,8 @@ def test_damaged_heads_are_refused_in_one_sentence(model: Path) -> None:
     flipped[-3] ^= 16
     assert "truncated" in refused(whole[:-4])
     assert "not those of its checksum" in refused(bytes(flipped))
-    assert "no complete safetensors file" in refused(b"")
-    assert "no head of this version" in refused(with_header(format="speq-head-9"))
+    assert "not a complete safetensors file" in refused(b"")
+    assert "not a head of this version" in refused(with_header(format="speq-head-9"))
     assert "is damaged" in refused(with_header(shape="{"))
     assert "is damaged" in refused(with_header(shape='{"hidden_size": 64}'))
     sizes = json.loads(header["__metadata__"]["shape"])

@@ -116,10 +116,10 @@ def test_all_experts_are_read_once_and_held(encoded: bool, opened: Opened) -> No
 
     if encoded:
         store: ExpertStore = encoding(plain)
-        tier = HostTier.encoded(store, None, room(1 << 30, device), tell)  # type: ignore[arg-type]
+        tier = HostTier.encode(store, None, room(1 << 30, device), tell)  # type: ignore[arg-type]
     else:
         store = opened.store
-        tier = HostTier.filled(plain, room(1 << 30, device), tell)
+        tier = HostTier.load(plain, room(1 << 30, device), tell)
     count = store.num_layers * store.num_experts
     assert tier.resident and tier.num_records == len(tier.contents) == count
     assert plain.reads == Counter(spread_by_layer(store.num_layers, store.num_experts))
@@ -147,9 +147,9 @@ def test_as_many_as_fit_of_all_layers_alike(
     limit = (7 if encoded else 6) * count // 8 * opened.store.codec.slot_bytes
     least = 9 if encoded else 6 * count // 8 - fewest_records(READERS, count)
     if isinstance(store, EncodingStore):
-        tier = HostTier.encoded(store, None, room(limit))
+        tier = HostTier.encode(store, None, room(limit))
     else:
-        tier = HostTier.filled(store, room(limit))
+        tier = HostTier.load(store, room(limit))
     assert not tier.resident and tier.nbytes <= limit
     check_contents(tier, store)
     slot_bytes = store.codec.slot_bytes
@@ -188,8 +188,8 @@ def test_too_little_memory_says_how_much_more_is_needed(encoded: bool, opened: O
 
     def tier_of(limit: int) -> HostTier:
         if isinstance(store, EncodingStore):
-            return HostTier.encoded(store, None, room(limit, device))
-        return HostTier.filled(store, room(limit, device))
+            return HostTier.encode(store, None, room(limit, device))
+        return HostTier.load(store, room(limit, device))
 
     with pytest.raises(SpeqError, match="host_budget that is larger by") as caught:
         tier_of(ALIGNMENT)
@@ -203,7 +203,7 @@ def test_what_the_system_does_not_lock_is_said_once(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = Locking(granted=2)
-    tier = HostTier.filled(opened.store, room(1 << 30, device))
+    tier = HostTier.load(opened.store, room(1 << 30, device))
     check_contents(tier, opened.store)
     assert tier.pinned_bytes == sum(device.pinned.values()) == 2 * device.asked[0]
     (record,) = (r for r in caplog.records if "did not lock" in r.message)
@@ -222,9 +222,9 @@ def test_nothing_stays_locked_after_a_failure(
     device = Locking()
     with pytest.raises(error, match="the disk is gone"):
         if encoded:
-            HostTier.encoded(encoding(plain), None, room(1 << 30, device))
+            HostTier.encode(encoding(plain), None, room(1 << 30, device))
         else:
-            HostTier.filled(plain, room(1 << 30, device))
+            HostTier.load(plain, room(1 << 30, device))
     assert device.asked != [] and device.pinned == {}
 
 
@@ -239,9 +239,9 @@ def test_an_interrupt_ends_reading_and_unlocks(encoded: bool, opened: Opened) ->
 
     with pytest.raises(KeyboardInterrupt):
         if encoded:
-            HostTier.encoded(encoding(plain), None, room(1 << 30, device), interrupt)
+            HostTier.encode(encoding(plain), None, room(1 << 30, device), interrupt)
         else:
-            HostTier.filled(plain, room(1 << 30, device), interrupt)
+            HostTier.load(plain, room(1 << 30, device), interrupt)
     assert device.pinned == {}
     reads = plain.reads.total()
     gc.collect()
@@ -260,13 +260,13 @@ def test_a_lock_that_fails_with_an_error_leaves_none(opened: Opened) -> None:
 
     device.pin = pin_twice  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the device is lost"):
-        HostTier.filled(opened.store, room(1 << 30, device))
+        HostTier.load(opened.store, room(1 << 30, device))
     assert device.pinned == {}
 
 
 def test_what_nobody_closes_is_unlocked_when_nobody_holds_it(opened: Opened) -> None:
     device = Locking()
-    tier = HostTier.filled(opened.store, room(1 << 30, device))
+    tier = HostTier.load(opened.store, room(1 << 30, device))
     assert device.pinned != {}
     del tier
     gc.collect()

@@ -11,14 +11,14 @@ import torch
 
 from speq.config import RunConfig
 from speq.errors import SpeqError
-from speq.governor.residency_plan import ResidencyPlan
 from speq.layers.int4_matrix import Int4Matrix
 from speq.load import load
 from speq.models.opened import open_model
 from speq.models.shape import ModelShape
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, DeviceOverhead, demand_of, kept_bytes
 from speq.planning.host_memory import host_plan
-from speq.planning.memory import Demand, MemoryPlan, plan
+from speq.planning.memory import Demand, MemoryPlan, plan_memory
 from speq.planning.model_spec import ModelSpec
 from speq.runtime import Runtime
 
@@ -72,7 +72,7 @@ def demands(count: int) -> list[tuple[Demand, int]]:
 def smallest(demand: Demand, context: int) -> int:
     """The budget that the error for a budget of one byte names."""
     with pytest.raises(SpeqError) as caught:
-        plan(demand, 1, context)
+        plan_memory(demand, 1, context)
     named = re.search(r"the smallest workable budget is (\d+) bytes", str(caught.value))
     assert named is not None
     return int(named[1])
@@ -108,16 +108,16 @@ def test_items_add_up_to_at_most_the_budget() -> None:
     for demand, context in demands(200):
         least = smallest(demand, context)
         for budget in (least, least + rng.randint(0, 1000), least * rng.randint(2, 9)):
-            check(plan(demand, budget, context), demand, budget, context)
+            check(plan_memory(demand, budget, context), demand, budget, context)
 
 
 def test_smallest_workable_budget_works_and_nothing_below_does() -> None:
     for demand, context in demands(200):
         least = smallest(demand, context)
-        made = plan(demand, least, context)
+        made = plan_memory(demand, least, context)
         assert made.slots == 2
         with pytest.raises(SpeqError, match=f"the smallest workable budget is {least} bytes"):
-            plan(demand, least - 1, context)
+            plan_memory(demand, least - 1, context)
 
 
 def test_more_budget_is_never_refused() -> None:
@@ -125,11 +125,11 @@ def test_more_budget_is_never_refused() -> None:
         budget = smallest(demand, context)
         for _ in range(40):
             budget += max(1, budget // 10)
-            assert plan(demand, budget, context).slots >= 2
+            assert plan_memory(demand, budget, context).slots >= 2
 
 
 def test_slots_stop_at_the_number_of_experts() -> None:
-    made = plan(DEMAND, 10**9, 128)
+    made = plan_memory(DEMAND, 10**9, 128)
     assert made.slots == 24
     assert made.items["slots"] == 24 * 9_000
     spent = 100_000 + 80_000 + 128 * 50 + 700 + workspace(128, 128) + 24 * 9_000
@@ -139,21 +139,23 @@ def test_slots_stop_at_the_number_of_experts() -> None:
 def test_model_of_one_expert_needs_one_slot() -> None:
     only = replace(DEMAND, num_experts=1, draft_bytes=0)
     least = 100_000 + 64 * 50 + 700 + workspace(16, 64) + 9_000
-    assert plan(only, least, 64).slots == 1
+    assert plan_memory(only, least, 64).slots == 1
     with pytest.raises(SpeqError, match=f"the smallest workable budget is {least} bytes"):
-        plan(only, least - 1, 64)
+        plan_memory(only, least - 1, 64)
 
 
 def test_chunk_shrinks_with_the_budget() -> None:
     least = smallest(DEMAND, 600)
     budgets = [least + 2_000 * n for n in range(1000)]
-    found = [plan(DEMAND, budget, 600).chunk for budget in budgets]
+    found = [plan_memory(DEMAND, budget, 600).chunk for budget in budgets]
     assert found == sorted(found)
     assert set(found) == {16, 32, 64, 128, 256, 512, 1024}
 
 
 def test_chunks_are_no_longer_than_prompts_can_be() -> None:
-    longest = {context: plan(DEMAND, 10**12, context).chunk for context in (1, 16, 17, 128, 10**6)}
+    longest = {
+        context: plan_memory(DEMAND, 10**12, context).chunk for context in (1, 16, 17, 128, 10**6)
+    }
     assert longest == {1: 16, 16: 16, 17: 32, 128: 128, 10**6: 4096}
 
 
@@ -163,7 +165,7 @@ def test_chunk_is_the_longest_that_leaves_room() -> None:
     met = set()
     for demand, context in demands(200):
         budget = smallest(demand, context) + rng.choice([0, 3_000, 30_000, 3_000_000])
-        made = plan(demand, budget, context)
+        made = plan_memory(demand, budget, context)
         fixed = sum(made.items[name] for name in ITEMS[:4])
         spare = budget - fixed - demand.num_experts * demand.slot_bytes
         limit = min(max(budget / 16, spare), budget - fixed - 2 * demand.slot_bytes)
@@ -175,7 +177,7 @@ def test_chunk_is_the_longest_that_leaves_room() -> None:
 
 def test_error_names_the_items() -> None:
     with pytest.raises(SpeqError) as caught:
-        plan(DEMAND, 1024, 100)
+        plan_memory(DEMAND, 1024, 100)
     needed = 100_000 + 80_000 + 100 * 50 + 700 + workspace(16, 100) + 2 * 9_000
     assert str(caught.value) == (
         "memory budget 1 KiB is too small for a context of 100 tokens: it takes non expert "
@@ -190,28 +192,28 @@ def test_loading_in_another_dtype_must_fit() -> None:
     plain = replace(DEMAND, draft_bytes=0)
     demand = replace(plain, loading_bytes=50_000)
     with pytest.raises(SpeqError, match=r"and loading .* 146 KiB .*budget is 150000 bytes"):
-        plan(demand, 149_999, 100)
-    assert plan(demand, 150_000, 100) == plan(plain, 150_000, 100)
+        plan_memory(demand, 149_999, 100)
+    assert plan_memory(demand, 150_000, 100) == plan_memory(plain, 150_000, 100)
 
 
 def test_recorded_passes_take_from_the_slots() -> None:
     recorded = replace(DEMAND, graphs=lambda context: 300 * context)
     budget = smallest(DEMAND, 64)
-    assert "graphs" not in plan(DEMAND, budget, 64).items
+    assert "graphs" not in plan_memory(DEMAND, budget, 64).items
     with pytest.raises(SpeqError, match=r"read buffers 700 B, graphs 18.8 KiB, workspace"):
-        plan(recorded, budget, 64)
-    made = plan(recorded, budget + 300 * 64, 64)
-    assert made.items == plan(DEMAND, budget, 64).items | {"graphs": 300 * 64}
+        plan_memory(recorded, budget, 64)
+    made = plan_memory(recorded, budget + 300 * 64, 64)
+    assert made.items == plan_memory(DEMAND, budget, 64).items | {"graphs": 300 * 64}
 
 
 def test_longer_context_takes_from_the_slots() -> None:
     budget = 300_000
-    plans = [plan(DEMAND, budget, context) for context in (64, 256, 1024)]
+    plans = [plan_memory(DEMAND, budget, context) for context in (64, 256, 1024)]
     slots = [made.slots for made in plans]
     assert slots == sorted(slots, reverse=True)
     assert slots[0] > slots[-1]
     with pytest.raises(SpeqError, match="for a context of 100000 tokens"):
-        plan(DEMAND, budget, 100_000)
+        plan_memory(DEMAND, budget, 100_000)
 
 
 def tiny_demand(path: Path, codec: str, dtype: str, on_cpu: bool) -> tuple[Demand, ModelShape]:
@@ -260,13 +262,13 @@ def test_memory_of_a_pass_on_the_processor(tiny_bfloat16: Folder) -> None:
 
 def test_overhead_is_an_item_and_less_is_left_for_slots() -> None:
     over = replace(DEMAND, overhead=lambda context: 7 * context + 20_000)
-    plain, made = plan(DEMAND, 400_000, 64), plan(over, 400_000, 64)
+    plain, made = plan_memory(DEMAND, 400_000, 64), plan_memory(over, 400_000, 64)
     assert made.items["device_overhead"] == 7 * 64 + 20_000
     assert set(made.items) - set(plain.items) == {"device_overhead"}
     assert sum(made.items.values()) <= 400_000 and made.slots < plain.slots
     assert smallest(over, 64) == smallest(DEMAND, 64) + 7 * 64 + 20_000
     with pytest.raises(SpeqError, match=r"device overhead 20 KiB"):
-        plan(over, 1024, 64)
+        plan_memory(over, 1024, 64)
 
 
 def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
@@ -293,7 +295,7 @@ def test_tensors_that_are_kept_are_a_runs(tiny_bfloat16: Folder) -> None:
         told.append((list(sizes), recorded))
         return 5
 
-    beside = replace(loaded.budget(context), beside=DeviceOverhead(None, overhead))
+    beside = replace(loaded.budget_for(context), beside=DeviceOverhead(None, overhead))
     demand = demand_of(loaded.model_spec, runtime.residency_plan, beside)
     assert demand.overhead is not None and demand.overhead(context) == 5
     assert told == [(made, False)]

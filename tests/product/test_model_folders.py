@@ -60,7 +60,7 @@ def copied(tiny: Folder, tmp_path: Path) -> Path:
         (["consolidated.00.pth", "params.json"], "weights in their publisher's own layout"),
         (["adapter_config.json", "adapter_model.safetensors"], r"a LoRA adapter.*merge_and_unload"),
         (["model.onnx"], "ONNX"),
-        (["a.safetensors.incomplete"], "a download that has not ended"),
+        (["a.safetensors.incomplete"], "an unfinished download"),
         (["snapshots/abc/config.json"], "give the folder below its snapshots"),
         (["tf_model.h5"], "TensorFlow"),
     ],
@@ -283,7 +283,7 @@ def test_a_vocabulary_of_sentencepiece_gives_its_own_tokens(named: str, tmp_path
     marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     put(tmp_path, "tokenizer_config.json", json.dumps({"tokenizer_class": named} | marks))
     if named != "LlamaTokenizer":
-        with pytest.raises(NoTokenizer, match=r"makes other tokens of .* than sentencep"):
+        with pytest.raises(NoTokenizer, match=r"tokenises .* differently from sentencep"):
             load_tokenizer(tmp_path)
         return
     tokenizer = load_tokenizer(tmp_path)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from bench.lab import codec as bench_codec
 from speq import Generator, SpeqError
-from speq.bench.machine import codec as bench_codec
 from speq.bench.settings import CodecSettings
 from speq.experts.expert_store import expert_slot, read_matrices
 from speq.models.dequantised import load_dequantized

@@ -14,7 +14,7 @@ from speq.engine.drafter import DraftContext, DraftLimits
 from speq.engine.drafters.ngram import NgramDrafter
 from speq.engine.request import Request
 from speq.engine.sampler import HostSampler
-from speq.load import side_of
+from speq.planning.candidates import secondary_drafter
 
 
 def drafter() -> NgramDrafter:
@@ -107,8 +107,12 @@ def test_texts_that_repeat_are_drafted_by_it_beside_any_drafter(bundled: Path, b
     ],
 )
 def test_it_is_beside_others_only_where_options_leave_that_open(options: dict[str, Any]) -> None:
-    assert side_of(RunConfig.of("1GiB")) == "ngram"
-    assert side_of(RunConfig.of("1GiB", **options)) is None
+    assert secondary_of(RunConfig.of("1GiB")) == "ngram"
+    assert secondary_of(RunConfig.of("1GiB", **options)) is None
+
+
+def secondary_of(config: RunConfig) -> str | None:
+    return secondary_drafter(config, config.approximates)
 
 
 def test_another_sequence_is_not_drafted_from() -> None:

@@ -21,14 +21,14 @@ from speq.bench.settings import EqualMemorySettings, GovernorSettings, TpotSetti
 from speq.cli import app
 from speq.cli.bench import BENCHES, bench_app
 from speq.cli.cache import cache_app
-from speq.cli.from_dataclass import But, command
+from speq.cli.from_dataclass import Exclude, command
 from speq.cli.options import Output
 from speq.config import Model
 from speq.generator import Generator
 from speq.measure.report import Column, print_table
 from speq.options import typed
-from speq.options.declared import Option, build, declared, split
-from speq.options.kinds import Choice, File, Number, Rate, Several, Size, Switch, Text, Whole
+from speq.options.declared import Option, build, declared_options, split
+from speq.options.kinds import Choice, File, ListOf, Number, Rate, Size, Switch, Text, Whole
 from speq.registries import CACHE_POLICIES
 from speq.units import parse_bytes
 from tests.helpers.paths import ROOT
@@ -72,7 +72,7 @@ def test_a_throwaway_option_goes_everywhere() -> None:
     assert [(run.patience, run.memory_budget) for run in given] == [(3, 2**30), (7, 2**30)]
     assert all(run.prefetch == "three-phase" for run in given)
     row = "| `--patience` | `N` | `3` | How long to wait. |\n"
-    assert option_table(declared(Throwaway)).count(row) == 1
+    assert option_table(declared_options(Throwaway)).count(row) == 1
 
 
 def test_a_registered_thing_is_a_choice_at_once() -> None:
@@ -107,12 +107,12 @@ def _hold(run: RunConfig) -> None:
         (File(printed=True), "-", Path("-")),
         (Switch(), True, True),
         (Choice(("auto",), CACHE_POLICIES), "lfu", "lfu"),
-        (Several(Whole(1)), "1, 2,16", (1, 2, 16)),
-        (Several(Whole(1)), [3, 4], (3, 4)),
-        (Several(Size(kept=True)), "1KiB,2MiB", ("1KiB", "2MiB")),
-        (Several(Text(), repeated=True), "a,b", ("a,b",)),
-        (Several(Text(), repeated=True), None, ()),
-        (Several(Text(), repeated=True), ["a", "b"], ("a", "b")),
+        (ListOf(Whole(1)), "1, 2,16", (1, 2, 16)),
+        (ListOf(Whole(1)), [3, 4], (3, 4)),
+        (ListOf(Size(kept=True)), "1KiB,2MiB", ("1KiB", "2MiB")),
+        (ListOf(Text(), repeated=True), "a,b", ("a,b",)),
+        (ListOf(Text(), repeated=True), None, ()),
+        (ListOf(Text(), repeated=True), ["a", "b"], ("a", "b")),
     ],
     ids=repr,
 )
@@ -146,14 +146,14 @@ def test_values_as_they_are_held(kind: Any, given: Any, held: Any) -> None:
         (File(printed=True), "--stats", "it is '--stats'; give a file, or - to print"),
         (Switch(), 1, "it is 1; it must be True or False"),
         (
-            Several(Whole(1), "numbers, such as 1,4"),
+            ListOf(Whole(1), "numbers, such as 1,4"),
             "1,two",
             "it is '1,two'; it must be numbers, s",
         ),
-        (Several(Whole(1), "numbers, such as 1,4"), 3, "it is 3; it must be numbers, such as 1,4"),
-        (Several(Whole(2)), "3,1", "it is 1; it must be at least 2"),
-        (Several(Number(16), "numbers"), "1e999", "it is '1e999'; it must be numbers"),
-        (Several(Number(16), "numbers"), "1e9", "it is 1000000000.0; it must be from 0 to 16"),
+        (ListOf(Whole(1), "numbers, such as 1,4"), 3, "it is 3; it must be numbers, such as 1,4"),
+        (ListOf(Whole(2)), "3,1", "it is 1; it must be at least 2"),
+        (ListOf(Number(16), "numbers"), "1e999", "it is '1e999'; it must be numbers"),
+        (ListOf(Number(16), "numbers"), "1e9", "it is 1000000000.0; it must be from 0 to 16"),
     ],
     ids=repr,
 )
@@ -183,7 +183,7 @@ def test_options_are_taken_apart_and_put_together() -> None:
 
 def test_a_command_may_leave_options_out_and_have_defaults_of_its_own() -> None:
     given: list[SamplingParams] = []
-    own = But(without=("seed",), defaults=(("top_k", 7),))
+    own = Exclude(without=("seed",), defaults=(("top_k", 7),))
 
     def draw(sampling: Annotated[SamplingParams, own]) -> None:
         given.append(sampling)
@@ -192,6 +192,51 @@ def test_a_command_may_leave_options_out_and_have_defaults_of_its_own() -> None:
     assert CliRunner().invoke(made, ["--stop", "a", "--stop", "b,c"]).exit_code == 0
     assert given == [SamplingParams(top_k=7, stop=("a", "b,c"))]
     assert CliRunner().invoke(made, ["--seed", "1"]).exit_code == 2
+
+
+def test_options_that_few_need_stand_behind_set() -> None:
+    given: list[RunConfig] = []
+
+    def wait(run: RunConfig) -> None:
+        given.append(run)
+
+    made, budget = commands_of(wait), ["--memory-budget", "1GiB"]
+    values = ["expert-floor=0.03", "verify_reads=true", "draft_nodes=8", "prune_rows=off"]
+    arguments = [word for value in values for word in ("--set", value)]
+    done = CliRunner().invoke(made, [*budget, *arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    wanted = {"expert_floor": 0.03, "verify_reads": True, "draft_nodes": 8, "prune_rows": "off"}
+    assert given == [RunConfig.of("1GiB", **wanted)]
+    listed = CliRunner().invoke(made, ["--set", "?"])  # needs nothing else
+    assert listed.exit_code == 0 and len(given) == 1
+    names = [line.partition("=")[0] for line in listed.stdout.splitlines() if line[0] != " "]
+    assert names == [each.name for each in declared_options(RunConfig) if each.option.by_set]
+    assert {"expert_floor", "graphs", "draft_counts"} <= set(names) and len(names) == 13
+    assert "graphs=NAME (default auto)" in listed.stdout
+    help_text = CliRunner().invoke(made, ["--help"], env={"COLUMNS": "200"}).stdout
+    assert "--set" in help_text and "--expert-floor" not in help_text
+    for words, sentence in (
+        (["graphs"], "--set has 'graphs'; give NAME=VALUE"),
+        (["=1"], "--set has '=1'; give NAME=VALUE"),
+        (["colour=1"], "--set has unknown option 'colour'; give one of graphs, "),
+        (["codec=raw"], "--set has unknown option 'codec'; give one of graphs, "),
+        (["graphs=auto", "graphs=none"], "--set has graphs twice; give it once"),
+        (["draft_nodes=many"], "--set has 'draft_nodes=many'; draft_nodes takes a number"),
+        (["verify_reads=perhaps"], "verify_reads takes true or false"),
+        (["graphs=some"], "graphs is 'some'; it must be one of auto, none"),
+        (["expert_floor=2"], "expert_floor is 2.0; it must be above 0 and at most 1"),
+    ):
+        with pytest.raises(SpeqError) as refused:
+            arguments = [word for value in words for word in ("--set", value)]
+            CliRunner().invoke(made, [*budget, *arguments], catch_exceptions=False)
+        assert sentence in str(refused.value)
+
+
+def test_generate_shows_few_enough_options() -> None:
+    (generate,) = [each for prefix, each in ALL if name_of(prefix, each) == "generate"]
+    options = options_of(generate).values()
+    shown = [each for each in options if not each.option.by_set and not each.option.argument]
+    assert len(shown) + 1 <= 48  # with --set
 
 
 def test_two_options_of_one_name_are_no_command() -> None:
@@ -222,7 +267,7 @@ def name_of(prefix: tuple[str, ...], each: Any) -> str:
 
 
 def options_of(each: Any) -> dict[str, Any]:
-    return {option.name: option for part in each.callback.parts for option in part.options}
+    return {option.name: option for part in each.callback.parameters for option in part.options}
 
 
 def test_every_bench_is_a_line_and_a_command() -> None:
@@ -235,7 +280,7 @@ def test_every_bench_is_a_line_and_a_command() -> None:
 
 def test_a_word_means_the_same_in_every_command() -> None:
     """Each option that has a run's name has its default and takes the same, but for those named."""
-    run = {option.name: option for option in declared(RunConfig)}
+    run = {option.name: option for option in declared_options(RunConfig)}
     own = {
         ("batch", "max_batch"),  # nobody waits for a single text
         ("pack", "codec"),  # what is written, where auto is raw
@@ -300,7 +345,7 @@ def test_json_and_trace_mean_one_thing() -> None:
         )
         assert has == (name not in none), name
         if has:
-            assert options["json"] == declared(Output)[0]
+            assert options["json"] == declared_options(Output)[0]
         assert ("trace" in options) == (name == "generate")
 
 
@@ -312,7 +357,7 @@ def test_help_of_every_command_fits_eighty_columns(monkeypatch: pytest.MonkeyPat
         assert done.exit_code == 0
         assert max(map(len, done.stdout.splitlines())) <= 80
         for option in options_of(each).values():
-            if not option.option.argument:
+            if not option.option.argument and not option.option.by_set:
                 assert f"--{option.name.replace('_', '-')}" in done.stdout, (name, option.name)
 
 
@@ -338,7 +383,7 @@ def test_typed_options_are_those_of_the_dataclasses() -> None:
         wanted = {
             option.name: option
             for config in configs
-            for option in declared(config)
+            for option in declared_options(config)
             if option.name not in without
         }
         assert list(hints) == list(wanted)

@@ -356,7 +356,7 @@ def test_going_on_after_damage_makes_the_same_pack(
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert bool(said) == (name not in ("nothing", "records longer") and "shards" not in name)
     if "journal" in name or "header" in name:
-        assert said == [f"{out / 'experts.journal'} is damaged: all of it begins anew"]
+        assert said == [f"{out / 'experts.journal'} is damaged: all of it starts again"]
 
 
 def test_a_damaged_journal_beside_other_files(half_packed: Unfinished, tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SpeqError, match="cannot be written: No space left on device; what was"):
+    with pytest.raises(SpeqError, match="cannot be written: No space left on device; packed"):
         pack_to(source, tmp_path / "packed")
     pack_to(source, tmp_path / "packed").close()
     assert same(source, tmp_path / "packed")
@@ -594,7 +594,7 @@ def test_folders_that_are_taken(packed: Path, tiny: Folder, tmp_path: Path) -> N
     (begun / "experts.journal").write_bytes(line_of(source))
     with pytest.raises(SpeqError, match="begun holds an unfinished pack of another model"):
         pack_to(tiny("olmoe"), begun)
-    with pytest.raises(SpeqError, match="was not packed to the end; run the same `speq pack`"):
+    with pytest.raises(SpeqError, match="is not packed completely; run the same `speq pack`"):
         open_model(begun)
 
 

@@ -96,7 +96,7 @@ def stop_at(patch: pytest.MonkeyPatch, count: int) -> None:
             self._stopping = True
         told(self, done, total)
 
-    patch.setattr(packed_copy.PackedCopy, "_told", stopped)
+    patch.setattr(packed_copy.PackedCopy, "_report_progress", stopped)
 
 
 def test_what_a_run_interrupts_the_next_one_ends(
@@ -121,7 +121,7 @@ def test_damaged_copy_is_said_and_made_anew(model: Path, caplog: pytest.LogCaptu
     whole = records.read_bytes()
     records.write_bytes(whole[:-4096])
     assert made(model) == first
-    assert "holds no sound copy of the experts" in caplog.text
+    assert "has no usable copy of the experts" in caplog.text
     assert records.read_bytes() == whole
 
 
@@ -341,7 +341,7 @@ def test_files_that_change_while_they_are_copied_leave_no_copy(
         told(self, done, total)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packed_copy.PackedCopy, "_told", changing)
+        patch.setattr(packed_copy.PackedCopy, "_report_progress", changing)
         made(own)
     assert not (kept_at(own) / EXPERTS_MANIFEST).exists()
     assert "were changed or replaced while they were read" in caplog.text

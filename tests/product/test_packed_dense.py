@@ -227,8 +227,8 @@ def test_a_flipped_bit_in_any_record_is_found(packed: Path) -> None:
         ({HEAD: [0, 0, 1]}, "puts a record of 0 bytes at 0"),
         ({HEAD: [0, 10, 1]}, r"a record of 10 bytes of lm_head\.weight; one of a matrix \["),
         ({HEAD: [0, 1 << 40, 1]}, r"a record of 1099511627776 bytes of lm_head\.weight; one of"),
-        ({"nobody": [0, 10, 1]}, "a record of nobody, which is no bfloat16 matrix of its shards"),
-        ({"model.norm.weight": None}, r"model\.norm\.weight, which is no bfloat16 matrix"),
+        ({"nobody": [0, 10, 1]}, "a record of nobody, not a bfloat16 matrix of its shards"),
+        ({"model.norm.weight": None}, r"model\.norm\.weight, not a bfloat16 matrix"),
     ],
     ids=str,
 )

@@ -13,8 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from speq import SpeqError
-from speq.bench.paper import paper_systems
-from speq.bench.replay import locality as bench_locality
 from speq.cli import app
 from speq.config import RunConfig
 from speq.drafts.draft_source import RoundedDraft
@@ -22,20 +20,20 @@ from speq.experts.codec import codec_of
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import Packing, pack
 from speq.governor.adaptive import AdaptiveDraftLength
-from speq.governor.locality import BUNDLED, PUBLISHED, Locality, RouteCurve, nearest_curve
-from speq.governor.planner import Outlook, PassBytes, Speeds, choose
-from speq.governor.presets import PRESETS, preset
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.residency_plan import ResidencyPlan
 from speq.governor.roofline import Link
 from speq.governor.step_model import StepModel
-from speq.governor.survey import Survey
 from speq.load import load
 from speq.measure.plan import plan as plan_call
 from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
 from speq.planning.assumptions import Assumptions
-from speq.planning.budget_plan import BudgetPlan, plan
+from speq.planning.budget_plan import BudgetPlan, plan_budget
+from speq.planning.cost.locality import BUNDLED, PUBLISHED, Locality, RouteCurve, nearest_curve
+from speq.planning.cost.planner import Outlook, PassBytes, Speeds, choose
+from speq.planning.cost.presets import PRESETS, preset
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.model_spec import ModelSpec
 from speq.runtime import Runtime
@@ -63,7 +61,7 @@ def planned(path: Path, budget: str, **changes: Any) -> BudgetPlan:
         preset("rtx-4090"), Locality(experts.num_experts, of.shape.top_k), acceptance=0.9
     )
     room = Budget.of(parse_bytes(budget), 4096, False, of.shape)
-    return plan(of, room, replace(given, **changes))
+    return plan_budget(of, room, replace(given, **changes))
 
 
 def by_way(made: BudgetPlan) -> dict[tuple[str, bool], int]:
@@ -247,7 +245,7 @@ def test_a_plan_and_a_run_report_the_same_bytes(
         given = Assumptions(preset("laptop-ddr5"), Locality(32, 4, BUNDLED), 0.9)
         # Options that name who drafts leave no room for another drafter.
         budget = replace(Budget.of(26 << 20, 512, True, of.shape), longest_side=0)
-        made = plan(of, budget, given)
+        made = plan_budget(of, budget, given)
         candidates = [(c.codec, c.drafts) for c in made.candidates]
         assert made.memory[candidates.index((codec, draft == "auto"))].items == runtime.plan.items
     finally:
@@ -265,7 +263,7 @@ def test_texts_side_by_side_are_planned_as_they_are_run(bundled: Path) -> None:
     try:
         given = Assumptions(preset("laptop-ddr5"), Locality(32, 4, BUNDLED), 0.9)
         budget = replace(Budget.of(40 << 20, 512, True, of.shape), batch_size=4, longest_side=0)
-        made = plan(of, budget, given)
+        made = plan_budget(of, budget, given)
         candidates = [(each.codec, each.drafts) for each in made.candidates]
         items = made.memory[candidates.index(("raw", False))].items
         assert items == runtime.plan.items
@@ -305,19 +303,6 @@ def test_published_routes_hit_as_in_table_3(slots: int, hits: float) -> None:
     assert 1 - Locality(64, 6, PUBLISHED).misses(slots, 1) / 6 == pytest.approx(hits, abs=0.05)
 
 
-@pytest.mark.parametrize("window", [1, 5, 9])
-@pytest.mark.parametrize("slots", [4, 8, 16])
-def test_a_curve_misses_as_the_real_cache_does(window: int, slots: int) -> None:
-    trace = RouteTrace.read(ROUTES)
-    of = Locality(32, 4, bench_locality.curve_of(trace))
-    real = [
-        bench_locality.replayed(trace, window, slots, *policy)
-        for policy in bench_locality.POLICIES.values()
-    ]
-    slack = 0.1 * of.distinct(window)
-    assert min(real) - slack <= of.misses(slots, window) <= max(real) + slack
-
-
 @pytest.mark.parametrize("curve", [BUNDLED, PUBLISHED, None])
 def test_misses_grow_with_tokens_and_shrink_with_slots(curve: RouteCurve | None) -> None:
     of = Locality(60, 4, curve)
@@ -337,15 +322,6 @@ def test_a_curve_that_no_routes_have_is_refused(points: tuple[tuple[float, float
         RouteCurve("somewhere", 32, 4, points)
 
 
-def test_windows_are_decoded_token_by_token() -> None:
-    trace = RouteTrace.read(ROUTES)
-    routes = bench_locality.in_windows(trace, 5)
-    plain = trace.plain().steps
-    assert len(routes.steps) == len(plain) // 5
-    assert routes.steps[1].used[3] == [step.used[3][0] for step in plain[5:10]]
-    assert [layers[3][0] for layers in routes.steps[1].drafted] == routes.steps[1].used[3][:4]
-
-
 # Times.
 
 PLAIN = ResidencyPlan("raw", "none", 1000, 1000, 1000, slots=96)
@@ -360,14 +336,14 @@ def outlook(link: float = 1e6, **changes: Any) -> Outlook:
 
 def test_a_cycle_by_hand() -> None:
     of = replace(outlook(), locality=Locality(32, 4, None), acceptance=0.5)
-    cycle = of.cycle(PLAIN, 0)
-    assert cycle.verify_s == pytest.approx(10e-3 + 8 * 4 * 1e-4)
+    step = of.step_estimate(PLAIN, 0)
+    assert step.verify_s == pytest.approx(10e-3 + 8 * 4 * 1e-4)
     # 12 slots of 32 a layer: each of the 32 requests misses with 20 / 32.
-    assert cycle.moved_bytes == pytest.approx(32 * 20 / 32 * 1000)
-    assert cycle.new_s == pytest.approx(0.02)
+    assert step.moved_bytes == pytest.approx(32 * 20 / 32 * 1000)
+    assert step.new_s == pytest.approx(0.02)
     # The longer of 13.2 and 20 ms, and three quarters of what is between that and their sum.
-    assert of.weighed(PLAIN).tpot_s == pytest.approx(0.02 + 0.75 * 0.0132)
-    drafted = of.cycle(DRAFT, 2)
+    assert of.with_estimate(PLAIN).tpot_s == pytest.approx(0.02 + 0.75 * 0.0132)
+    drafted = of.step_estimate(DRAFT, 2)
     assert drafted.tokens == pytest.approx(1 + 0.5 + 0.25)
     assert drafted.draft_s == pytest.approx(8e-3)
     stays = (1 - 4 / 32) ** 3
@@ -397,29 +373,29 @@ def test_speeds_of_a_survey_by_hand() -> None:
     assert speeds.expert_s == {"raw": pytest.approx(1e-6), "residual": pytest.approx(4e-6)}
     of = outlook(speeds=speeds, locality=Locality(32, 4, None))
     way = replace(PLAIN, drafter="int4")
-    cycle = of.cycle(replace(way, slots=256), 3)
+    step = of.step_estimate(replace(way, slots=256), 3)
     asked = of.asked(4)
-    assert cycle.verify_s == pytest.approx(speeds.pass_s + 3e-4 + asked * 1e-6)
+    assert step.verify_s == pytest.approx(speeds.pass_s + 3e-4 + asked * 1e-6)
     # What is moved takes the processor, beside the link.
     missed = of.missed(way, 4)
-    assert of.cycle(way, 3).verify_s == pytest.approx(cycle.verify_s + missed * 3e-4)
+    assert of.step_estimate(way, 3).verify_s == pytest.approx(step.verify_s + missed * 3e-4)
 
 
 def test_a_run_begins_with_what_was_planned() -> None:
     of = outlook()
-    chosen = of.weighed(DRAFT)
+    chosen = of.with_estimate(DRAFT)
     prior = of.prior(chosen)
     model = StepModel.of(prior)
     assert model.ready and model.draft_token_s == pytest.approx(of.speeds.draft_token_s)
-    length = chosen.cycle.draft_length
+    length = chosen.step.draft_length
     for k, missed in ((0, of.missed(DRAFT, 1)), (length, of.missed(DRAFT, length + 1))):
-        [cycle] = model.estimates([k], [1.0])
-        planned = of.cycle(DRAFT, k)
+        [step] = model.cycles([k], [1.0])
+        planned = of.step_estimate(DRAFT, k)
         # Distinct experts are carried over by a formula of two terms.
-        assert cycle.verify_s == pytest.approx(planned.verify_s, rel=0.1)
-        assert cycle.draft_s == pytest.approx(planned.draft_s)
-        assert cycle.moved_bytes == pytest.approx(missed * DRAFT.moved_bytes, rel=0.1)
-        assert cycle.exposed == pytest.approx(planned.exposed)
+        assert step.verify_s == pytest.approx(planned.verify_s, rel=0.1)
+        assert step.draft_s == pytest.approx(planned.draft_s)
+        assert step.moved_bytes == pytest.approx(missed * DRAFT.moved_bytes, rel=0.1)
+        assert step.exposed == pytest.approx(planned.exposed)
     governor = AdaptiveDraftLength(prior=prior)
     governor.begin()
     assert governor.decide().ground == "best"
@@ -428,8 +404,8 @@ def test_a_run_begins_with_what_was_planned() -> None:
 def test_a_plan_that_was_wrong_of_drafts_is_found_out_soon() -> None:
     """A plan that takes verifications for twice as slow as they are expects nothing of drafts."""
     of = outlook(1e12, speeds=Speeds(100e-3, 0.0, 90e-3, {"residual": 1e-4}))
-    held = of.weighed(replace(DRAFT, slots=256))
-    assert held.cycle.draft_length <= 1
+    held = of.with_estimate(replace(DRAFT, slots=256))
+    assert held.step.draft_length <= 1
     governor = AdaptiveDraftLength(prior=of.prior(held))
     governor.begin()
     now_s, tokens, lengths = 0.0, 0, []
@@ -447,8 +423,10 @@ def test_a_plan_that_was_wrong_of_drafts_is_found_out_soon() -> None:
 
 
 def test_a_base_is_charged_once_for_a_draft() -> None:
-    prior = replace(outlook().prior(outlook().weighed(DRAFT)), draft_base_s=1.0, draft_token_s=0.1)
-    drafts_s = [cycle.draft_s for cycle in StepModel.of(prior).cycles([0, 1, 8], [1.0, 2.0, 5.0])]
+    prior = replace(
+        outlook().prior(outlook().with_estimate(DRAFT)), draft_base_s=1.0, draft_token_s=0.1
+    )
+    drafts_s = [step.draft_s for step in StepModel.of(prior).cycles([0, 1, 8], [1.0, 2.0, 5.0])]
     assert drafts_s == pytest.approx([0.0, 1.1, 1.8])
 
 
@@ -492,11 +470,13 @@ def test_speeds_of_a_profile_are_those_measured() -> None:
 
 def test_the_best_draft_length_is_the_best() -> None:
     of = outlook()
-    best = of.weighed(DRAFT)
-    assert best.tpot_s == min(of.cycle(DRAFT, k).token_s for k in (1, 2, 3, 4, 6, 8, 10, 12))
+    best = of.with_estimate(DRAFT)
+    assert best.tpot_s == min(
+        of.step_estimate(DRAFT, k).token_s for k in (1, 2, 3, 4, 6, 8, 10, 12)
+    )
     chosen, reason = choose(of, [PLAIN, DRAFT])
     assert chosen == min(
-        (of.weighed(PLAIN), best), key=lambda residency_plan: residency_plan.tpot_s
+        (of.with_estimate(PLAIN), best), key=lambda residency_plan: residency_plan.tpot_s
     )
     assert f"{chosen.tpot_s * 1e3:.1f} ms" in reason
     with pytest.raises(SpeqError, match="no way"):
@@ -517,34 +497,36 @@ HEAD = replace(PLAIN, drafter="head", slots=90)
 
 def test_a_head_is_weighed_by_how_far_its_tokens_stood() -> None:
     speeds = replace(outlook().speeds, head_token_s=1e-3)
-    of = outlook(speeds=speeds, head_stand=(0.8, 0.5))
+    of = outlook(speeds=speeds, head_acceptance=(0.8, 0.5))
     drafts = of.drafts(HEAD)
-    assert drafts is not None and drafts.stands(4) == [0.8, 0.5, 0.5, 0.5]
+    assert drafts is not None and drafts.accept_probs(4) == [0.8, 0.5, 0.5, 0.5]
     # The second depth is reached by eight drafts of ten.
     assert drafts.acceptance == pytest.approx((0.8 + 0.8 * 0.5) / 1.8)
-    cycle = of.cycle(HEAD, 3)
-    assert cycle.tokens == pytest.approx(1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.25)
-    assert cycle.draft_s == pytest.approx(3e-3)
-    assert cycle.verify_s == of.verify_s(HEAD, 4)
-    assert cycle.exposed == of.cycle(PLAIN, 0).exposed  # it names no experts
-    prior = of.prior(of.weighed(HEAD))
+    step = of.step_estimate(HEAD, 3)
+    assert step.tokens == pytest.approx(1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.25)
+    assert step.draft_s == pytest.approx(3e-3)
+    assert step.verify_s == of.verify_s(HEAD, 4)
+    assert step.exposed == of.step_estimate(PLAIN, 0).exposed  # it names no experts
+    prior = of.prior(of.with_estimate(HEAD))
     assert (prior.draft_token_s, prior.acceptance) == (1e-3, drafts.acceptance)
     chosen, reason = choose(of, [PLAIN, HEAD])
-    assert chosen == min((of.weighed(way) for way in (PLAIN, HEAD)), key=lambda way: way.tpot_s)
+    assert chosen == min(
+        (of.with_estimate(way) for way in (PLAIN, HEAD)), key=lambda way: way.tpot_s
+    )
     assert "raw with a head" in reason and "raw without a draft" in reason
 
 
 def test_a_head_that_says_nothing_is_weighed_as_plain_decoding() -> None:
     of = outlook()
     assert of.drafts(HEAD) is None and of.drafts(replace(HEAD, drafter="ngram")) is None
-    assert of.weighed(HEAD).cycle == of.cycle(HEAD, 0)
+    assert of.with_estimate(HEAD).step == of.step_estimate(HEAD, 0)
     # Break-evens are those of INT4 drafts.
     assert of.gain([PLAIN, HEAD]) is None
 
 
 def test_a_draft_must_save_its_margin() -> None:
     of = outlook()
-    plain_s, drafting_s = (of.weighed(way).cost_s for way in (PLAIN, DRAFT))
+    plain_s, drafting_s = (of.with_estimate(way).cost_s for way in (PLAIN, DRAFT))
     for margin in (0.0, 0.01, 0.25, 0.5, 0.75, 0.95):
         chosen, _ = choose(of, [PLAIN, DRAFT], margin)
         assert chosen.drafts == (drafting_s < (1 - margin) * plain_s)
@@ -552,11 +534,11 @@ def test_a_draft_must_save_its_margin() -> None:
     roomy = [replace(way, slots=8 * 32) for way in (PLAIN, DRAFT)]
     chosen, _ = choose(of, roomy, 0.95)
     assert chosen.drafts
-    plain_s, drafting_s = (of.weighed(way).cost_s for way in roomy)
+    plain_s, drafting_s = (of.with_estimate(way).cost_s for way in roomy)
     assert drafting_s < plain_s
     # The run may leave it aside, so that it is held though no drafted token is expected to stand.
     hopeless = replace(of, acceptance=0.0)
-    plain_s, drafting_s = (hopeless.weighed(way).cost_s for way in roomy)
+    plain_s, drafting_s = (hopeless.with_estimate(way).cost_s for way in roomy)
     assert drafting_s > plain_s
     chosen, _ = choose(hopeless, roomy, 0.95)
     assert chosen.drafts
@@ -569,11 +551,11 @@ def test_a_draft_must_save_its_margin() -> None:
 def test_a_length_that_was_asked_for_is_drafted() -> None:
     """What plain decoding would take beside a draft is no reason to hold that one."""
     speeds = replace(outlook().speeds, head_token_s=1e-2, expert_s={"raw": 0.0, "residual": 1e-4})
-    of = replace(outlook(speeds=speeds, head_stand=(0.05,)), lengths=(3,))
+    of = replace(outlook(speeds=speeds, head_acceptance=(0.05,)), lengths=(3,))
     head, draft = (replace(way, slots=8 * 32) for way in (HEAD, DRAFT))
-    plain_s = [replace(way, expected=of.cycle(way, 0)).cost_s for way in (head, draft)]
+    plain_s = [replace(way, expected=of.step_estimate(way, 0)).cost_s for way in (head, draft)]
     assert plain_s[0] < plain_s[1]
-    assert of.weighed(head).cost_s > of.weighed(draft).cost_s
+    assert of.with_estimate(head).cost_s > of.with_estimate(draft).cost_s
     assert choose(of, [head, draft])[0].drafter == "int4"
 
 
@@ -633,29 +615,6 @@ def test_a_faster_link_and_a_larger_budget_are_never_slower() -> None:
     assert times == sorted(times, reverse=True)
 
 
-# The paper's systems.
-
-
-def test_at_the_same_cache_the_order_is_the_papers_and_at_the_same_memory_not() -> None:
-    settings = paper_systems.Settings(["16GB", "40GB"])
-    report = paper_systems.run([QWEN, DEEPSEEK, PHI], settings, None, False)
-    for model, budget in ((QWEN, "16GB"), (DEEPSEEK, "16GB"), (PHI, "40GB")):
-        tpot = {
-            row["system"]: row["tpot_ms"]
-            for row in report.rows
-            if (row["model"], row["budget"]) == (model.name, budget)
-        }
-        assert tpot["moe-speq"] < min(tpot["sc"], tpot["transformers"])
-        # Not so in Figure 13: the draft's memory holds more experts than it hides transfers of.
-        assert tpot["speq"] < tpot["sm"] < tpot["moe-speq"]
-    notes = paper_systems.notes(report)
-    assert "Phi-3.5-MoE-instruct, 16GB: no room for the draft; nothing to compare" in notes
-    assert (
-        "Qwen1.5-MoE-A2.7B, 16GB: sm < moe-speq < sc < transformers, not moe-speq < sm < sc < "
-        "transformers" in notes
-    )
-
-
 # The command.
 
 
@@ -697,7 +656,7 @@ def test_what_is_printed_says_what_it_rests_on() -> None:
 
 def test_a_plan_for_several_texts_says_whose_times_it_has() -> None:
     given = (DEEPSEEK, "--memory-budget", "12GiB", "--preset", "rtx-4090", "--max-batch", "4")
-    assert "memory is for 4 texts, and times are of one by itself" in " ".join(run(*given).split())
+    assert "memory is for 4 sequences, and times are for one alone" in " ".join(run(*given).split())
 
 
 def test_what_the_hosts_memory_holds_is_said() -> None:

@@ -17,14 +17,12 @@ from speq.errors import SpeqError
 from speq.registries import CACHE_POLICIES
 from speq.scheduler.eviction import (
     RECENCY,
-    EntropyLookaheadPolicy,
     EntropyPolicy,
     EvictionPolicy,
     KeepAllPolicy,
     LfuPolicy,
     LookaheadPolicy,
     LruPolicy,
-    WeightMeanPolicy,
 )
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
@@ -125,33 +123,6 @@ def test_lfu_forgets_what_was_wanted_long_ago() -> None:
     assert [key.expert for key in policy.candidates(0)] == [0, 1, 2]
 
 
-def test_weight_mean_lets_go_who_had_the_least_weight() -> None:
-    rng = random.Random(6)
-    for _ in range(15):
-        layers, experts = rng.randint(1, 4), rng.randint(2, 7)
-        policy, past = WeightMeanPolicy(9, layers, experts), Past(layers, experts)
-        mean = dict.fromkeys(all_keys(layers, experts), 0.0)
-        for _ in range(80):
-            past.random_step(rng, policy)
-            if rng.random() < 0.5:
-                layer, rows, top_k = rng.randrange(layers), rng.randint(1, 5), min(2, experts)
-                ids = [rng.sample(range(experts), top_k) for _ in range(rows)]
-                weights = [[rng.random() for _ in row] for row in ids]
-                policy.observe(layer, np.array(ids), np.array(weights))
-                kept = (1 - RECENCY) ** rows
-                for expert in range(experts):
-                    had = sum(
-                        weight
-                        for row, of_row in zip(ids, weights, strict=True)
-                        for other, weight in zip(row, of_row, strict=True)
-                        if other == expert
-                    )
-                    key = ExpertKey(layer, expert)
-                    mean[key] = kept * mean[key] + (1 - kept) * had / rows
-            order = sorted(past.least_recently_used(None), key=lambda key: round(mean[key], 6))
-            check_who_goes(policy, past, order)
-
-
 def test_entropy_shares_follow_the_spread() -> None:
     rng = random.Random(2)
     differ = 0
@@ -240,55 +211,6 @@ def test_entropy_takes_from_who_has_more_than_its_share() -> None:
     assert over_seen > 200
 
 
-def test_entropy_shares_and_the_next_use_together() -> None:
-    """Within a layer the order of `lookahead`. Of all layers, those above their shares give first;
-    shares are those of `entropy`.
-    """
-    rng = random.Random(7)
-    over_seen = 0
-    for _ in range(15):
-        layers, experts = rng.randint(2, 4), rng.randint(3, 7)
-        slots = rng.randint(layers, 12)
-        policy = EntropyLookaheadPolicy(slots, layers, experts)
-        shares = EntropyPolicy(slots, layers, experts)
-        order = LookaheadPolicy(slots, layers, experts)
-        resident: set[ExpertKey] = set()
-        for _ in range(80):
-            layer, turn = rng.randrange(layers), rng.random()
-            wanted = rng.sample(range(experts), rng.randint(1, 3))
-            if turn < 0.3:
-                for each in (policy, shares, order):
-                    each.visit(layer, wanted)
-            elif turn < 0.5:
-                for each in (policy, order):
-                    each.hint_next_use(layer, wanted, 0.5)
-            elif turn < 0.9 or not resident:
-                key = ExpertKey(layer, wanted[0])
-                resident.add(key)
-                for each in (policy, order):
-                    each.touch(key)
-            else:
-                key = rng.choice(sorted(resident))
-                resident.remove(key)
-                for each in (policy, order):
-                    each.forget(key)
-            assert [policy.quota(at) for at in range(layers)] == [
-                shares.quota(at) for at in range(layers)
-            ]
-            held = Counter(key.layer for key in resident)
-            over = {at for at in range(layers) if held[at] > policy.quota(at)}
-            for ahead in (False, True):
-                expected = list(order.candidates(None, ahead))
-                for at in range(layers):
-                    own = [key for key in expected if key.layer == at]
-                    assert list(policy.candidates(at, ahead)) == own
-                first = [key for key in expected if key.layer in over]
-                rest = [key for key in expected if key.layer not in over]
-                assert list(policy.candidates(None, ahead)) == first + rest
-                over_seen += 0 < len(first) < len(expected)
-    assert over_seen > 100
-
-
 def test_lru_lets_go_who_was_used_longest_ago() -> None:
     rng = random.Random(4)
     for _ in range(10):
@@ -340,9 +262,7 @@ def test_policies_by_their_names() -> None:
         LruPolicy,
         LfuPolicy,
         EntropyPolicy,
-        WeightMeanPolicy,
         LookaheadPolicy,
-        EntropyLookaheadPolicy,
     ]
     with pytest.raises(SpeqError, match="cache policy 'random' is unknown; give one of lru, lfu"):
         CACHE_POLICIES["random"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.bench.replay.single_shot import SingleLater, SingleShot, SingleSooner, offered
+from bench.lab.single_shot import SingleLater, SingleShot, SingleSooner, offered
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.registries import CACHE_POLICIES, PREFETCHERS
@@ -18,7 +18,7 @@ from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.link_pace import FEWEST
 from speq.scheduler.lookahead import LookaheadBuffer
-from speq.scheduler.prefetch import QUIET_VISITS, OnDemand, Prefetcher, Primed, ThreePhase
+from speq.scheduler.prefetch import QUIET_VISITS, OnDemand, Prefetcher, ThreePhase
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from tests.helpers.fake_transfer import Clock, FakeTransfer
@@ -138,9 +138,8 @@ def test_tokens_that_hardly_stand_wait() -> None:
     assert rig.draft(3, 2, {0: 1.0}) == [*keys(1, 6), *keys(2, 0)]
 
 
-@pytest.mark.parametrize("mode", [ThreePhase, Primed])
-def test_a_draft_that_is_stopped_saturates_at_once(mode: type[ThreePhase]) -> None:
-    rig = Rig(mode)
+def test_a_draft_that_is_stopped_saturates_at_once() -> None:
+    rig = Rig()
     rig.prefetcher.begin(12)
     for layer in range(LAYERS):
         rig.draft(0, layer, {1: 1.0})
@@ -163,28 +162,6 @@ def test_a_draft_that_named_nothing_asks_for_nothing() -> None:
         rig.prefetcher.begin(length)
         rig.prefetcher.end()
         assert rig.transfer.asked == []
-
-
-def test_a_primed_link_rests_first() -> None:
-    """For two of six tokens; what was named by then comes as soon as it ends to rest."""
-    rig = Rig(Primed)
-    rig.prefetcher.begin(6)
-    for token in (0, 1):
-        for layer in range(LAYERS):
-            assert rig.draft(token, layer, {token: 1.0}) == []
-    assert rig.draft(2, 0, {2: 0.9, 3: 0.1}) == [*keys(0, 0, 1, 2), *keys(1, 0)]
-    rig.arrive()
-    assert rig.draft(2, 1, {2: 1.0}) == [*keys(1, 1, 2), *keys(2, 0, 1)]
-    rig.arrive()
-    # What hardly counts waits for the last token here as well.
-    assert rig.draft(4, 1, {2: 1.0}) == []
-    assert rig.draft(5, 1, {2: 1.0}) == keys(0, 3)
-
-
-def test_a_primed_draft_of_one_token_has_no_time_to_rest() -> None:
-    rig = Rig(Primed)
-    rig.prefetcher.begin(1)
-    assert rig.draft(0, 0, {1: 1.0}) == keys(0, 1)
 
 
 def test_the_nearest_layer_goes_first() -> None:
@@ -447,7 +424,7 @@ def test_what_is_evicted_unused_is_wasted() -> None:
     assert ExpertKey(0, 2) not in rig.loader.cache
 
 
-@pytest.mark.parametrize("mode", [OnDemand, ThreePhase, Primed, SingleSooner, SingleLater])
+@pytest.mark.parametrize("mode", [OnDemand, ThreePhase, SingleSooner, SingleLater])
 @pytest.mark.parametrize("policy", CACHE_POLICIES.names)
 @pytest.mark.parametrize("slots", [1, 2, 5, 13, 36])
 def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots: int) -> None:
@@ -497,7 +474,7 @@ def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots
 
 def test_single_shots_are_offered_for_as_long_as_a_bench_runs() -> None:
     offered_else = PREFETCHERS.names
-    assert offered_else == ("none", "three-phase", "primed")
+    assert offered_else == ("none", "three-phase")
     with offered():
         assert PREFETCHERS.names == (*offered_else, "single-sooner", "single-later")
         with offered():

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from speq.experts.codec import ExpertShape
 from speq.experts.int4 import Int4Layout
-from speq.governor.presets import LAYER_S
 from speq.models.opened import open_model
 from speq.planning import layer_trial, processor_trial
+from speq.planning.cost.presets import LAYER_S
 from speq.planning.layer_trial import DEEP, PASSES, WIDE, PassTimes, passes_s
-from speq.planning.processor_trial import LEAST_LAYER_S, ProcessorTrial, narrowed
+from speq.planning.processor_trial import LEAST_LAYER_S, ProcessorTrial, narrow_shape
 from speq.routing import Route
 
 Folder = Callable[[str], Path]
@@ -123,5 +123,5 @@ def test_the_link_is_what_threads_read_together(tiny: Folder) -> None:
     [(64, 48, 48), (2048, 1408, 128), (256, 64, 64), (512, 4096, 256)],
 )
 def test_large_experts_are_tried_narrower(hidden: int, width: int, narrow: int) -> None:
-    shape = narrowed(ExpertShape(hidden, width, torch.bfloat16))
+    shape = narrow_shape(ExpertShape(hidden, width, torch.bfloat16))
     assert (shape.hidden_size, shape.expert_width) == (hidden, narrow)

@@ -1,7 +1,6 @@
 """Progress: told by what takes long, shown on a terminal's stderr, never in the way of stdout."""
 
 import io
-import itertools
 import json
 import os
 import pty
@@ -18,13 +17,12 @@ import pytest
 
 import speq
 from speq import Generator
-from speq.bench.runs import soak
 from speq.cli import options
 from speq.cli.options import SHOWN_AFTER_S, progress_bar
 from speq.measure import check
 from speq.measure.plan import plan_of
 from speq.measure.settings import PlanSettings
-from speq.units import tracked
+from speq.units import track
 from tests.helpers.command import PATIENCE_S, Command, arguments_of
 from tests.helpers.paths import ROOT
 from tests.helpers.told import Told
@@ -46,11 +44,11 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_items_are_told_of_as_they_are_done() -> None:
     told: list[tuple[str, int, int]] = []
     seen = []
-    for item in tracked("work", iter("abc"), 3, lambda *so_far: told.append(so_far)):
+    for item in track("work", iter("abc"), 3, lambda *so_far: told.append(so_far)):
         seen.append((item, told[-1]))
     assert seen == [("a", ("work", 0, 3)), ("b", ("work", 1, 3)), ("c", ("work", 2, 3))]
     assert told[-1] == ("work", 3, 3)
-    assert list(tracked("work", [1, 2], 2, None)) == [1, 2]
+    assert list(track("work", [1, 2], 2, None)) == [1, 2]
 
 
 def test_a_bar_shows_on_a_terminal_and_leaves_stdout_alone(
@@ -228,7 +226,7 @@ def test_what_takes_long_is_told_to_its_end(
     tiny_bfloat16: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = shutil.copytree(tiny_bfloat16("qwen3_moe"), tmp_path / "model")
-    loaded, again, checked, unpacked, planned, soaked = (Told() for _ in range(6))
+    loaded, again, checked, unpacked, planned = (Told() for _ in range(5))
     options: dict[str, Any] = {"drafter": "int4", "dense": "raw", "profile": "none"}
     for told in (loaded, again):
         Generator.from_pretrained(model, "1GiB", progress=told, **options).close()
@@ -249,16 +247,7 @@ def test_what_takes_long_is_told_to_its_end(
     plan_of(str(model), PlanSettings("1GiB", profile="none"), planned)
     assert planned.steps("reading memory") == 3
     assert planned.steps("measuring the link") == 1
-    soak.run(
-        str(model),
-        soak.Settings("1GiB", seconds=1, num_prompts=1, max_new_tokens=2),
-        None,
-        False,
-        soaked,
-        clock=itertools.count().__next__,
-    )
-    assert soaked.calls[-1][1:] == (1, 1)
-    for told in (loaded, again, checked, unpacked, planned, soaked):
+    for told in (loaded, again, checked, unpacked, planned):
         assert not told.unfinished
 
 

@@ -11,7 +11,7 @@ import pytest
 from speq import SpeqError
 from speq.governor.objectives import Objectives, longest_within
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.roofline import Link, StepEstimate, accepted_tokens, interpolated
+from speq.governor.roofline import Link, StepEstimate, accepted_tokens, interpolate
 
 # 10 bytes/s, 1 s for a batch, 3 s until the first expert.
 LINK = Link(10.0, overhead_s=1.0, first_fetch_s=3.0)
@@ -24,7 +24,7 @@ def cycle(draft_length: int, moved_bytes: float = 0.0, exposed: float = 1.0) -> 
         draft_length,
         1 + accepted_tokens([0.5] * draft_length),
         0.5 + 0.25 * draft_length if draft_length else 0.0,
-        interpolated(VERIFY, draft_length + 1),
+        interpolate(VERIFY, draft_length + 1),
         LINK.transfer_s(moved_bytes),
         moved_bytes,
         LINK.first_fetch_s if moved_bytes else 0.0,
@@ -53,10 +53,10 @@ def test_accepted_tokens_stay_under_their_limit() -> None:
 
 def test_interpolation_by_hand() -> None:
     points = ((1.0, 2.0), (3.0, 3.0), (5.0, 6.0))
-    found = [interpolated(points, x) for x in (1, 2, 3, 4, 5, 7, -9)]
+    found = [interpolate(points, x) for x in (1, 2, 3, 4, 5, 7, -9)]
     # Beyond the points as between the nearest two, but no time is negative.
     assert found == [2.0, 2.5, 3.0, 4.5, 6.0, 9.0, 0.0]
-    assert interpolated(((4.0, 1.5),), 100) == 1.5
+    assert interpolate(((4.0, 1.5),), 100) == 1.5
 
 
 def test_terms_by_hand() -> None:

@@ -136,8 +136,8 @@ GOOD = entry()
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"is no complete safetensors file"),
-        (b"\x08\x00\x00", r"is no complete safetensors file"),
+        (b"", r"is not a complete safetensors file"),
+        (b"\x08\x00\x00", r"is not a complete safetensors file"),
         (file_of(GOOD, length=10**6), r"its header should take 1000000 bytes and the file has"),
         (file_of(GOOD, length=2**63), r"its header should take 9223372036854775808 bytes"),
         (file_of(b"{not json"), r"has a corrupt safetensors header"),
@@ -501,7 +501,7 @@ def test_draft_goes_elsewhere_where_the_model_cannot_be_written(
     unkept = empty_arena(store)
     draft_file.load_or_make(unkept, checkpoint, store)
     assert same_bits(arena, unkept)
-    assert "the draft could not be kept" in caplog.text
+    assert "the draft could not be cached" in caplog.text
     checkpoint.close()
 
 
@@ -561,7 +561,7 @@ def test_files_are_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SpeqError, match="Bad file descriptor"):
         file.read_into(0, torch.empty(8, dtype=torch.uint8))
     path.write_bytes(b"")
-    with pytest.raises(SpeqError, match="is no complete"):
+    with pytest.raises(SpeqError, match="is not a complete"):
         SafetensorsFile(path)
     assert len(opened) == 4  # each file through the page cache and past it
     for descriptor in opened:

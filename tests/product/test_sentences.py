@@ -155,9 +155,9 @@ def test_strangers_would_be_seen(text: str, wrong: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("record it again with `speq bench hit-rate --trace`", True),
-        ("record it again with `speq bench hit-rate --routes`", False),
-        ("run speq bench hit-rate --trace FILE", True),
+        ("record it again with `python -m bench.lab.hit_rate --trace`", True),
+        ("record it again with `python -m bench.lab.hit_rate --routes`", False),
+        ("run python -m bench.lab.hit_rate --trace FILE", True),
         ("as `speq run` does", True),
         ("as `speq bench nonsense` does", True),
         ("`speq bench NAME --json`", False),

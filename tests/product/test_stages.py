@@ -232,7 +232,7 @@ def test_a_head_drafts_over_stages(tiny: Callable[[str], Path], tmp_path: Path) 
     write_random_head(model, names=True)
     opened = open_stage(str(model), "2", 1)[0]
     for head in ("auto", "mtp"):
-        with pytest.raises(SpeqError, match=f"head {head} goes by layers of the whole model"):
+        with pytest.raises(SpeqError, match=f"head {head} needs layers of the whole model"):
             open_head(head, opened)
     opened.close()
 

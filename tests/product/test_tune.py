@@ -143,8 +143,8 @@ def test_a_profile_is_measured_kept_and_gone_by(
         expert_bytes = opened.store.codec.shape.nbytes
     finally:
         opened.close()
-    made = profiles.kept(key)
-    assert made is not None and str(profiles.kept_path(key)) in text.replace("\n", "")
+    made = profiles.read_kept(key)
+    assert made is not None and str(profiles.profile_path(key)) in text.replace("\n", "")
     assert (made.key.version, made.key.budget_bytes) == (__version__, 64 << 20)
     assert made.expert_bytes == expert_bytes
     assert made.link[-1][0] == expert_bytes
@@ -178,7 +178,7 @@ def test_a_profile_is_measured_kept_and_gone_by(
 
 def kept_counts(model: Path) -> Path:
     with closing(open_model(model)) as opened:
-        path = used_experts.kept_place(opened.checkpoint)
+        path = used_experts.counts_path(opened.checkpoint)
     assert path is not None
     return path
 
@@ -208,17 +208,17 @@ def test_profiles_are_told_apart_by_all_of_their_key(home: Path) -> None:
         replace(KEY, budget_bytes=2 << 20),
         replace(KEY, version="2"),
     ]
-    paths = {profiles.kept_path(key) for key in keys}
+    paths = {profiles.profile_path(key) for key in keys}
     assert len(paths) == len(keys) and None not in paths
-    assert profiles.kept(KEY) is None
+    assert profiles.read_kept(KEY) is None
     first = Profile(KEY, ((1.0, 1.0),), 0.0, 0.0, 1, 0.0, 0.0, ((1.0, 1.0),))
-    path = profiles.kept_path(KEY)
+    path = profiles.profile_path(KEY)
     assert path is not None
     profiles.write(first, path)
-    assert profiles.kept(KEY) == first
+    assert profiles.read_kept(KEY) == first
     profiles.write(replace(first, key=keys[1]), path)
     with pytest.raises(SpeqError, match="remove it"):
-        profiles.kept(KEY)
+        profiles.read_kept(KEY)
 
 
 def test_a_user_without_a_home_names_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +226,8 @@ def test_a_user_without_a_home_names_a_file(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("no home")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert profiles.kept_path(KEY) is None
-    assert profiles.kept(KEY) is None
+    assert profiles.profile_path(KEY) is None
+    assert profiles.read_kept(KEY) is None
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_contents_in_parts(rig: Rig, model: ScriptedModel, asked: list[Any]) -> 
         (
             {"messages": [{"role": "user", "content": "\ud800"}]},
             None,
-            "which is no Unicode text",
+            "which is not Unicode text",
         ),
         ({"messages": [{"role": "tool", "content": "a"}]}, None, "Unknown role tool"),
         ({"tools": [{"type": "web"}]}, "tools[0].type", "'web'"),

@@ -1,1 +1,0 @@
-"""One model in several published formats, and what a token takes in each."""

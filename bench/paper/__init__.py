@@ -1,1 +1,0 @@
-"""Whether the papers are right here: systems at equal memory, beside their figures."""

@@ -1,1 +1,0 @@
-"""What a policy would have done: recorded routes through the real scheduler."""

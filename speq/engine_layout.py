@@ -1,0 +1,181 @@
+"""Lays an engine out over a loaded model: slots, KV caches, drafters, and what fills the slots."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from speq.config import DraftOptions, MemoryOptions, TransferOptions
+from speq.devices.device import Processor
+from speq.engine.approximation import Approximation
+from speq.engine.drafter import (
+    DraftContext,
+    Drafter,
+    FeatureDrafter,
+    PlainDecoding,
+    SecondaryDrafter,
+)
+from speq.engine.engine import Engine
+from speq.engine.offload import (
+    MoeSizes,
+    Offload,
+    OffloadPolicies,
+    fetch_from,
+    moved_from,
+    offload_over,
+    residents_of,
+)
+from speq.engine.prefixes import Prefixes
+from speq.engine.sampler import sampler_on
+from speq.engine.verification import verification_over
+from speq.errors import present
+from speq.experts.slots import SlotExperts
+from speq.files.alignment import allocate_aligned
+from speq.governor.batches import Governors
+from speq.governor.confidence import Confidence
+from speq.governor.draft_length import FixedDraftLength
+from speq.layers.expert_budget import LayerBudgets
+from speq.load import Loaded
+from speq.models.kv_cache import KVCache
+from speq.planning.candidates import drafter_of
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.memory import MemoryPlan
+from speq.registries import DRAFTERS
+from speq.scheduler.device_clock import DeviceClock
+from speq.scheduler.read_queue import ReaderThreads
+from speq.scheduler.stream_transfer import StreamTransfer
+from speq.scheduler.transfer import TransferEngine
+from speq.stats import Recorder, Timed
+from speq.units import Progress, track
+
+# Of slots, at a time.
+TAKEN_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """A loaded model, and the memory that is planned for its arenas."""
+
+    loaded: Loaded
+    residency_plan: ResidencyPlan
+    plan: MemoryPlan
+    recorder: Recorder
+
+    def engine(self, progress: Progress | None = None) -> Engine:
+        """Take the memory, and put an engine over it."""
+        loaded, model = self.loaded, self.loaded.model
+        memory = loaded.config.group(MemoryOptions)
+        slots = self._slots(progress)
+        caches = self._caches(memory.max_batch)
+        chunk = self.plan.chunk
+        if loaded.others is not None:
+            chunk = min(chunk, loaded.others.reserve(self.plan.context))
+            for cache in caches:
+                cache.changes = loaded.others.changes
+        experts = loaded.opened.store.codec.experts(slots, loaded.arena)
+        offload = self._offload(slots, experts)
+        approximation = None
+        if offload.budget is not None:
+            share = loaded.config.expert_audit
+            approximation = Approximation(offload.budget, share, self.recorder.timed)
+        confidence, sampler = Confidence(), sampler_on(loaded.device)
+        drafters: list[Drafter] = [PlainDecoding() for _ in caches]
+        governors = Governors(FixedDraftLength(0, self._no_draft_reason()), most_rows=len(caches))
+        secondary_drafters: list[SecondaryDrafter] = []
+        secondary = loaded.governors.alone.secondary
+        if self.residency_plan.drafts or secondary is not None:
+            residents = residents_of(
+                offload.loader, experts, model.gates, self._sizes, loaded.device
+            )
+            # Passes of the first sequence alone are recorded: batches are launched, and a sequence
+            # by itself has the first cache.
+            contexts = [
+                DraftContext(
+                    model,
+                    cache,
+                    loaded.draft_bank,
+                    sampler,
+                    None if cache.number else loaded.graphs_on,
+                    confidence,
+                    loaded.head,
+                    residents,
+                )
+                for cache in caches
+            ]
+            governors = loaded.governors
+            if self.residency_plan.drafts:
+                drafters = [DRAFTERS[self.residency_plan.drafter](each) for each in contexts]
+            if secondary is not None:
+                secondary_drafters = [DRAFTERS[secondary](each) for each in contexts]
+        listeners: list[FeatureDrafter] = [
+            each for each in drafters if isinstance(each, FeatureDrafter)
+        ]
+        # A state at the end of a prefix says nothing of its beginning.
+        reuse = "none" if loaded.opened.shape.states.layers else memory.prefix_reuse
+        return Engine(
+            model=model,
+            caches=caches,
+            offload=offload,
+            verification=verification_over(model, caches[0], offload.target, loaded.graphs_on),
+            drafters=drafters,
+            governors=governors,
+            recorder=self.recorder,
+            chunk=chunk,
+            sampler=sampler,
+            confidence=confidence,
+            approximation=approximation,
+            prefixes=Prefixes(caches, chunk, reuse, listeners),
+            secondary_drafters=secondary_drafters,
+        )
+
+    @property
+    def _sizes(self) -> MoeSizes:
+        model, shape = self.loaded.model, self.loaded.opened.shape
+        experts = shape.experts.num_experts
+        return MoeSizes(model.num_moe_layers, experts, shape.activation, model.biases)
+
+    def _slots(self, progress: Progress | None) -> Tensor:
+        slot_bytes, device = self.residency_plan.slot_bytes, self.loaded.device.torch
+        slots = allocate_aligned(self.plan.slots, slot_bytes, device)
+        # Takes the memory now: the first prompt would wait for every page of it.
+        parts = slots.split(max(TAKEN_BYTES // slot_bytes, 1))
+        for part in track("taking memory for slots", parts, len(parts), progress):
+            part.zero_()
+        return slots
+
+    def _caches(self, count: int) -> list[KVCache]:
+        loaded, context = self.loaded, self.plan.context
+        dtype, device = loaded.model_spec.dtype, loaded.device.torch
+        shape = loaded.opened.shape
+        return [shape.cache(context, dtype, device, number) for number in range(count)]
+
+    def _offload(self, slots: Tensor, experts: SlotExperts) -> Offload:
+        loaded, config = self.loaded, self.loaded.config
+        budget = None
+        if loaded.limits is not None:
+            budget = LayerBudgets(loaded.limits, loaded.model.gates)
+        options, drafts = config.group(TransferOptions), config.group(DraftOptions)
+        policies = OffloadPolicies(
+            options.cache_policy, options.prefetch, drafts.prunes_rows, budget
+        )
+        transfer, timed = self._transfer(slots, options.reader_threads)
+        return offload_over(
+            slots, experts, transfer, self._sizes, policies, loaded.device, self.recorder, timed
+        )
+
+    def _transfer(self, slots: Tensor, readers: int) -> tuple[TransferEngine, Timed]:
+        """Whatever fills the slots, reading threads or copies from host memory, and what times the
+        work over them.
+        """
+        device, store, recorder = self.loaded.device, self.loaded.opened.store, self.recorder
+        if isinstance(device, Processor):
+            fetch, moved = fetch_from(store), moved_from(store)
+            return ReaderThreads(fetch, slots, moved, recorder, readers), recorder.timed
+        host = present(self.loaded.host, "no experts were loaded into the host's memory")
+        clock = DeviceClock(device, recorder)
+        return StreamTransfer(device, host, slots, clock, readers), clock.timed
+
+    def _no_draft_reason(self) -> str:
+        if self.loaded.decision.gives_up_draft:
+            return "a draft is expected to lose"
+        asked = drafter_of(self.loaded.config.group(DraftOptions)) != "none"
+        return "the draft does not fit the budget" if asked else "no draft asked for"

@@ -1,0 +1,1 @@
+"""Brings a model's weights, its draft and its experts into memory, as a plan has it."""

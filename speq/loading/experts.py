@@ -1,0 +1,71 @@
+"""Experts as they are held: the INT4 copy, and exact ones in the host's memory of a device."""
+
+import torch
+
+from speq.devices.device import Accelerator
+from speq.errors import present
+from speq.experts.codec import codec_of
+from speq.experts.draft_codes import DraftSource
+from speq.experts.encoding_store import EncodingStore
+from speq.experts.expert_store import ExpertStore
+from speq.experts.host_tier import HostRoom, HostTier
+from speq.experts.int4 import Int4Arena
+from speq.models.opened import Opened
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.demand import Budget
+from speq.planning.host_memory import host_plan
+from speq.planning.model_spec import ModelSpec
+from speq.planning.used_experts import UsedExperts
+from speq.units import Progress, label_progress
+
+# What a pass over published experts is called, which are encoded.
+ENCODING = "measuring encoded experts"
+
+
+def encoding_store(store: ExpertStore, plan: ResidencyPlan) -> EncodingStore | None:
+    """The store that encodes published experts as it reads them, where the plan has it."""
+    if not plan.encoded:
+        return None
+    return EncodingStore(store, codec_of(plan.codec, store.codec.shape))
+
+
+def int4_copy(
+    draft: DraftSource,
+    opened: Opened,
+    plan: ResidencyPlan,
+    used: UsedExperts,
+    device: torch.device,
+    progress: Progress | None,
+) -> Int4Arena:
+    """The INT4 copy of all experts, or of those used most, on the device."""
+    experts, count = opened.shape.experts, plan.draft_experts
+    arena = Int4Arena(
+        draft.layout,
+        len(experts.layers),
+        experts.num_experts,
+        device,
+        keep_orders=plan.encoded and plan.needs_draft,
+        kept=None if count is None else used.most(count),
+    )
+    draft.fill(arena, label_progress(progress, draft.label))
+    tied = opened.store.tied_draft
+    if tied is not None:
+        tied.check(opened.checkpoint.path, arena)
+    return arena
+
+
+def host_tier(
+    store: ExpertStore,
+    base: Int4Arena | None,
+    device: Accelerator,
+    model_spec: ModelSpec,
+    plan: ResidencyPlan,
+    budget: Budget,
+    progress: Progress | None,
+) -> HostTier:
+    """The host's memory with as many experts as it is given, encoded where the plan has it."""
+    planned = present(host_plan(model_spec, plan, budget), "a processor has no host tier")
+    room = HostRoom(device, planned.limit_bytes, budget.readers)
+    if isinstance(store, EncodingStore):
+        return HostTier.encode(store, base, room, label_progress(progress, ENCODING))
+    return HostTier.load(store, room, label_progress(progress, "reading experts into host memory"))

@@ -1,0 +1,49 @@
+"""Which packed copy of a published model's experts a run reads, and which one it writes."""
+
+from dataclasses import replace
+
+from speq.config import ExpertOptions
+from speq.devices.device import Accelerator, Processor
+from speq.errors import SpeqError
+from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.packed_copy import PackedCopy, copy_codec, copy_folder, open_copy
+from speq.models.opened import Opened
+
+
+def read_copy(opened: Opened, options: ExpertOptions, device: Processor | Accelerator) -> Opened:
+    """A model whose experts are read from their packed copy, where there is one that is whole.
+
+    Raises SpeqError where reads are to be compared with checksums, and there are none.
+    """
+    store = opened.store
+    if copies(opened, options, device) and isinstance(store, SafetensorsExpertStore):
+        copy = open_copy(opened.checkpoint, opened.shape.experts, store)
+        if copy is not None:
+            copy.verify_reads = options.verify_reads
+            return replace(opened, store=copy)
+    if options.verify_reads and store.published:
+        raise SpeqError(
+            f"{opened.checkpoint.path} has no checksums to verify reads by, nor a packed copy in "
+            "the cache folder, which has some; `speq pack` writes a model that has"
+        )
+    return opened
+
+
+def copy_to_write(
+    opened: Opened, options: ExpertOptions, device: Processor | Accelerator
+) -> PackedCopy | None:
+    """The packed copy of published experts that a run is to write; None: it writes none."""
+    store = opened.store
+    if not copies(opened, options, device) or not isinstance(store, SafetensorsExpertStore):
+        return None
+    folder = copy_folder(opened.checkpoint) if copy_codec(store) is not None else None
+    return None if folder is None else PackedCopy(opened.checkpoint, store, folder)
+
+
+def copies(opened: Opened, options: ExpertOptions, device: Processor | Accelerator) -> bool:
+    """True if a run may use a packed copy: of published experts, on the CPU."""
+    return (
+        options.reads_copies
+        and isinstance(device, Processor)
+        and isinstance(opened.store, SafetensorsExpertStore)
+    )

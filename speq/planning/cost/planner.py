@@ -1,0 +1,422 @@
+"""Expects, before loading, the time per token of each way to hold experts in a budget.
+
+For each way it finds the best draft length, and where speculation breaks even. Times come from the
+roofline model (`speq.governor.roofline`), with bandwidths or a measured profile. They are good for
+telling ways apart. A run measures its own steps and goes by those.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+from speq.errors import SpeqError, present
+from speq.governor.averages import LinearFit
+from speq.governor.draft_length import LENGTHS
+from speq.governor.prior import Prior
+from speq.governor.profile import Profile
+from speq.governor.roofline import Link, StepEstimate, accepted_tokens
+from speq.planning.cost.locality import Locality
+from speq.planning.cost.presets import Rates
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.cost.survey import Survey
+
+# The share of transfers that computation might hide and does not: on demand, and with three-phase
+# prefetching along a draft. Both are of the widened model (bench/results/schedule-*.json), f = 0.5
+# and 0.7, as (TPOT - floor) / the shorter of link and computation.
+EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
+# What was planned weighs as much as so many steps of the run, and an assumed acceptance as much as
+# so many tokens.
+PLANNED, PLANNED_TOKENS = 1.0, 4.0
+# A break-even is looked for within so many powers of ten of the link at hand.
+DECADES = 4
+STEPS_A_DECADE = 10
+BISECTIONS = 50
+# What Python takes of a draft head's pass, in layers: an attention, two branches, their mixture
+# over the vocabulary. On the bundled model a pass took 2.3 ms where a layer took 0.6.
+HEAD_LAYERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PassBytes:
+    """The bytes that a pass reads besides exact experts.
+
+    layers             number of layers of the whole model
+    fixed_bytes        weights that every exact pass reads: all but experts and embeddings
+    draft_fixed_bytes  what a draft's pass reads of these, or codes in their place
+    draft_token_bytes  the INT4 experts of one token, in all layers
+    token_experts      exact experts of one token, in all layers
+    head_bytes         what a draft head's pass reads, with the matrix that says its tokens; 0:
+                       there is no head
+    """
+
+    layers: int
+    fixed_bytes: int
+    draft_fixed_bytes: int
+    draft_token_bytes: int
+    token_experts: int
+    head_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Times of computing in seconds, if all requested experts are in slots.
+
+    pass_s    time of a verification without its exact experts
+    draft_base_s, draft_token_s  T_draft(k) = base + k * token
+    expert_s  time of each distinct exact expert, by codec
+    row_s     of each further row of a verification, its experts apart
+    miss_s    of the processor for each expert that is moved
+    head_token_s  of a token that a draft head drafts
+    """
+
+    pass_s: float
+    draft_base_s: float
+    draft_token_s: float
+    expert_s: dict[str, float]
+    row_s: float = 0.0
+    miss_s: float = 0.0
+    head_token_s: float = 0.0
+
+    @classmethod
+    def of_rates(
+        cls, rates: Rates, sizes: PassBytes, residency_plans: Iterable[ResidencyPlan]
+    ) -> "Speeds":
+        """The lower bound: a pass reads every weight once, at the memory's speed.
+
+        It does not count arithmetic, so it is too low for long drafts on few cores.
+        """
+        layers_s, memory = sizes.layers * rates.layer_s, rates.memory_bytes_per_s
+        return cls(
+            layers_s + sizes.fixed_bytes / memory,
+            0.0,
+            layers_s + (sizes.draft_fixed_bytes + sizes.draft_token_bytes) / memory,
+            {h.codec: h.read_bytes / memory for h in residency_plans},
+            head_token_s=HEAD_LAYERS * rates.layer_s + sizes.head_bytes / memory,
+        )
+
+    @classmethod
+    def of_survey(
+        cls, survey: Survey, sizes: PassBytes, residency_plans: Iterable[ResidencyPlan]
+    ) -> "Speeds":
+        """Weights outside the experts are read beside what a layer takes. An expert takes the
+        longer of reading and arithmetic.
+        """
+        layers_s = survey.pass_s + sizes.layers * survey.layer_s
+        drafted_s = survey.layer_s if survey.draft_layer_s is None else survey.draft_layer_s
+        memory = survey.memory_bytes_per_s
+        draft_experts_s = max(
+            sizes.token_experts * survey.draft_expert_s, sizes.draft_token_bytes / memory
+        )
+        return cls(
+            layers_s + sizes.fixed_bytes / memory,
+            0.0,
+            survey.pass_s
+            + sizes.layers * drafted_s
+            + sizes.draft_fixed_bytes / memory
+            + draft_experts_s,
+            {
+                h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory)
+                for h in residency_plans
+            },
+            survey.row_s,
+            survey.miss_s,
+            HEAD_LAYERS * survey.layer_s + sizes.head_bytes / memory,
+        )
+
+    @classmethod
+    def of_profile(
+        cls,
+        profile: Profile,
+        sizes: PassBytes,
+        distinct: Callable[[float], float],
+        residency_plans: Iterable[ResidencyPlan],
+    ) -> "Speeds":
+        """Measured times. A pass's growth with its distinct experts tells their share of it. A head
+        was not timed: it takes as much of a pass without experts as it reads of its bytes, and the
+        part of some layers.
+
+        distinct  gives the experts that a pass of so many rows asks for in all layers, if the
+                  profile has not counted them
+        """
+        counted, line = dict(profile.distinct), LinearFit()
+        for rows, verify_s in profile.verify:
+            line.add(counted[rows] if rows in counted else distinct(rows), verify_s)
+        slope = line.slope
+        read_bytes = {
+            residency_plan.codec: residency_plan.read_bytes for residency_plan in residency_plans
+        }
+        base = _cost(profile, profile.codec, read_bytes)
+        pass_s = line.y - slope * line.x
+        return cls(
+            pass_s,
+            profile.draft_base_s,
+            profile.draft_token_s,
+            {codec: slope * _cost(profile, codec, read_bytes) / base for codec in read_bytes},
+            head_token_s=max(pass_s, 0.0)
+            * (sizes.head_bytes / sizes.fixed_bytes + HEAD_LAYERS / sizes.layers),
+        )
+
+
+def _cost(profile: Profile, codec: str, read_bytes: dict[str, int]) -> float:
+    """The cost of computing with an expert, to compare codecs: its time, or else its bytes."""
+    speeds = profile.decode_bytes_per_s
+    if set(read_bytes) | {profile.codec} <= set(speeds):
+        return 1 / speeds[codec]
+    return float(read_bytes.get(codec, profile.expert_bytes))
+
+
+class Drafts(NamedTuple):
+    """Cost and acceptance of one drafter's tokens.
+
+    by_depth   by depth, probability that a token is accepted if those before it are; the last
+               one is that of all deeper tokens
+    base_s, token_s  T_draft(k) = base + k * token
+    ahead      whether experts move while the draft that named them goes on
+    """
+
+    by_depth: tuple[float, ...]
+    base_s: float
+    token_s: float
+    ahead: bool
+
+    def accept_probs(self, draft_length: int) -> list[float]:
+        """p_1 to p_k."""
+        return [self.by_depth[min(depth, len(self.by_depth) - 1)] for depth in range(draft_length)]
+
+    @property
+    def acceptance(self) -> float:
+        """Acceptance of all depths together: a depth counts as often as it is reached."""
+        reached = accumulate(self.by_depth[:-1], mul, initial=1.0)
+        weights = list(reached)
+        return sum(map(mul, weights, self.by_depth)) / sum(weights)
+
+
+def partial_acceptance(acceptance: float, covers: float) -> float:
+    """Acceptance of a draft that holds a part of the experts, if only that of all was measured.
+
+    acceptance  of one that holds all
+    covers      share of what tokens choose that is of the part
+
+    On texts of the bundled model that are like those counted, the shares 0.98, 0.87 and 0.60 (24,
+    16 and 8 of 32 experts) made it 0.99, 0.95 and 0.80 times as often. On texts of other kinds 0.92
+    made it 0.87 times.
+    """
+    return acceptance * covers
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A model on a machine.
+
+    num_layers  number of layers with experts
+    acceptance  probability that an INT4 draft's token is accepted if those before it are
+    lengths     draft lengths to choose from
+    ahead       whether experts move while the draft that named them goes on
+    head_acceptance  the same probability of a head's tokens by depth; empty: it was not measured
+    """
+
+    num_layers: int
+    locality: Locality
+    speeds: Speeds
+    link: Link
+    acceptance: float
+    lengths: tuple[int, ...] = tuple(k for k in LENGTHS if k)
+    ahead: bool = True
+    head_acceptance: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.acceptance <= 1:
+            raise SpeqError(f"acceptance is {self.acceptance}; it must be from 0 to 1")
+        if not 0 < self.link.bandwidth_bytes_per_s < math.inf:
+            raise SpeqError(
+                f"the link gives {self.link.bandwidth_bytes_per_s} bytes/s; it must be more than 0"
+            )
+
+    def drafts(self, residency_plan: ResidencyPlan) -> Drafts | None:
+        """None of a drafter of which nothing is known beforehand."""
+        speeds, drafter = self.speeds, residency_plan.drafter
+        if drafter == "int4":
+            by_depth = (partial_acceptance(self.acceptance, residency_plan.draft_covers),)
+            return Drafts(by_depth, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
+        if drafter == "head" and self.head_acceptance:
+            return Drafts(self.head_acceptance, 0.0, speeds.head_token_s, False)
+        return None
+
+    def _known_drafts(self, residency_plan: ResidencyPlan) -> Drafts:
+        return present(
+            self.drafts(residency_plan), "a drafter is weighed of which nothing is known"
+        )
+
+    def asked(self, rows: float) -> float:
+        """Distinct experts of all layers that a pass of so many rows asks for."""
+        return self.num_layers * self.locality.distinct(rows)
+
+    def missed(self, residency_plan: ResidencyPlan, rows: float) -> float:
+        """Those of them that are in no slot."""
+        return self.num_layers * self.locality.misses(residency_plan.slots / self.num_layers, rows)
+
+    def verify_s(self, residency_plan: ResidencyPlan, rows: float) -> float:
+        """Time of a pass of so many rows, all of its experts in slots."""
+        speeds = self.speeds
+        experts_s = self.asked(rows) * speeds.expert_s[residency_plan.codec]
+        return speeds.pass_s + (rows - 1) * speeds.row_s + experts_s
+
+    def step_estimate(self, residency_plan: ResidencyPlan, draft_length: int) -> StepEstimate:
+        """The time and the yield of a round with so many drafted tokens.
+
+        Experts of rejected tokens are moved and read like all others. Encoding takes the processor
+        that the pass runs on, so that nothing hides it.
+        """
+        rows, speeds = draft_length + 1, self.speeds
+        moved = self.missed(residency_plan, rows)
+        moved_bytes = moved * residency_plan.moved_bytes
+        tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
+        if draft_length:
+            drafts = self._known_drafts(residency_plan)
+            tokens += accepted_tokens(drafts.accept_probs(draft_length))
+            draft_s = drafts.base_s + draft_length * drafts.token_s
+            exposed = EXPOSED_AHEAD if drafts.ahead else exposed
+        return StepEstimate(
+            draft_length,
+            tokens,
+            draft_s,
+            self.verify_s(residency_plan, rows) + moved * (speeds.miss_s + residency_plan.encode_s),
+            self.link.transfer_s(moved_bytes),
+            moved_bytes,
+            self.link.first_fetch_s if moved_bytes > 0 else 0.0,
+            exposed,
+        )
+
+    def prior(self, residency_plan: ResidencyPlan) -> Prior:
+        """Prior of a run, of a plan with an estimate. What a miss takes of the processor
+        counts as a part of its transfer.
+        """
+        speeds, drafts = self.speeds, self._known_drafts(residency_plan)
+        rows = [length + 1 for length in LENGTHS]
+        best = residency_plan.step.draft_length + 1
+        return Prior(
+            verify=tuple((float(t), self.verify_s(residency_plan, t)) for t in rows),
+            distinct=tuple((float(t), self.asked(t)) for t in rows),
+            draft_base_s=drafts.base_s,
+            draft_token_s=drafts.token_s,
+            drafts=PLANNED,
+            transfer_s=self.link.transfer_s(residency_plan.moved_bytes)
+            + residency_plan.encode_s
+            + speeds.miss_s,
+            expert_bytes=residency_plan.moved_bytes,
+            missed=(
+                self.missed(residency_plan, 1) / self.asked(1),
+                self.missed(residency_plan, best) / self.asked(best),
+            ),
+            exposed=(EXPOSED_ON_DEMAND, EXPOSED_AHEAD if drafts.ahead else EXPOSED_ON_DEMAND),
+            acceptance=drafts.acceptance,
+            tokens=PLANNED_TOKENS,
+        )
+
+    def with_estimate(self, residency_plan: ResidencyPlan) -> ResidencyPlan:
+        """The plan at its best draft length: 0 without a draft, at least 1 with one.
+
+        A drafter of which nothing is known beforehand is weighed as plain decoding.
+        """
+        lengths = self.lengths if self.drafts(residency_plan) is not None else (0,)
+        steps = [self.step_estimate(residency_plan, draft_length) for draft_length in lengths]
+        return replace(residency_plan, expected=min(steps, key=lambda step: step.token_s))
+
+    def gain(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
+        """Time per token of the best way without a draft over that of the best one with an INT4
+        draft.
+
+        None if there are not both.
+        """
+        drafting = [self.with_estimate(h).tpot_s for h in residency_plans if h.drafter == "int4"]
+        plain = [self.with_estimate(h).tpot_s for h in residency_plans if not h.drafts]
+        return min(plain) / min(drafting) if drafting and plain else None
+
+    def break_even_acceptance(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
+        """The acceptance below which speculation loses.
+
+        0 if it never loses. None if it always loses, or if there is nothing to compare.
+        """
+
+        def pays(acceptance: float) -> bool:
+            gain = replace(self, acceptance=acceptance).gain(residency_plans)
+            return gain is not None and gain > 1
+
+        if not pays(1.0):
+            return None
+        return 0.0 if pays(0.0) else _border(pays, 1.0, 0.0)
+
+    def break_even_link(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
+        """The link's bytes per second above which speculation gains nothing.
+
+        0 if it gains nothing at any speed. None if it gains at every speed, or if there is nothing
+        to compare. The search covers four decades on either side of the link at hand.
+        """
+        at_hand = self.link.bandwidth_bytes_per_s
+
+        def pays(decades: float) -> bool:
+            link = replace(self.link, bandwidth_bytes_per_s=at_hand * 10**decades)
+            gain = replace(self, link=link).gain(residency_plans)
+            return gain is not None and gain > 1
+
+        if self.gain(residency_plans) is None or pays(DECADES):
+            return None
+        steps = range(DECADES * STEPS_A_DECADE - 1, -DECADES * STEPS_A_DECADE - 1, -1)
+        for step in steps:
+            if pays(step / STEPS_A_DECADE):
+                border = _border(pays, step / STEPS_A_DECADE, (step + 1) / STEPS_A_DECADE)
+                return at_hand * 10**border
+        return 0.0
+
+
+def _border(pays: Callable[[float], bool], inside: float, outside: float) -> float:
+    """The last value found true on the way from `inside`, where `pays` holds, to `outside`."""
+    for _ in range(BISECTIONS):
+        middle = (inside + outside) / 2
+        if pays(middle):
+            inside = middle
+        else:
+            outside = middle
+    return inside
+
+
+def choose(
+    outlook: Outlook, residency_plans: Sequence[ResidencyPlan], margin: float = 0.0
+) -> tuple[ResidencyPlan, str]:
+    """The plan of the least expected time per token, with its estimate, and why it is chosen.
+
+    margin  share of the time that a draft must be expected to save if it takes slots which experts
+            want
+
+    Where all of them lie in slots beside a draft, holding it costs nothing. The run tries it, and
+    leaves it aside when it does not pay, so that it is worth plain decoding at least. Of drafts
+    that are all expected to lose, the one that is expected to lose least is held.
+
+    Raises SpeqError where there is no plan at all.
+    """
+
+    def cost_s(residency_plan: ResidencyPlan) -> float:
+        if not residency_plan.drafts:
+            return residency_plan.cost_s
+        if residency_plan.step.moved_bytes > 0:
+            return residency_plan.cost_s / (1 - margin)
+        if len(outlook.lengths) == 1:  # what was asked for is drafted whether it pays or not
+            return residency_plan.cost_s
+        plain = replace(residency_plan, expected=outlook.step_estimate(residency_plan, 0))
+        return min(residency_plan.cost_s, plain.cost_s)
+
+    weighed = map(outlook.with_estimate, residency_plans)
+    ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.cost_s))
+    if not ranked:
+        raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
+    best, others = ranked[0], ranked[1:]
+    beside = ", ".join(f"{other.name} {other.cost_s * 1e3:.1f}" for other in others)
+    step = best.step
+    reason = (
+        f"{best.name}, k={step.draft_length}: {best.cost_s * 1e3:.1f} ms a token expected, most "
+        f"of it {step.limit}"
+    )
+    return best, reason + (f" ({beside})" if beside else "")
