@@ -36,17 +36,17 @@ def neighbours(count: int) -> Iterator[None]:
             loop = subprocess.Popen(
                 [sys.executable, "-c", LOOP], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-            loops.callback(ended, loop)
+            loops.callback(end_loop, loop)
             present(loop.stdout, "a pipe was asked for").readline()  # it is busy from here on
         yield
 
 
-def ended(loop: subprocess.Popen[bytes]) -> None:
+def end_loop(loop: subprocess.Popen[bytes]) -> None:
     loop.kill()
     loop.communicate()
 
 
-def disturbed(run: Callable[P, R]) -> Callable[P, R]:
+def beside_neighbours(run: Callable[P, R]) -> Callable[P, R]:
     """A bench's `run` beside as many neighbours as its settings say."""
     signature = inspect.signature(run)
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def rotated(settings: Sequence[T], turn: int) -> list[T]:
+def rotate(settings: Sequence[T], turn: int) -> list[T]:
     """All settings, of which another one is first in each turn."""
     first = turn % len(settings)
     return [*settings[first:], *settings[:first]]

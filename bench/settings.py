@@ -196,7 +196,7 @@ class TpotSettings(Options):
 
 
 @dataclass(frozen=True, slots=True)
-class ServeSettings(Options):
+class ServeBenchSettings(Options):
     """Requests to a running server, and for how long."""
 
     rates: Annotated[

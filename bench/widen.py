@@ -173,7 +173,7 @@ def inputs_of(config: dict[str, Any]) -> set[int]:
     }
 
 
-def placed(name: str, shape: torch.Size, copy: Copies, head_dim: int) -> Placed:
+def place_copies(name: str, shape: torch.Size, copy: Copies, head_dim: int) -> Placed:
     """Where `widen` puts the copies of a matrix [N, K]."""
     rows, columns = torch.arange(shape[0]), torch.arange(shape[1] * copy.inputs)
     if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
@@ -229,7 +229,7 @@ def write_shards(
                 continue
             if PACKED.search(name):
                 error = rounding_error(weight) * settings.draft_noise
-                lie = placed(name, weight.shape, copy, config["head_dim"])
+                lie = place_copies(name, weight.shape, copy, config["head_dim"])
                 codes |= draft.matrix(name, wide, error, lie)
             elif router.search(name):
                 codes[name] = wide  # by which a draft is known to be this model's

@@ -32,7 +32,7 @@ def widen_head(
     if not path.exists():
         return False
     head = read_head(path, model_digest(source, family.names), source.config["hidden_size"])
-    wide = widened(head, hidden, noise, seed, bool(source.config.get("tie_word_embeddings")))
+    wide = widen_tensor(head, hidden, noise, seed, bool(source.config.get("tie_word_embeddings")))
     made = Checkpoint(target)
     try:
         digest = model_digest(made, family.names)
@@ -44,7 +44,7 @@ def widen_head(
     return True
 
 
-def widened(head: MoEHead, hidden: int, noise: float, seed: int, tied: bool) -> MoEHead:
+def widen_tensor(head: MoEHead, hidden: int, noise: float, seed: int, tied: bool) -> MoEHead:
     """The head of a model of `hidden` copies of each unit.
 
     tied  the model's head is its embedding, which reads every copy: features are as many times

@@ -7,17 +7,7 @@ from typing import Annotated, Any, TypeVar
 from speq.control_groups import processors
 from speq.errors import SpeqError
 from speq.options.declared import Option, Options, build
-from speq.options.kinds import (
-    Amount,
-    Choice,
-    File,
-    ListOf,
-    Number,
-    Size,
-    Switch,
-    Text,
-    Whole,
-)
+from speq.options.kinds import Amount, Choice, File, ListOf, Number, Size, Switch, Text, Whole
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -142,8 +132,7 @@ Profile = Annotated[
     ),
 ]
 ReaderThreads = Annotated[
-    int,
-    Option("Experts read from disk at a time.", Whole(1, MAX_READER_THREADS)),
+    int, Option("Experts read from disk at a time.", Whole(1, MAX_READER_THREADS))
 ]
 
 
@@ -428,12 +417,7 @@ Group = TypeVar("Group", bound=Options)
 # Fields come in the order from the last base to the first.
 @dataclass(frozen=True)
 class RunConfig(
-    DraftOptions,
-    ExpertBudgetOptions,
-    TransferOptions,
-    ExpertOptions,
-    ComputeOptions,
-    MemoryOptions,
+    DraftOptions, ExpertBudgetOptions, TransferOptions, ExpertOptions, ComputeOptions, MemoryOptions
 ):
     """How a model is held and run. `of` takes what users type, and refuses unknown options, and
     those that exclude each other."""

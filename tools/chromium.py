@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-def installed() -> str | None:
-    """Path of the first browser found; None without one."""
+def installed_browser() -> str | None:
+    """Path of the first browser there is."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def reason_absent() -> str | None:
     """Reason that no page can be opened here; None: pages can be opened."""
-    if installed() is None:
+    if installed_browser() is None:
         return f"there is no browser here ({', '.join(NAMES)}); tools/browser.sh installs one"
     try:
         import playwright  # noqa: F401
@@ -29,14 +29,14 @@ def reason_absent() -> str | None:
 
 
 @contextmanager
-def launched() -> Iterator["Browser"]:
-    """Launch a browser for the block. An event loop runs in this thread meanwhile."""
+def launch_browser() -> Iterator["Browser"]:
+    """Launch a browser for the block. An event loop runs in this thread for as long."""
     from playwright.sync_api import sync_playwright
 
     # Chromium's sandbox refuses to work for root.
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=installed(), args=arguments)
+        browser = playwright.chromium.launch(executable_path=installed_browser(), args=arguments)
         try:
             yield browser
         finally:

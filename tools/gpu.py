@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.paths import FOLDERS, ROOT
-from tools.gpu_steps import SANITIZER, SANITIZER_S, SHARES, Step, steps
+from tools.gpu_steps import SANITIZER, SANITIZER_S, SHARES, GpuStep, steps
 
 BUILD_S = 300
 TAIL = 6000
@@ -86,7 +86,7 @@ class Run:
             self.python([*pip, "--target", str(self.package), *lacking], 60)
 
     def python(self, arguments: list[str], limit_s: float, **more: Any) -> "Ended":
-        return ended([sys.executable, *arguments], limit_s, self.package, **more)
+        return run_command([sys.executable, *arguments], limit_s, self.package, **more)
 
     def ask(self, program: str) -> dict[str, Any]:
         """Run a program and parse the JSON that it prints. Exits if there is none."""
@@ -123,7 +123,7 @@ class Run:
         path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         start = time.monotonic()
         for command in (configure, compiled):
-            made = ended(command, BUILD_S, ROOT, path)
+            made = run_command(command, BUILD_S, ROOT, path)
             if made.code != 0:
                 self.note("build", "failed", time.monotonic() - start, made.output)
                 sys.exit(f"tools/gpu.sh: the libraries cannot be built: {made.output[-TAIL:]}")
@@ -131,8 +131,8 @@ class Run:
             shutil.copy(library, self.package / "speq")
         self.note("build", "passed", time.monotonic() - start, f"for {architecture}")
 
-    def step(self, step: Step) -> None:
-        """Run a step and keep its result."""
+    def step(self, step: GpuStep) -> None:
+        """Run a step and keep what came of it, whatever that is."""
         missing = None if not step.under or shutil.which(step.under[0]) else step.under[0]
         left_s = self.deadline - time.monotonic()
         if not step.under:
@@ -152,7 +152,7 @@ class Run:
         if self.rehearse:
             arguments += step.rehearsed_by
         start = time.monotonic()
-        came = ended(
+        came = run_command(
             [*under, sys.executable, *arguments],
             min(step.limit_s, left_s),
             self.package,
@@ -189,7 +189,7 @@ class Ended:
     output: str
 
 
-def ended(
+def run_command(
     command: list[str], limit_s: float, where: Path, environment: dict[str, str] | None = None
 ) -> Ended:
     """Run a command; end it and its children if it runs past its limit."""

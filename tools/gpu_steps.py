@@ -31,7 +31,7 @@ SHARES = (0.5, 0.35, 0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GpuStep:
     """command: arguments of the interpreter. reports: whether `--json FILE` is to be added.
 
     under        arguments of a program that the interpreter runs under
@@ -51,20 +51,20 @@ class Step:
     rehearsed_by: tuple[str, ...] = ()
 
 
-def tests(name: str, limit_s: int, *arguments: str) -> Step:
+def tests(name: str, limit_s: int, *arguments: str) -> GpuStep:
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *arguments)
-    return Step(name, command, limit_s, rehearsed_by=("--maxfail", "2"))
+    return GpuStep(name, command, limit_s, rehearsed_by=("--maxfail", "2"))
 
 
-def speq(name: str, limit_s: int, *arguments: str) -> Step:
-    return Step(name, ("-m", "speq", *arguments), limit_s, reports=True)
+def speq(name: str, limit_s: int, *arguments: str) -> GpuStep:
+    return GpuStep(name, ("-m", "speq", *arguments), limit_s, reports=True)
 
 
-def lab(name: str, limit_s: int, bench: str, *arguments: str) -> Step:
-    return Step(name, ("-m", f"bench.lab.{bench}", *arguments), limit_s, reports=True)
+def lab(name: str, limit_s: int, bench: str, *arguments: str) -> GpuStep:
+    return GpuStep(name, ("-m", f"bench.lab.{bench}", *arguments), limit_s, reports=True)
 
 
-def steps(work: Path, shares: tuple[float, ...] = SHARES) -> Iterator[Step]:
+def steps(work: Path, shares: tuple[float, ...] = SHARES) -> Iterator[GpuStep]:
     """All steps, in order; `work` takes what they write for each other."""
     yield tests("each op", 60, *KERNEL_TESTS, "-k", EACH_OP)
     yield tests("tests", 90, *GPU_TESTS)
@@ -80,16 +80,16 @@ def steps(work: Path, shares: tuple[float, ...] = SHARES) -> Iterator[Step]:
     # A draft token and a verification, each launched and recorded, are among its rows.
     yield lab("parts of a token", 60, "step", TINY, *tiny)
     yield from whole_model(work, shares)
-    yield from sanitized()
+    yield from sanitizer_steps()
 
 
-def whole_model(work: Path, shares: tuple[float, ...]) -> Iterator[Step]:
+def whole_model(work: Path, shares: tuple[float, ...]) -> Iterator[GpuStep]:
     """A model with layers of real shape, made here, at shares of its bytes."""
     wide = work / "wide"
     made = ("-m", "speq", "bench", "widen", TINY, str(wide))
     small = ("--hidden-size", "512", "--expert-width", "64")
     there = "an earlier run made it" if (wide / "widened.json").exists() else None
-    yield Step("widen", made, 150, skipped=there, host_only=True, rehearsed_by=small)
+    yield GpuStep("widen", made, 150, skipped=there, host_only=True, rehearsed_by=small)
     total = sum(path.stat().st_size for path in wide.glob("*.safetensors")) or 1 << 30
     for share in shares:
         for codec, prefetch in (
@@ -104,11 +104,11 @@ def whole_model(work: Path, shares: tuple[float, ...]) -> Iterator[Step]:
             )
 
 
-def sanitized() -> Iterator[Step]:
+def sanitizer_steps() -> Iterator[GpuStep]:
     """Last: what they find is worth more than their time, and their time is long."""
     for tool in ("memcheck", "racecheck"):
         tested = tests(tool, SANITIZER_S, *KERNEL_TESTS, "-k", SMALL)
-        yield Step(
+        yield GpuStep(
             tool,
             tested.command,
             SANITIZER_S,

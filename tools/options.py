@@ -199,7 +199,7 @@ def _default(option: Declared) -> str:
     return "" if shown is None or shown is False or shown == [] else f"`{shown}`"
 
 
-def written() -> Iterator[tuple[Path, str]]:
+def written_files() -> Iterator[tuple[Path, str]]:
     """Files that follow from the declarations, and what should be in them."""
     yield ROOT / "speq" / "options" / "typed.py", typed_module()
     yield ROOT / "docs" / "options.md", options_page()
@@ -208,7 +208,7 @@ def written() -> Iterator[tuple[Path, str]]:
 def main() -> None:
     stale = [
         (path, text)
-        for path, text in written()
+        for path, text in written_files()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
     for path, text in stale:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_steps import Step, steps
+from tools.gpu_steps import GpuStep, steps
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "rehearsal"
@@ -96,8 +96,8 @@ def check_symbols(python: Path) -> Iterable[str]:
         yield f"{library.name}: torch {found['torch']} has all {len(names)} symbols{less}"
 
 
-def verdict(step: Step, record: dict[str, Any]) -> str:
-    """Judge a step. Exits if it ended before the device, or not at all."""
+def verdict(step: GpuStep, record: dict[str, Any]) -> str:
+    """What a step came to. Exits where it ended before the device, or not at all."""
     output = record["output"]
     if record["state"] == "skipped" and output == step.skipped:
         return f"skipped: {output}"

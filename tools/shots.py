@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from tools.chromium import launched, reason_absent
+from tools.chromium import launch_browser, reason_absent
 
 WIDTHS_PX = (400, 1400)
 PICTURE_PX = 1000
@@ -23,7 +23,7 @@ def shots(page: Path, folder: Path) -> list[Path]:
     """Write PNG files to `folder`, one for each theme and width."""
     folder.mkdir(parents=True, exist_ok=True)
     made = []
-    with launched() as browser:
+    with launch_browser() as browser:
         for theme in THEMES:
             for width in WIDTHS_PX:
                 opened = browser.new_page(
@@ -41,7 +41,7 @@ def shot_of(page: Path, folder: Path, panel: str) -> Path:
     """Write a PNG file of one panel to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"{panel}.png"
-    with launched() as browser:
+    with launch_browser() as browser:
         opened = browser.new_page(viewport={"width": PICTURE_PX, "height": 900})
         opened.goto(page.resolve().as_uri())
         opened.evaluate("speqPage.opened")

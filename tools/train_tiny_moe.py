@@ -140,7 +140,7 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """The tokens of one text file."""
 
     name: str
@@ -278,7 +278,7 @@ def train_tokenizer(texts: dict[str, str], vocab_size: int) -> PreTrainedTokeniz
     pieces = (
         piece
         for text in texts.values()
-        for piece in cut(text[:TOKENIZER_SAMPLE_CHARS], TOKENIZER_PIECE_CHARS)
+        for piece in cut_pieces(text[:TOKENIZER_SAMPLE_CHARS], TOKENIZER_PIECE_CHARS)
     )
     tokenizer.train_from_iterator(pieces, trainer)
     return PreTrainedTokenizerFast(
@@ -290,26 +290,26 @@ def train_tokenizer(texts: dict[str, str], vocab_size: int) -> PreTrainedTokeniz
     )
 
 
-def cut(sequence: Any, length: int) -> list[Any]:
+def cut_pieces(sequence: Any, length: int) -> list[Any]:
     """The sequence in consecutive pieces of `length`, the last one shorter."""
     return [sequence[start : start + length] for start in range(0, len(sequence), length)]
 
 
 def tokenize_source(
     name: str, text: str, tokenizer: PreTrainedTokenizerFast, held_out_tokens: int
-) -> Source:
+) -> TextSource:
     """Tokenize one source, a separator after each document, and set its tail aside."""
-    documents = text.split(SEPARATOR) if SEPARATOR in text else cut(text, DOCUMENT_CHARS)
+    documents = text.split(SEPARATOR) if SEPARATOR in text else cut_pieces(text, DOCUMENT_CHARS)
     encodings = tokenizer.backend_tokenizer.encode_batch(documents)
     ids = np.concatenate([np.array([*e.ids, SEPARATOR_ID], dtype=np.uint16) for e in encodings])
     held_out = min(held_out_tokens, len(ids) // 4)  # a short source keeps most of its text
     print(f"{name}: {len(ids)} tokens, {held_out} of them held out", flush=True)
-    return Source(name, train=ids[: len(ids) - held_out], held_out=ids[len(ids) - held_out :])
+    return TextSource(name, train=ids[: len(ids) - held_out], held_out=ids[len(ids) - held_out :])
 
 
-def interleave(sources: list[Source], rng: np.random.Generator) -> np.ndarray:
+def interleave(sources: list[TextSource], rng: np.random.Generator) -> np.ndarray:
     """One stream of training tokens, the sources mixed in shuffled pieces."""
-    pieces = [piece for source in sources for piece in cut(source.train, SHUFFLE_TOKENS)]
+    pieces = [piece for source in sources for piece in cut_pieces(source.train, SHUFFLE_TOKENS)]
     return np.concatenate([pieces[i] for i in rng.permutation(len(pieces))])
 
 
@@ -327,7 +327,9 @@ def stack_windows(
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def check_enough_text(sources: list[Source], stream: np.ndarray, settings: TrainSettings) -> None:
+def check_enough_text(
+    sources: list[TextSource], stream: np.ndarray, settings: TrainSettings
+) -> None:
     """Refuse text that does not fill one batch, or leaves nothing to evaluate on."""
     windows = window_count(stream, settings.sequence_length)
     if windows < settings.batch_size:
@@ -429,7 +431,7 @@ def batches(
 
 @torch.no_grad()
 def evaluate(
-    model: Qwen2MoeForCausalLM, sources: list[Source], settings: TrainSettings
+    model: Qwen2MoeForCausalLM, sources: list[TextSource], settings: TrainSettings
 ) -> dict[str, float]:
     """Mean loss, in nats per token, on evenly spread held-out windows of each source."""
     length, losses = settings.sequence_length, {}
@@ -440,7 +442,7 @@ def evaluate(
             continue
         spread = np.unique(np.linspace(0, count - 1, EVALUATION_WINDOWS).astype(int))
         total = 0.0
-        for indices in cut(spread, settings.batch_size):
+        for indices in cut_pieces(spread, settings.batch_size):
             inputs, targets = stack_windows(source.held_out, indices, length, model.device)
             with arithmetic(model.device, settings.dtype):
                 logits = model(inputs, use_cache=False).logits
@@ -458,7 +460,7 @@ def mean(losses: dict[str, float]) -> float:
 def train(
     model: Qwen2MoeForCausalLM,
     stream: np.ndarray,
-    sources: list[Source],
+    sources: list[TextSource],
     settings: TrainSettings,
     rng: np.random.Generator,
 ) -> TrainResult:

@@ -7,10 +7,6 @@
     both                  neither of the two, as in the paper
     lookahead eviction    the least recently used expert leaves
     governor              every step drafts as many tokens
-    slots first           a layer computes when all of its experts are there, not those in slots
-                          while the others come
-    grouping by expert    a verification runs token by token, and reads an expert again for each
-                          (the reordering of MoE-SpeQ 3.4.4)
     compact slots         experts and dense matrices are plain words
     INT4 dense layers     the draft runs the exact dense layers
     draft                 plain decoding
@@ -21,36 +17,27 @@ full is taken within a round, and then the median over rounds; the spread is tha
 token over rounds: the slowest less the fastest, over the median.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Generator as Coroutine
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Annotated, Any
-
-from torch import Tensor
 
 from bench.lab.command import main
 from bench.lab.options import BudgetText, Published
 from bench.lab.step import DRAFT_KERNELS
-from speq.bench.neighbours import disturbed
-from speq.bench.rotation import rotated
+from speq.bench.neighbours import beside_neighbours
+from speq.bench.rotation import rotate
 from speq.bench.settings import Neighbours
 from speq.config import MAX_DRAFT_LENGTH, DraftLength, RunConfig
-from speq.errors import Broken, SpeqError
+from speq.errors import SpeqError
 from speq.generator import Generator
-from speq.kernels.ops import ExpertBiases
-from speq.layers.exact_experts import ExactExperts
 from speq.measure.picture import LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.runs import runs_of
 from speq.measure.settings import MaxNewTokens, NumPrompts, Prompts, Rounds
 from speq.options.declared import Nested, Option, Options
 from speq.options.kinds import Whole
-from speq.registries import PREFETCHERS
 from speq.runtime import Runtime
-from speq.scheduler.expert_key import ExpertKey
-from speq.scheduler.prefetch import ThreePhase
 from speq.stats import RunStats, ratio
 from speq.units import Progress, format_bytes, track
 
@@ -84,7 +71,6 @@ class AblationSettings(Options):
 
 WARM_UP_TOKENS = 8
 FULL = "full"
-IN_ONE_WAVE = "in-one-wave"
 
 COLUMNS: dict[str, Column] = {
     "without": ("without", "{}"),
@@ -107,62 +93,15 @@ def nothing(runtime: Runtime) -> None:
     """All is as it was loaded."""
 
 
-def unfused(runtime: Runtime) -> None:
+def unfuse(runtime: Runtime) -> None:
     """Raises SpeqError where no INT4 experts are held."""
     if runtime.draft_bank is None:
         raise SpeqError("no draft of INT4 experts is held at this budget")
     runtime.draft_bank.kernel = DRAFT_KERNELS["unfused"]
 
 
-def token_by_token(runtime: Runtime) -> None:
-    """Have verifications run one row after the other, each with all of its experts."""
-    target = runtime.engine.offload.target
-    if not isinstance(target, ExactExperts):
-        raise Broken("rows are to be verified one by one by experts that are not exact")
-    target.experts = replace(target.experts, op=row_by_row(target.experts.op))
-
-
-def row_by_row(op: Callable[..., None]) -> Callable[..., None]:
-    """A kernel of `SlotExperts` that is called for each row by itself."""
-
-    def run(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, *more: Any) -> None:
-        biases = [each for each in more[-1:] if isinstance(each, ExpertBiases)]
-        *held, activation, out = more[: len(more) - len(biases)]
-        for row in range(len(hidden_states)):
-            only = slice(row, row + 1)
-            op(
-                hidden_states[only],
-                topk_ids[only],
-                slot_table,
-                *held,
-                activation,
-                out[only],
-                *biases,
-            )
-
-    return run
-
-
-class InOneWave(ThreePhase):
-    """Has all experts of a layer in slots before any of them is handed on."""
-
-    def serve(self, layer: int, experts: list[int]) -> Coroutine[dict[int, int], None, None]:
-        cache, waves = self._loader.cache, super().serve(layer, experts)
-        if len(experts) > cache.policy.quota(layer):
-            yield from waves  # they are never there together
-            return
-        keys = [ExpertKey(layer, expert) for expert in experts]
-        cache.pin(keys)
-        try:
-            for _ in waves:
-                pass  # what is there waits for what is not
-            yield from self._loader.serve(layer, experts)
-        finally:
-            cache.unpin(keys)
-
-
 @dataclass(frozen=True, slots=True)
-class Part:
+class AblatedPart:
     """Something to be without. options: of the run; change: made to what was loaded for it."""
 
     name: str
@@ -179,33 +118,24 @@ class Part:
         return self.options.get("codec") == "raw"
 
 
-def parts_of(settings: AblationSettings) -> list[Part]:
+def parts_of(settings: AblationSettings) -> list[AblatedPart]:
     """Rows in order, the first with nothing left out."""
     on_demand, launched = {"prefetch": "none"}, {"graphs": "none"}
     return [
-        Part(FULL, {}),
-        Part("async prefetch", on_demand),
-        Part("fused kernel", launched, unfused),
-        Part("both", on_demand | launched, unfused),
-        Part("lookahead eviction", {"cache_policy": "lru"}),
-        Part("governor", {"draft_length": settings.fixed_length}),
-        Part("slots first", {"prefetch": IN_ONE_WAVE}),
-        Part("grouping by expert", {}, token_by_token),
-        Part("compact slots", {"codec": "raw", "dense": "raw"}),
-        Part("INT4 dense layers", {"draft_dense": "none"}),
-        Part("draft", {"drafter": "none", "draft_length": 0}),
+        AblatedPart(FULL, {}),
+        AblatedPart("async prefetch", on_demand),
+        AblatedPart("fused kernel", launched, unfuse),
+        AblatedPart("both", on_demand | launched, unfuse),
+        AblatedPart("lookahead eviction", {"cache_policy": "lru"}),
+        AblatedPart("governor", {"draft_length": settings.fixed_length}),
+        AblatedPart("compact slots", {"codec": "raw", "dense": "raw"}),
+        AblatedPart("INT4 dense layers", {"draft_dense": "none"}),
+        AblatedPart("draft", {"drafter": "none", "draft_length": 0}),
     ]
 
 
-@contextmanager
-def offered() -> Iterator[None]:
-    """Have `InOneWave` among the prefetchers during the block."""
-    with PREFETCHERS.registered(IN_ONE_WAVE, InOneWave, "as three-phase, all of a layer at once"):
-        yield
-
-
 @dataclass(frozen=True, slots=True)
-class Sample:
+class AblationSample:
     """One setting's texts in one round."""
 
     tpot_ms: float
@@ -214,7 +144,7 @@ class Sample:
     moved_bytes_per_token: float
 
     @classmethod
-    def of(cls, runs: Sequence[RunStats]) -> "Sample":
+    def of(cls, runs: Sequence[RunStats]) -> "AblationSample":
         """From runs that decoded at least one step, all together."""
 
         def total(name: str) -> float:
@@ -229,8 +159,7 @@ class Sample:
         )
 
 
-@disturbed
-@offered()
+@beside_neighbours
 def run(model: str, settings: AblationSettings, progress: Progress | None = None) -> Report:
     """Measure the model whole and without each part.
 
@@ -241,9 +170,9 @@ def run(model: str, settings: AblationSettings, progress: Progress | None = None
     parts = parts_of(settings)
     for part in parts:
         RunConfig.of(settings.memory_budget, **part.config(settings))
-    samples: dict[str, list[Sample]] = {part.name: [] for part in parts}
+    samples: dict[str, list[AblationSample]] = {part.name: [] for part in parts}
     refused: dict[str, str] = {}
-    turns = [part for turn in range(settings.rounds) for part in rotated(parts, turn)]
+    turns = [part for turn in range(settings.rounds) for part in rotate(parts, turn)]
     for part in track("measuring settings", turns, len(turns), progress):
         if part.name in refused:
             continue
@@ -260,7 +189,9 @@ def run(model: str, settings: AblationSettings, progress: Progress | None = None
     return Report("ablation", model, settings.as_json(), rows)
 
 
-def measure(model: str, settings: AblationSettings, part: Part, prompts: list[str]) -> Sample:
+def measure(
+    model: str, settings: AblationSettings, part: AblatedPart, prompts: list[str]
+) -> AblationSample:
     """All prompts, the slots warm from one before that does not count."""
     source = settings.published if part.plain and settings.published else model
     generator = Generator.from_pretrained(source, settings.memory_budget, **part.config(settings))
@@ -268,13 +199,18 @@ def measure(model: str, settings: AblationSettings, part: Part, prompts: list[st
         longest = max(len(generator.encode(prompt)) for prompt in prompts)
         generator.reserve(longest + settings.max_new_tokens)  # arenas that are changed then stay
         part.change(generator.runtime)
-        return Sample.of(runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS))
+        return AblationSample.of(
+            runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
+        )
     finally:
         generator.close()
 
 
 def summarise(
-    name: str, samples: Sequence[Sample], full: Sequence[Sample], refused: str | None
+    name: str,
+    samples: Sequence[AblationSample],
+    full: Sequence[AblationSample],
+    refused: str | None,
 ) -> dict[str, Any]:
     """One row: medians over rounds.
 

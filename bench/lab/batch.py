@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from bench.lab.command import main
 from bench.lab.options import BudgetText, FixedLengths
 from speq.bench.kinds import texts_of
-from speq.bench.neighbours import disturbed
-from speq.bench.rotation import rotated
+from speq.bench.neighbours import beside_neighbours
+from speq.bench.rotation import rotate
 from speq.bench.settings import Neighbours, PromptKinds, numbers
 from speq.config import RunConfig, SamplingParams
 from speq.engine.batch import Batch
@@ -42,7 +42,7 @@ from speq.units import Progress, track
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSettings(Options):
+class BatchBenchSettings(Options):
     """run: what all runs share."""
 
     memory_budget: BudgetText
@@ -131,7 +131,7 @@ class BatchReport(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class BatchCell:
     texts: int
     draft_length: str
 
@@ -143,8 +143,8 @@ class Cell:
         return 0 if self.draft_length in (PLAIN, HELD) else int(self.draft_length)
 
 
-@disturbed
-def run(model: str, settings: BatchSettings, progress: Progress | None = None) -> BatchReport:
+@beside_neighbours
+def run(model: str, settings: BatchBenchSettings, progress: Progress | None = None) -> BatchReport:
     """Measure every number of texts with every draft length. Raises SpeqError for nonsense
     settings.
     """
@@ -158,9 +158,9 @@ def run(model: str, settings: BatchSettings, progress: Progress | None = None) -
     turns = [
         (turn, loaded)
         for turn in range(settings.rounds)
-        for loaded in rotated([PLAIN, HELD, AUTO], turn)
+        for loaded in rotate([PLAIN, HELD, AUTO], turn)
     ]
-    samples: dict[Cell, list[dict[str, Any]]] = {}
+    samples: dict[BatchCell, list[dict[str, Any]]] = {}
     experts = (0, 0)
     for turn, loaded in track("measuring batches", turns, len(turns), progress):
         generator = Generator.from_pretrained(
@@ -169,7 +169,7 @@ def run(model: str, settings: BatchSettings, progress: Progress | None = None) -
         try:
             shape = generator.runtime.shape
             experts = (shape.experts.num_experts, shape.top_k)
-            for cell in rotated(cells_of(loaded, settings), turn):
+            for cell in rotate(cells_of(loaded, settings), turn):
                 steps = steps_of(generator, cell, prompts, settings.max_new_tokens)
                 samples.setdefault(cell, []).append(sample_of(cell, steps, experts[1]))
         finally:
@@ -178,7 +178,7 @@ def run(model: str, settings: BatchSettings, progress: Progress | None = None) -
         cell
         for texts in settings.batches
         for length in [PLAIN, HELD, *map(str, settings.draft_lengths), AUTO]
-        for cell in [Cell(texts, length)]
+        for cell in [BatchCell(texts, length)]
         if cell in samples
     ]
     rows = rows_of({cell: samples[cell] for cell in order}, *experts)
@@ -186,7 +186,7 @@ def run(model: str, settings: BatchSettings, progress: Progress | None = None) -
     return BatchReport("batch", model, settings.as_json(), rows, algorithm=algorithm)
 
 
-def check_batches(settings: BatchSettings) -> None:
+def check_batches(settings: BatchBenchSettings) -> None:
     """Raise SpeqError for batches and drafts that do not go together."""
     largest = max(settings.batches)
     for texts in settings.batches:
@@ -209,7 +209,7 @@ def check_batches(settings: BatchSettings) -> None:
         )
 
 
-def options_of(loaded: str, settings: BatchSettings) -> dict[str, Any]:
+def options_of(loaded: str, settings: BatchBenchSettings) -> dict[str, Any]:
     """What a generator is loaded with: without a draft, with one by name, or as users get it."""
     given = dict(settings.run) | {"profile": "none", "max_batch": max(settings.batches)}
     if loaded == PLAIN:
@@ -220,18 +220,18 @@ def options_of(loaded: str, settings: BatchSettings) -> dict[str, Any]:
     return given | {"draft_length": "auto"}
 
 
-def cells_of(loaded: str, settings: BatchSettings) -> list[Cell]:
+def cells_of(loaded: str, settings: BatchBenchSettings) -> list[BatchCell]:
     """What is measured with a generator."""
     lengths = {
         PLAIN: [PLAIN],
         HELD: [HELD, *map(str, settings.draft_lengths)],
         AUTO: [AUTO],
     }[loaded]
-    return [Cell(texts, length) for length in lengths for texts in settings.batches]
+    return [BatchCell(texts, length) for length in lengths for texts in settings.batches]
 
 
 def steps_of(
-    generator: Generator, cell: Cell, prompts: list[str], max_new_tokens: int
+    generator: Generator, cell: BatchCell, prompts: list[str], max_new_tokens: int
 ) -> list[StepStats]:
     """Run all texts, so many at a time; the steps that a whole batch shares."""
     encoded = [generator.encode(prompt) for prompt in prompts]
@@ -271,7 +271,7 @@ def step(batch: Batch, draft_length: int | None) -> None:
             raise emitted.error
 
 
-def sample_of(cell: Cell, steps: Sequence[StepStats], top_k: int) -> dict[str, Any]:
+def sample_of(cell: BatchCell, steps: Sequence[StepStats], top_k: int) -> dict[str, Any]:
     """Figures of one turn of a cell."""
 
     def total(name: str) -> float:
@@ -300,14 +300,14 @@ def sample_of(cell: Cell, steps: Sequence[StepStats], top_k: int) -> dict[str, A
 
 
 def rows_of(
-    samples: dict[Cell, list[dict[str, Any]]], num_experts: int, top_k: int
+    samples: dict[BatchCell, list[dict[str, Any]]], num_experts: int, top_k: int
 ) -> list[dict[str, Any]]:
     """Medians over rounds, and what cells are beside each other."""
     found = {cell: medians(each) for cell, each in samples.items()}
-    fewest = found[Cell(min(cell.texts for cell in found), PLAIN)]
+    fewest = found[BatchCell(min(cell.texts for cell in found), PLAIN)]
     rows = []
     for cell, figures in found.items():
-        plain, held = found[Cell(cell.texts, PLAIN)], found[Cell(cell.texts, HELD)]
+        plain, held = found[BatchCell(cell.texts, PLAIN)], found[BatchCell(cell.texts, HELD)]
         efficiency = target_efficiency(held["verify_ms"], figures["verify_ms"])
         speed = figures["tokens_per_s"]
         beside = {

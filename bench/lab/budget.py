@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from bench.lab.budget_quality import Quality, mean, rouge_l
-from bench.lab.budget_settings import BudgetSettings, Compared, compared
+from bench.lab.budget_settings import BudgetCase, BudgetSettings, budget_cases
 from bench.lab.command import main
 from bench.lab.expert_outputs import Study
 from speq.bench.kinds import texts_of
-from speq.bench.rotation import rotated
+from speq.bench.rotation import rotate
 from speq.config import SamplingParams
 from speq.engine.draft import Draft, Outcome
 from speq.engine.drafter import DraftLimits
@@ -152,11 +152,11 @@ def run(model: str, settings: BudgetSettings, progress: Progress | None = None) 
     """Compare. Raises SpeqError for nonsense settings."""
     texts = [text for _, text in texts_of(settings.prompts, settings.num_prompts)]
     forced = {"drafter": "ngram", "draft": "none", "prefetch": "none"}
-    with closing(loaded(model, settings, forced, progress)) as generator:
+    with closing(load_generator(model, settings, forced, progress)) as generator:
         bench = Bench(generator, settings, texts)
         rows = bench.rows(progress)
     if settings.max_new_tokens:
-        with closing(loaded(model, settings, {}, progress)) as generator:
+        with closing(load_generator(model, settings, {}, progress)) as generator:
             check_drafts(generator)
             for row, more in zip(
                 rows, Bench(generator, settings, texts).free(progress), strict=True
@@ -181,7 +181,7 @@ def notes(report: Report) -> list[str]:
     ]
 
 
-def loaded(
+def load_generator(
     model: str, settings: BudgetSettings, instead: dict[str, Any], progress: Progress | None
 ) -> Generator:
     """A generator whose budget is one of all experts, to be exchanged."""
@@ -219,7 +219,7 @@ class Bench:
         runtime = generator.runtime
         experts, top_k = runtime.shape.experts, runtime.shape.top_k
         self.num_layers, self.num_experts = len(experts.layers), experts.num_experts
-        self.budgets = compared(settings, self.num_experts, top_k)
+        self.budgets = budget_cases(settings, self.num_experts, top_k)
         self.counts: Tensor | None = None
         if settings.counts is not None:
             known = ExpertCounts.read(settings.counts)
@@ -237,7 +237,7 @@ class Bench:
 
     def rows(self, progress: Progress | None) -> list[dict[str, Any]]:
         """The exact model's, and each budget's."""
-        every: list[Compared | str] = [EXACT, *self.budgets]
+        every: list[BudgetCase | str] = [EXACT, *self.budgets]
         found = {each: Forced() for each in every}
         turns = [(text, budget) for text in self.texts for budget in found]
         exact = torch.empty(0)
@@ -263,7 +263,7 @@ class Bench:
         return rows
 
     @contextmanager
-    def within(self, budget: Compared | str) -> Iterator[None]:
+    def within(self, budget: BudgetCase | str) -> Iterator[None]:
         """Verifications in the block are exact, or within a budget."""
         engine = self.engine
         approximation = present(engine.approximation, "a run without an expert budget is given one")
@@ -334,7 +334,7 @@ class Bench:
         if kept is not None:
             found.kept.add(kept)
 
-    def reconstructed(self, progress: Progress | None) -> dict[Compared | str, dict[str, Any]]:
+    def reconstructed(self, progress: Progress | None) -> dict[BudgetCase | str, dict[str, Any]]:
         """How far each layer's output is off (Figure 6), on the exact model's way."""
         by_rank = [each for each in self.budgets if each.experts and each.residents == "ranked"]
         if not self.settings.reconstruction or not by_rank:
@@ -359,12 +359,10 @@ class Bench:
 
     def free(self, progress: Progress | None) -> list[dict[str, Any]]:
         """Every text gone on with, exactly and within each budget but the oracle's, in turns."""
-        every: list[Compared | str] = [EXACT, *self.budgets]
+        every: list[BudgetCase | str] = [EXACT, *self.budgets]
         ran = [each for each in every if isinstance(each, str) or each.ranking != "oracle"]
         found = {each: Free() for each in ran}
-        turns = [
-            (text, budget) for at, text in enumerate(self.texts) for budget in rotated(ran, at)
-        ]
+        turns = [(text, budget) for at, text in enumerate(self.texts) for budget in rotate(ran, at)]
         for token_ids, budget in track("going on with texts", turns, len(turns), progress):
             with self.within(budget):
                 self.generator.forget()

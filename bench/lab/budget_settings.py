@@ -81,7 +81,7 @@ class BudgetSettings(Options):
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class BudgetCase:
     """One budget. ranking: router, static or oracle; experts, floor: 0 where it has none."""
 
     ranking: str
@@ -110,7 +110,7 @@ class Compared:
         }
 
 
-def compared(settings: BudgetSettings, num_experts: int, top_k: int) -> list[Compared]:
+def budget_cases(settings: BudgetSettings, num_experts: int, top_k: int) -> list[BudgetCase]:
     """All of them, in the order of the table. Raises SpeqError for budgets that no layer has."""
     for experts in settings.experts:
         if not top_k <= experts <= num_experts:
@@ -126,12 +126,12 @@ def compared(settings: BudgetSettings, num_experts: int, top_k: int) -> list[Com
     return list(_products(settings))
 
 
-def _products(settings: BudgetSettings) -> Iterator[Compared]:
+def _products(settings: BudgetSettings) -> Iterator[BudgetCase]:
     for ranking, policy in product(settings.rankings, settings.policies):
         # What an oracle keeps depends on no slot.
         held = ("ranked",) if ranking == "oracle" else settings.residents
         for residents, experts in product(held, settings.experts):
-            yield Compared(ranking, policy, residents, experts, 0.0)
+            yield BudgetCase(ranking, policy, residents, experts, 0.0)
     if "router" in settings.rankings:
         for policy, floor in product(settings.policies, settings.floors):
-            yield Compared("router", policy, "free", 0, floor)
+            yield BudgetCase("router", policy, "free", 0, floor)

@@ -90,12 +90,12 @@ def run(
         store, shape = opened.store, opened.store.codec.shape
         if isinstance(store.codec, ScaledCodec):
             rows = [measure_codes(store, store.codec, clock, progress).row()]
-            return finished(rows, model, settings, store)
+            return report_of(rows, model, settings, store)
         if store.codec.name != "raw":
             raise SpeqError(
                 f"model {model!r} is packed with codec {store.codec.name}; give one of plain words"
             )
-        measured = [Measured(codec_of(name, shape)) for name in codecs_for(shape)]
+        measured = [MeasuredRecords(codec_of(name, shape)) for name in codecs_for(shape)]
         count, slot = store.num_layers * store.num_experts, expert_slot(store)
         with closing(
             open_draft(settings.draft, opened.checkpoint, store, opened.shape.experts)
@@ -109,10 +109,10 @@ def run(
                     progress("encoding experts", at + 1, count)
         dense = measure_dense(opened, clock, progress)
     rows = [each.row() for each in measured] + [each.row() for each in dense if each.weights]
-    return finished(rows, model, settings, store)
+    return report_of(rows, model, settings, store)
 
 
-def finished(
+def report_of(
     rows: list[dict[str, Any]],
     model: str,
     settings: CodecSettings,
@@ -136,7 +136,7 @@ def measure_codes(
     return measured
 
 
-class Measured:
+class MeasuredRecords:
     """One codec over a model's experts."""
 
     def __init__(self, codec: ExpertCodec) -> None:

@@ -20,7 +20,7 @@ from bench.lab.route_sample import (
     TextSample,
     TreePlan,
     TreeSample,
-    recorded,
+    record_routes,
 )
 from speq.bench.kinds import texts_of
 from speq.bench.settings import PromptKinds, numbers
@@ -38,7 +38,7 @@ from speq.generator import Generator
 from speq.governor.speedup_model import activated_experts
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure.picture import Axis, Picture, percent
-from speq.measure.report import Column, Report, print_table
+from speq.measure.report import Column, Report
 from speq.measure.settings import MaxNewTokens
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, ListOf, Whole
@@ -173,23 +173,11 @@ class CoverageReport(Report):
             of_text: for trees, of as many consecutive tokens of the text from the same one
             on. independent: N(t) of MoESD
     layers  how often the two experts were chosen together that were so most often, beside what
-            uniform choice would give, and the ratio, which is Eq. 9. coactivation: of all pairs,
-            those of expert 0 first, each with a higher one; choices: of each expert (Eq. 4);
-            order: of a hierarchical clustering
+            uniform choice would give, and the ratio, which is Eq. 9. choices: of each (Eq. 4)
     """
 
     unique: list[dict[str, Any]] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
-
-    def print_all(self) -> None:
-        """Three tables on stdout."""
-        self.print(COLUMNS)
-        for title, name, columns in FURTHER_TABLES:
-            print_table(title, columns, getattr(self, name))
-
-
-def show(report: CoverageReport) -> None:
-    report.print_all()
 
 
 def run(model: str, settings: CoverageSettings, progress: Progress | None = None) -> CoverageReport:
@@ -219,7 +207,7 @@ def run(model: str, settings: CoverageSettings, progress: Progress | None = None
     )
     try:
         sizes = sizes_of(settings.experts, generator.runtime.shape.experts.num_experts)
-        samples = recorded(generator, texts, settings.max_new_tokens, trees, progress)
+        samples = record_routes(generator, texts, settings.max_new_tokens, trees, progress)
         top_k = generator.runtime.shape.top_k
     finally:
         generator.close()
@@ -299,9 +287,9 @@ def covered_by(
         tokens = sample.tokens
         for rows in expert_shares.windows(tokens.tokens, window):
             scores = tokens.probabilities[:, rows].sum(1)
-            probability.append(expert_shares.covered(scores, scores, sizes))
+            probability.append(expert_shares.covered_shares(scores, scores, sizes))
             weights = tokens.weights[:, rows].sum(1)
-            served.append(expert_shares.covered(scores, weights, sizes))
+            served.append(expert_shares.covered_shares(scores, weights, sizes))
     return len(probability), np.mean(probability, axis=0), np.mean(served, axis=0)
 
 
@@ -383,7 +371,6 @@ def layer_rows(samples: list[TextSample], top_k: int) -> list[dict[str, Any]]:
     tokens = sum(sample.tokens.tokens for sample in samples)
     num_experts = together.shape[1]
     expected = expert_shares.expected_pair(tokens, top_k, num_experts)
-    above = np.triu_indices(num_experts, k=1)
     rows = []
     for layer, matrix in enumerate(together):
         pair = expert_shares.strongest_pair(matrix)
@@ -397,8 +384,6 @@ def layer_rows(samples: list[TextSample], top_k: int) -> list[dict[str, Any]]:
                 "together": most,
                 "expected": expected,
                 "choices": matrix.diagonal().tolist(),
-                "coactivation": matrix[above].tolist(),
-                "order": expert_shares.clustered(matrix),
             }
         )
     whole = dict.fromkeys(rows[0]) | {"layer": ALL, "tokens": tokens, "expected": expected}

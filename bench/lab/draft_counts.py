@@ -146,7 +146,7 @@ def diversity_index(logits: Tensor, candidates: int = CANDIDATES) -> float | Non
     return float(-torch.xlogy(chances, chances).sum()) / math.log(candidates)
 
 
-class Watched:
+class WatchedDrafts:
     """Chooses as the drafter does, and has what it chose by counted."""
 
     def __init__(self, chooses: NextTokens, counts: DraftCounts) -> None:
@@ -174,7 +174,7 @@ def counting(engine: Engine, counts: DraftCounts) -> Iterator[None]:
 
     engine.recorder.listeners.append(listen)
     if chooses is not None:
-        drafter.next_tokens = Watched(chooses, counts)
+        drafter.next_tokens = WatchedDrafts(chooses, counts)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from bench.lab.command import main
 from bench.lab.draft_counts import DraftCounts, counting
 from bench.lab.options import BUDGET_OPTIONS, FixedLength
 from speq.bench.kinds import texts_of
-from speq.bench.rotation import rotated
+from speq.bench.rotation import rotate
 from speq.bench.settings import Budgets, PromptKinds
 from speq.config import MAX_DRAFT_NODES, RunConfig
 from speq.engine.drafters.head import HeadDrafter
@@ -131,7 +131,7 @@ PICTURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedDrafter:
     """A drafter under a budget. head: its folder; None: the one beside the model."""
 
     budget: str
@@ -164,7 +164,7 @@ class Compared:
 
 
 @dataclass(slots=True)
-class Found:
+class DrafterResult:
     """Of one drafter at one temperature. rounds: of each timed one, of each text."""
 
     counts: DraftCounts = field(default_factory=DraftCounts)
@@ -172,11 +172,11 @@ class Found:
 
 
 @dataclass(slots=True)
-class Measured:
+class DrafterSample:
     """Of one drafter. held: what it takes, and what it is."""
 
     held: dict[str, Any] = field(default_factory=dict)
-    found: dict[float, Found] = field(default_factory=dict)
+    found: dict[float, DrafterResult] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -200,9 +200,9 @@ def run(model: str, settings: DraftersSettings, progress: Progress | None = None
     cells = [*cells_of(settings)]
     for cell in cells:
         RunConfig.of(cell.budget, cell.draft_length(settings), **cell.options(settings))
-    measured: dict[Compared, Measured] = {cell: Measured() for cell in cells}
-    left_out: dict[Compared, str] = {}
-    turns = [(turn, cell) for turn in range(settings.rounds) for cell in rotated(cells, turn)]
+    measured: dict[ComparedDrafter, DrafterSample] = {cell: DrafterSample() for cell in cells}
+    left_out: dict[ComparedDrafter, str] = {}
+    turns = [(turn, cell) for turn in range(settings.rounds) for cell in rotate(cells, turn)]
     for turn, cell in track("comparing drafters", turns, len(turns), progress):
         if cell in left_out:
             continue
@@ -225,10 +225,10 @@ def run(model: str, settings: DraftersSettings, progress: Progress | None = None
     return DraftersReport("drafters", model, settings.as_json(), rows, left_out=said)
 
 
-def cells_of(settings: DraftersSettings) -> Iterator[Compared]:
+def cells_of(settings: DraftersSettings) -> Iterator[ComparedDrafter]:
     """What is compared, if it can be had: drafters with a head once for each head."""
     for budget, name in product(settings.budgets, settings.drafters or COMPARED_DRAFTERS):
-        cell = Compared(budget, name)
+        cell = ComparedDrafter(budget, name)
         if cell.drafter == "head" and settings.heads:
             yield from (replace(cell, head=head) for head in settings.heads)
         else:
@@ -238,9 +238,9 @@ def cells_of(settings: DraftersSettings) -> Iterator[Compared]:
 def measure(
     model: str,
     settings: DraftersSettings,
-    cell: Compared,
+    cell: ComparedDrafter,
     prompts: list[str],
-    into: Measured,
+    into: DrafterSample,
     counted: bool,
 ) -> None:
     """One round over the texts, at all temperatures. counted: whether drafts were counted before.
@@ -258,18 +258,18 @@ def measure(
         generator.generate(prompts[-1], max_new_tokens=WARM_UP_TOKENS)
         engine = generator.runtime.engine
         for temperature in settings.temperatures:
-            found = into.found.setdefault(temperature, Found())
+            found = into.found.setdefault(temperature, DrafterResult())
             if not counted:
                 with counting(engine, found.counts):
-                    for _ in written(generator, settings, prompts, temperature, found.counts):
+                    for _ in written_name(generator, settings, prompts, temperature, found.counts):
                         pass
-            runs = written(generator, settings, prompts, temperature)
+            runs = written_name(generator, settings, prompts, temperature)
             found.rounds.append([run.summary() for run in runs])
     finally:
         generator.close()
 
 
-def written(
+def written_name(
     generator: Generator,
     settings: DraftersSettings,
     prompts: list[str],
@@ -290,7 +290,7 @@ def written(
         yield present(generator.last_run, "a text has ended and left no run")
 
 
-def held(generator: Generator, cell: Compared) -> dict[str, Any]:
+def held(generator: Generator, cell: ComparedDrafter) -> dict[str, Any]:
     """What a drafter takes, and the shape of a head. Raises SpeqError where it was given up."""
     runtime = generator.runtime
     if cell.drafter not in (runtime.residency_plan.drafter, AUTO):
@@ -321,7 +321,7 @@ def without_contrast(generator: Generator) -> None:
 
 
 def row_of(
-    cell: Compared, temperature: float, measured: Measured, settings: DraftersSettings
+    cell: ComparedDrafter, temperature: float, measured: DrafterSample, settings: DraftersSettings
 ) -> dict[str, Any]:
     """Figures of drafts as they were counted, and medians over texts and rounds."""
     found = measured.found[temperature]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.lab.budget_settings import Compared
+from bench.lab.budget_settings import BudgetCase
 from speq.errors import SpeqError
 from speq.layers.exact_experts import ExactExperts
 from speq.layers.gates import RouterGate
@@ -92,10 +92,10 @@ class Study:
     backend: ExactExperts
     gates: Sequence[RouterGate]
     num_experts: int
-    compared: Sequence[Compared] = ()
+    compared: Sequence[BudgetCase] = ()
     counts: Tensor | None = None
-    goes_on: Compared | None = None
-    found: dict[Compared, Reconstruction] = field(default_factory=dict)
+    goes_on: BudgetCase | None = None
+    found: dict[BudgetCase, Reconstruction] = field(default_factory=dict)
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         rows = len(hidden_states)
@@ -109,7 +109,7 @@ class Study:
         counts = None if self.counts is None else self.counts[layer]
         orders: dict[str, list[int]] = {}
 
-        def made(budget: Compared) -> Tensor:
+        def made(budget: BudgetCase) -> Tensor:
             if budget.ranking not in orders:
                 orders[budget.ranking] = order_of(budget.ranking, outputs, shares, exact, counts)
             allowed = torch.zeros(self.num_experts, dtype=torch.bool)
@@ -122,7 +122,7 @@ class Study:
         result = exact if self.goes_on is None else made(self.goes_on)
         return result.to(hidden_states.dtype)
 
-    def _note(self, budget: Compared, layer: int, made: Tensor, exact: Tensor) -> None:
+    def _note(self, budget: BudgetCase, layer: int, made: Tensor, exact: Tensor) -> None:
         zeros: Callable[[], list[float]] = lambda: [0.0] * len(self.gates)  # noqa: E731
         found = self.found.setdefault(budget, Reconstruction(zeros(), zeros()))
         found.errors[layer] += float((made - exact).square().sum())

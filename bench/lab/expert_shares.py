@@ -18,14 +18,14 @@ def windows(tokens: int, window: int) -> Iterator[slice]:
     return (slice(at, at + window) for at in range(0, tokens - window + 1, window))
 
 
-def chosen(ids: Ids, num_experts: int) -> Flags:
+def choices_of(ids: Ids, num_experts: int) -> Flags:
     """Whether each token chose each expert: [L, T, E] of ids [L, T, K]."""
     marks = np.zeros((*ids.shape[:2], num_experts), bool)
     np.put_along_axis(marks, ids, True, axis=2)
     return marks
 
 
-def served(ids: Ids, weights: Floats, num_experts: int) -> Floats:
+def served_shares(ids: Ids, weights: Floats, num_experts: int) -> Floats:
     """The weight that each token gave each expert, 0 where it chose others: [L, T, E]."""
     spread = np.zeros((*ids.shape[:2], num_experts))
     np.put_along_axis(spread, ids, weights, axis=2)
@@ -42,7 +42,7 @@ def ranking(scores: Floats) -> Ids:
     return np.argsort(-scores, axis=1, kind="stable")
 
 
-def covered(scores: Floats, weights: Floats, sizes: Sequence[int]) -> Floats:
+def covered_shares(scores: Floats, weights: Floats, sizes: Sequence[int]) -> Floats:
     """The share of a window's weight that its B best experts hold: [L, len(sizes)].
 
     scores   [L, E] that experts are ranked by: the sums of Eq. 5
@@ -71,24 +71,3 @@ def strongest_pair(together: Ids) -> tuple[int, int]:
     above = np.triu(together, k=1)
     first, second = divmod(int(above.argmax()), above.shape[1])
     return first, max(second, first + 1)
-
-
-def clustered(together: Ids) -> list[int]:
-    """Experts of a layer [E, E] in the order of a hierarchical clustering (Figure 8): those that
-    are chosen together stand side by side.
-
-    Two groups are as close as pairs across them were chosen together on the mean. The closest two
-    are joined until one is left.
-    """
-    groups = [[expert] for expert in range(len(together))]
-    close = together.astype(np.float64)
-    np.fill_diagonal(close, -1.0)
-    while len(groups) > 1:
-        one, other = sorted(divmod(int(close.argmax()), len(groups)))
-        sizes = len(groups[one]), len(groups[other])
-        close[one] = (sizes[0] * close[one] + sizes[1] * close[other]) / sum(sizes)
-        close[:, one] = close[one]
-        close[one, one] = -1.0
-        groups[one] += groups.pop(other)
-        close = np.delete(np.delete(close, other, axis=0), other, axis=1)
-    return groups[0]

@@ -25,7 +25,7 @@ from speq.config import (
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.measure.picture import Axis, Picture, percent
-from speq.measure.report import Column, Report, print_table, read_prompts
+from speq.measure.report import Column, Report, read_prompts
 from speq.measure.settings import NumPrompts, Prompts
 from speq.measure.teacher_forced import forced_passes
 from speq.options.declared import Option, Options
@@ -123,16 +123,6 @@ class FidelityReport(Report):
 
     texts: list[dict[str, Any]] = field(default_factory=list)
     positions: list[dict[str, Any]] = field(default_factory=list)
-
-    def print_all(self) -> None:
-        """Three tables on stdout."""
-        self.print(COLUMNS)
-        for title, name, columns in FURTHER_TABLES:
-            print_table(title, columns, getattr(self, name))
-
-
-def show(report: FidelityReport) -> None:
-    report.print_all()
 
 
 def run(

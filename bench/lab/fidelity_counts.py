@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from bench.lab.route_match import RouteMatch, ranked
+from bench.lab.route_match import RouteMatch, rank_experts
 from speq.config import SamplingParams
 from speq.engine.drafter import DraftLimits
 from speq.engine.request import Request
@@ -24,7 +24,7 @@ SEEDS = 16
 
 
 @dataclass(slots=True)
-class NextTokens:
+class NextTokenCounts:
     """What both models make of the tokens to come.
 
     agreed     of `tokens`, those after which both find the same token likeliest
@@ -121,7 +121,7 @@ class Fidelity:
     layers: list[RouteMatch]
     activations: list[list[int]]
     positions: list[Position]
-    texts: NextTokens = field(default_factory=NextTokens)
+    texts: NextTokenCounts = field(default_factory=NextTokenCounts)
 
     @classmethod
     def empty(cls, num_layers: int, num_experts: int, draft_length: int) -> "Fidelity":
@@ -137,8 +137,8 @@ class Fidelity:
         self.texts.add(forced.exact, draft, following)
         lookahead = forced.lookahead
         for layer, route in lookahead.used.items():
-            for token, used in enumerate(ranked(route)):
-                drafted = ranked(lookahead.predicted[token, layer])[0]
+            for token, used in enumerate(rank_experts(route)):
+                drafted = rank_experts(lookahead.predicted[token, layer])[0]
                 self.layers[layer].add(drafted, used)
                 if token < len(self.positions):
                     self.positions[token].forced.add(drafted, used)
@@ -151,10 +151,10 @@ class Fidelity:
         sampling = SamplingParams(max_new_tokens=len(self.positions) + 1, ignore_eos=True)
         turn = attempt(engine, Request(token_ids, sampling), DraftLimits(len(self.positions)))
         accepted, lookahead = turn.outcome.accepted, engine.lookahead
-        used = {layer: ranked(route) for layer, route in lookahead.used.items()}
+        used = {layer: rank_experts(route) for layer, route in lookahead.used.items()}
         for (node, layer), route in lookahead.predicted.items():
             # A draft that broke off has a route more than tokens, and still a node for each.
-            drafted = ranked(route)[0]
+            drafted = rank_experts(route)[0]
             self.positions[node].free.add(drafted, used[layer][node])
             if node <= accepted:
                 self.positions[node].kept.add(drafted, used[layer][node])

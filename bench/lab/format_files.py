@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.lab.format_source import Source
+from bench.lab.format_source import WeightSource
 from speq.errors import SpeqError
 from speq.experts.codec import Matrices
 from speq.experts.expert_names import PROJECTIONS
@@ -70,7 +70,7 @@ class Folder:
         self.weight_map |= dict.fromkeys(rest | experts, name)
         self.experts_bytes += sum(each.nbytes for each in experts.values())
 
-    def finish(self, source: Source) -> None:
+    def finish(self, source: WeightSource) -> None:
         """The index, what lies beside, and config.json last: a folder without it is no model."""
         index = {"metadata": {}, "weight_map": self.weight_map}
         (self.path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -83,7 +83,7 @@ class Folder:
 
 
 def write(
-    source: Source, work: Path, formats: tuple[str, ...], progress: Progress | None = None
+    source: WeightSource, work: Path, formats: tuple[str, ...], progress: Progress | None = None
 ) -> dict[str, Folder]:
     """Write the model in each format, in a folder of its name. Raises SpeqError where that cannot
     be.
@@ -123,7 +123,7 @@ def in_one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_widths(source: Source) -> None:
+def check_widths(source: WeightSource) -> None:
     """Raise SpeqError for experts that are no whole blocks of MXFP4."""
     for name, size in zip(("hidden size", "expert width"), source.expert_sizes, strict=True):
         if size % MXFP4_BLOCK:
@@ -133,7 +133,7 @@ def check_widths(source: Source) -> None:
             )
 
 
-def check_disk(source: Source, work: Path, formats: tuple[str, ...]) -> None:
+def check_disk(source: WeightSource, work: Path, formats: tuple[str, ...]) -> None:
     """Raise SpeqError where the disk has no room."""
     needed = sum(source.experts_weights * BITS[name] / 8 + source.rest_bytes for name in formats)
     free = shutil.disk_usage(existing(work)).free
@@ -148,7 +148,7 @@ def existing(path: Path) -> Path:
     return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
-def prefix_of(source: Source, layer: int) -> str:
+def prefix_of(source: WeightSource, layer: int) -> str:
     """What stands before an expert's number in the names of a layer's experts."""
     return source.names.module(layer, 0, PROJECTIONS[0]).rpartition("0.")[0]
 

@@ -86,7 +86,7 @@ WEIGHTS = (".safetensors", ".index.json")
 CONTEXT = 4096
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """The words of a model, layer by layer."""
 
     @property

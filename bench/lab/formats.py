@@ -16,11 +16,11 @@ import torch
 
 from bench.lab.command import main
 from bench.lab.format_files import BF16, Folder, write
-from bench.lab.format_source import CheckpointModel, FormatSettings, RandomModel, Source
+from bench.lab.format_source import CheckpointModel, FormatSettings, RandomModel, WeightSource
 from speq.bench.kinds import texts_of
 from speq.bench.rivals import standings
-from speq.bench.rivals.contest import Cell, Contest, Terms
-from speq.bench.rivals.systems import Entry, system
+from speq.bench.rivals.contest import Contest, ContestCell, Terms
+from speq.bench.rivals.systems import SystemEntry, system
 from speq.errors import SpeqError
 from speq.files.published_format import FP8, MXFP4
 from speq.measure.picture import BUDGET, LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
@@ -83,7 +83,7 @@ def run(settings: FormatSettings, progress: Progress | None = None) -> FormatsRe
     in a token.
     """
     check_settings(settings)
-    source: Source
+    source: WeightSource
     source = RandomModel(settings) if settings.source is None else CheckpointModel(settings.source)
     with closing(source), working(settings.work) as work:
         folders = write(source, work, settings.formats, progress)
@@ -137,7 +137,7 @@ def working(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def budgets_of(settings: FormatSettings, source: Source) -> list[tuple[str, int]]:
+def budgets_of(settings: FormatSettings, source: WeightSource) -> list[tuple[str, int]]:
     """Budgets as texts and in bytes."""
     if settings.budgets:
         return [(text, parse_bytes(text)) for text in settings.budgets]
@@ -186,12 +186,14 @@ def prompts_of(settings: FormatSettings, folder: Path) -> list[tuple[str, list[i
 
 def cells_of(
     settings: FormatSettings, folders: dict[str, Folder], budgets: list[tuple[str, int]]
-) -> list[Cell]:
+) -> list[ContestCell]:
     """Each format under each budget: speq itself, on another checkpoint."""
     shared = {"reader_threads": settings.reader_threads, "profile": "none"}
     return [
-        Cell(
-            Entry(name, replace(system("speq"), store=name), HELD | shared | {"codec": codec}),
+        ContestCell(
+            SystemEntry(
+                name, replace(system("speq"), store=name), HELD | shared | {"codec": codec}
+            ),
             text,
             budget_bytes,
         )
@@ -202,7 +204,7 @@ def cells_of(
 
 
 def rows_of(
-    cells: list[Cell], terms: Terms, folders: dict[str, Folder], source: Source
+    cells: list[ContestCell], terms: Terms, folders: dict[str, Folder], source: WeightSource
 ) -> list[dict[str, Any]]:
     """A row for each cell. `of_bf16` is the time of a token as a multiple of that with words in
     BF16 under the same budget; `used_bytes_per_token` what a token's experts take.

@@ -92,7 +92,7 @@ def run(
     """Measure the GPU. Raises SpeqError where there is none."""
     sizes = [parse_bytes(size) for size in settings.sizes]
     device = find_device("cuda").torch
-    card = Card(device, max(*sizes, RESULT_BYTES), clock)
+    card = ProbedCard(device, max(*sizes, RESULT_BYTES), clock)
     read = memory_read(device, settings.rounds, clock)
     found = track("measuring the GPU", figures(card, sizes, settings), 2 * len(sizes) + 5, progress)
     rows = [read.row(), *(figure.row() for figure in found)]
@@ -108,7 +108,7 @@ def memory_read(device: torch.device, rounds: int, clock: Clock) -> Figure:
     return Figure("memory read", [read.nbytes / rate / 1e9], read.nbytes)
 
 
-def figures(card: "Card", sizes: list[int], settings: GpuLinkSettings) -> Iterator[Figure]:
+def figures(card: "ProbedCard", sizes: list[int], settings: GpuLinkSettings) -> Iterator[Figure]:
     """All of the table but the read of memory."""
     volume = parse_bytes(settings.volume)
 
@@ -127,7 +127,7 @@ def figures(card: "Card", sizes: list[int], settings: GpuLinkSettings) -> Iterat
     yield Figure("pin", [card.pin(PIN_BYTES) for _ in range(settings.rounds)], PIN_BYTES)
 
 
-class Card:
+class ProbedCard:
     """A GPU with a buffer on either side of the link, and one word for kernels to write to."""
 
     def __init__(self, device: torch.device, most_bytes: int, clock: Clock) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from bench.lab import single_shot
 from bench.lab.command import main
 from bench.lab.options import FixedLength, RecordingBudget
-from bench.lab.replay import Replay, Scheduling, Times
+from bench.lab.replay import Replay, ReplayScheduling, Times
 from speq.config import DEFAULT_READER_THREADS
 from speq.errors import SpeqError
 from speq.experts.expert_store import mean_moved_bytes
@@ -88,12 +88,14 @@ def run(model: str, settings: HitRateSettings, progress: Progress | None = None)
     """Record and replay. Raises SpeqError for nonsense settings."""
     if (settings.beside is None) != (settings.beside_budget is None):
         raise SpeqError("beside and beside_budget are given together or not at all")
-    trace, times = recorded(model, settings.memory_budget, settings, settings.num_prompts, progress)
+    trace, times = record_routes(
+        model, settings.memory_budget, settings, settings.num_prompts, progress
+    )
     if settings.routes is not None:
         trace.write(settings.routes)
     beside = None
     if settings.beside is not None and settings.beside_budget is not None:
-        beside = recorded(settings.beside, settings.beside_budget, settings, 1, progress)[1]
+        beside = record_routes(settings.beside, settings.beside_budget, settings, 1, progress)[1]
     of_draft = draft_slots(model)
     cells = [(policy, slots) for slots in capacities(trace) for policy in SYSTEMS]
     rows = [
@@ -125,7 +127,7 @@ def draft_slots(model: str) -> float:
         opened.close()
 
 
-def recorded(
+def record_routes(
     model: str, budget: str, settings: HitRateSettings, num_prompts: int, progress: Progress | None
 ) -> tuple[RouteTrace, Times]:
     """Routes of a generation with all experts in memory, and what it took."""
@@ -133,7 +135,7 @@ def recorded(
     trace, run = record(
         model, budget, settings.draft_length, prompts, settings.max_new_tokens, progress
     )
-    return trace, measured(run, trace, *link_of(model))
+    return trace, measure_times(run, trace, *link_of(model))
 
 
 def link_of(model: str) -> tuple[float, int]:
@@ -146,7 +148,7 @@ def link_of(model: str) -> tuple[float, int]:
         opened.close()
 
 
-def measured(run: RunStats, trace: RouteTrace, transfer_s: float, moved_bytes: int) -> Times:
+def measure_times(run: RunStats, trace: RouteTrace, transfer_s: float, moved_bytes: int) -> Times:
     """Times of the recorded run, layer by layer, its few transfers left out."""
     steps = run.steps
     layers = trace.num_layers
@@ -166,7 +168,7 @@ def measured(run: RunStats, trace: RouteTrace, transfer_s: float, moved_bytes: i
     )
 
 
-@single_shot.offered()
+@single_shot.offer_single_shots()
 def row(
     trace: RouteTrace,
     times: Times,
@@ -180,7 +182,7 @@ def row(
     routes = trace if prefetch != "none" else trace.plain()
     of_layer = slots + draft_slots if scaled else slots
     total = min(int(of_layer * trace.num_layers), trace.num_layers * trace.num_experts)
-    scheduling = Scheduling(total, eviction, prefetch)
+    scheduling = ReplayScheduling(total, eviction, prefetch)
     warm_up = len(routes.steps) // WARM_UP
     found = Replay(routes, times, scheduling).run(warm_up)
     stats = found.stats.summary()

@@ -99,7 +99,7 @@ PICTURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldExperts:
     """How many experts draft and target hold, all layers together."""
 
     draft: int
@@ -152,17 +152,17 @@ def run(
     return Report("memory", " ".join(f.name for f in folders), settings.as_json(), rows)
 
 
-def held(model_spec: ModelSpec, counted: str) -> Held:
+def held(model_spec: ModelSpec, counted: str) -> HeldExperts:
     """The experts that are counted, by the name of the way."""
     token = model_spec.num_layers * model_spec.shape.top_k
     return {
-        "token": Held(token, token),
-        "resident": Held(model_spec.count, token),
-        "all": Held(model_spec.count, model_spec.count),
+        "token": HeldExperts(token, token),
+        "resident": HeldExperts(model_spec.count, token),
+        "all": HeldExperts(model_spec.count, model_spec.count),
     }[counted]
 
 
-def scenarios(sizes: Sizes, held: Held) -> list[dict[str, Any]]:
+def scenarios(sizes: Sizes, held: HeldExperts) -> list[dict[str, Any]]:
     """A row for each, in order; of ours, those whose forms can be had."""
     draft = held.draft * sizes.draft_expert
     target = {form: int(held.target * nbytes) for form, nbytes in sizes.expert.items()}

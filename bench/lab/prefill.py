@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from bench.lab.command import main
 from speq.bench.machine.page_cache import drop
-from speq.bench.neighbours import disturbed
+from speq.bench.neighbours import beside_neighbours
 from speq.bench.settings import Budgets, Neighbours
 from speq.config import DEFAULT_READER_THREADS, Dtype, ReaderThreads
 from speq.errors import SpeqError
@@ -70,7 +70,7 @@ RESIDENT_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PrefillSample:
     """One cold prompt. resident_s is None where memory does not hold every expert."""
 
     ttft_s: float
@@ -85,10 +85,10 @@ class Sample:
         return max(self.link_s, self.resident_s or 0.0)
 
 
-@disturbed
+@beside_neighbours
 def run(model: str, settings: PrefillSettings, progress: Progress | None = None) -> Report:
     """Measure every budget. Raises SpeqError for nonsense settings."""
-    samples: dict[str, list[Sample]] = {budget: [] for budget in settings.budgets}
+    samples: dict[str, list[PrefillSample]] = {budget: [] for budget in settings.budgets}
     resident = resident_generator(model, settings)
     try:
         turns = settings.budgets * settings.rounds
@@ -151,7 +151,7 @@ def first_token(generator: Generator, prompt: list[int]) -> dict[str, Any]:
 
 def measure(
     model: str, settings: PrefillSettings, budget: str, resident: Generator | None
-) -> Sample:
+) -> PrefillSample:
     """The first prompt of a newly loaded model, then the link, then the same with all in memory."""
     generator = load(model, settings, budget)
     try:
@@ -165,7 +165,7 @@ def measure(
         chunk = runtime.plan.chunk
     finally:
         generator.close()
-    return Sample(
+    return PrefillSample(
         ttft_s=stats["ttft_ms"] / 1e3,
         link_s=distinct / link,
         resident_s=first_token(resident, prompt)["ttft_ms"] / 1e3 if resident else None,
@@ -182,7 +182,9 @@ def distinct_bytes(runtime: Runtime) -> int:
     )
 
 
-def summarise(budget: str, settings: PrefillSettings, samples: list[Sample]) -> dict[str, Any]:
+def summarise(
+    budget: str, settings: PrefillSettings, samples: list[PrefillSample]
+) -> dict[str, Any]:
     """One row: medians, and the median of each round's own ratio."""
     resident = [s.resident_s for s in samples if s.resident_s is not None]
     return {

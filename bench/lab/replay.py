@@ -57,7 +57,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduling:
+class ReplayScheduling:
     """slots  of the whole arena; policy and prefetch as on the command line."""
 
     slots: int
@@ -80,7 +80,7 @@ class Replayed:
     served: int = 0
 
 
-class Recorded:
+class RecordedRoutes:
     """The round at hand as the engine's drafter and model: its routes, its outcome, its times.
 
     round_of  the next round, its draft so many tokens long; times: what the machine takes in it
@@ -169,7 +169,7 @@ class Replay:
         self,
         trace: RouteTrace,
         times: Times,
-        scheduling: Scheduling,
+        scheduling: ReplayScheduling,
         transfer_s: Callable[[], float] | None = None,
         governor: Governor | None = None,
     ) -> None:
@@ -185,7 +185,7 @@ class Replay:
         prefetcher = PREFETCHERS[scheduling.prefetch](loader, LookaheadBuffer(layers))
         rows = RowPruner(loader, prefetcher.lookahead, None)
         offload = Offload(NOTHING, prefetcher, NOTHING, NOTHING, loader, NOTHING, rows)
-        self._recorded = Recorded(clock, recorder, link, offload)
+        self._recorded = RecordedRoutes(clock, recorder, link, offload)
         model: Any = self._recorded
         self._engine = Engine(
             model=model,

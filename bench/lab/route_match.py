@@ -8,7 +8,7 @@ from speq.routing import Route
 from speq.stats import ratio
 
 
-def ranked(route: Route) -> list[list[int]]:
+def rank_experts(route: Route) -> list[list[int]]:
     """Each token's experts, the most important first: [T][K].
 
     By the router's logits, or the weights where those were not seen; routers list their choice in

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lab.expert_shares import Flags, Floats, chosen, served
+from bench.lab.expert_shares import Flags, Floats, choices_of, served_shares
 from speq.config import SamplingParams
 from speq.engine.drafter import DraftLimits
 from speq.engine.engine import Engine
@@ -64,7 +64,9 @@ class RouteSample:
         ids = np.stack([route.host_ids[rows].numpy() for route in routes])
         weights = np.stack([route.host_weights[rows].double().numpy() for route in routes])
         num_experts = scores.shape[-1]
-        return cls(chosen(ids, num_experts), served(ids, weights, num_experts), softmax(scores))
+        return cls(
+            choices_of(ids, num_experts), served_shares(ids, weights, num_experts), softmax(scores)
+        )
 
     @classmethod
     def joined(cls, samples: Iterable["RouteSample"]) -> "RouteSample":
@@ -122,7 +124,7 @@ def softmax(logits: Floats) -> Floats:
     return shares
 
 
-def recorded(
+def record_routes(
     generator: Generator,
     texts: list[tuple[str, str]],
     max_new_tokens: int,
@@ -193,4 +195,4 @@ def marks_of(routes: Sequence[Route]) -> Flags:
     """Which experts all rows of a pass chose."""
     logits = routes[0].logits
     ids: NDArray[np.int64] = np.stack([route.host_ids.numpy() for route in routes])
-    return chosen(ids, logits.shape[-1])
+    return choices_of(ids, logits.shape[-1])

@@ -73,7 +73,7 @@ MODES = {
 
 
 @contextmanager
-def offered() -> Iterator[None]:
+def offer_single_shots() -> Iterator[None]:
     """Have both modes among the choices, where they are not yet, until the block ends."""
     with ExitStack() as stack:
         for name, (prefetcher, summary) in MODES.items():

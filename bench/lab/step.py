@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from bench.lab.command import main
 from bench.lab.options import BudgetText
-from speq.bench.neighbours import disturbed
+from speq.bench.neighbours import beside_neighbours
 from speq.bench.settings import Neighbours
 from speq.config import Device, DraftLength, Dtype
 from speq.engine.draft_pass import RecordedPass
@@ -174,7 +174,7 @@ def watch(runtime: Runtime, clock: PartClock) -> None:
         module.register_forward_pre_hook(begin, prepend=True)
 
 
-@disturbed
+@beside_neighbours
 def run(model: str, settings: StepSettings, progress: Progress | None = None) -> Report:
     """Time the parts of every pass while texts are generated. Raises SpeqError for nonsense."""
     kernel = DRAFT_KERNELS[settings.draft_kernel]

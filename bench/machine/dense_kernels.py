@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from speq.bench.machine.backends import backends_of, limited_isa
-from speq.bench.machine.expert_layer import BLOCK_WEIGHTS, SEED, copies, repeated
-from speq.bench.rotation import rotated
+from speq.bench.machine.expert_layer import BLOCK_WEIGHTS, SEED, copies, repeat_layer
+from speq.bench.rotation import rotate
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_choice
@@ -54,14 +54,14 @@ COLUMNS: dict[str, Column] = {
 
 
 @dataclass(frozen=True, slots=True)
-class DenseShape:
+class MatrixShape:
     """Rows and columns of a matrix, as in 5632x2048."""
 
     outputs: int
     columns: int
 
     @classmethod
-    def parse(cls, text: str) -> "DenseShape | None":
+    def parse(cls, text: str) -> "MatrixShape | None":
         parts = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
         return None if parts is None else cls(int(parts[1]), int(parts[2]))
 
@@ -77,11 +77,11 @@ class Matrices:
     """Copies of one matrix with random weights, as each kernel reads it, and what a call does."""
 
     def __init__(
-        self, shape: DenseShape, kernel: str, settings: Settings, device: torch.device, read: int
+        self, shape: MatrixShape, kernel: str, settings: Settings, device: torch.device, read: int
     ) -> None:
         generator = torch.Generator().manual_seed(SEED)
         random = torch.randn(BLOCK_WEIGHTS, generator=generator).mul_(0.02).bfloat16()
-        weight = repeated(random, (shape.outputs, shape.columns), torch.device("cpu"))
+        weight = repeat_layer(random, (shape.outputs, shape.columns), torch.device("cpu"))
         parts: list[Tensor] = []
         self.nbytes = 0
         if kernel in ("linear_residual", "linear_int4"):
@@ -111,7 +111,7 @@ class Matrices:
             matrix.product(inputs, None)
 
 
-def _matrix_of(kernel: str, shape: DenseShape, parts: tuple[Tensor, ...]) -> DenseMatrix:
+def _matrix_of(kernel: str, shape: MatrixShape, parts: tuple[Tensor, ...]) -> DenseMatrix:
     """A matrix as the engine holds it, over its parts."""
     if kernel == "linear":
         return RawMatrix(parts[0])
@@ -123,9 +123,9 @@ def _matrix_of(kernel: str, shape: DenseShape, parts: tuple[Tensor, ...]) -> Den
     return Int4Matrix(Int4Weight(*parts))
 
 
-def asked(settings: Settings) -> bool:
+def asks_for_matrices(settings: Settings) -> bool:
     """Whether shapes are those of dense matrices. Raises SpeqError where only some are."""
-    dense = [name == ALL_SHAPES or DenseShape.parse(name) is not None for name in settings.shapes]
+    dense = [name == ALL_SHAPES or MatrixShape.parse(name) is not None for name in settings.shapes]
     if any(dense) and not all(dense):
         raise SpeqError(
             f"shapes are {', '.join(settings.shapes)}, of layers of experts and of dense matrices; "
@@ -169,12 +169,12 @@ def run(
     return Report(BENCH, "synthetic matrices", settings.as_json() | given, rows)
 
 
-def shapes_of(settings: Settings) -> list[DenseShape]:
+def shapes_of(settings: Settings) -> list[MatrixShape]:
     """The shapes that are named. Raises SpeqError where groups do not divide their columns."""
     names = [
         name for each in settings.shapes for name in (SHAPES if each == ALL_SHAPES else (each,))
     ]
-    shapes = [shape for name in dict.fromkeys(names) if (shape := DenseShape.parse(name))]
+    shapes = [shape for name in dict.fromkeys(names) if (shape := MatrixShape.parse(name))]
     for shape in shapes:
         size = settings.group_size
         if size % 2 or shape.columns % size:
@@ -185,7 +185,7 @@ def shapes_of(settings: Settings) -> list[DenseShape]:
     return shapes
 
 
-def check_memory(shape: DenseShape, settings: Settings, device: torch.device) -> None:
+def check_memory(shape: MatrixShape, settings: Settings, device: torch.device) -> None:
     """Raise SpeqError where copies do not fit beside the buffer that is read."""
     read = READ_BYTES[device.type]
     plain = shape.weights * getattr(torch, settings.dtype).itemsize
@@ -202,7 +202,7 @@ def check_memory(shape: DenseShape, settings: Settings, device: torch.device) ->
 @torch.inference_mode()
 def measure(
     matrices: dict[str, Matrices],
-    shape: DenseShape,
+    shape: MatrixShape,
     rows: int,
     settings: Settings,
     read: MemoryRead,
@@ -219,7 +219,7 @@ def measure(
     for kernel in kernels:
         matrices[kernel].run(inputs)  # what is made once is made before anything is timed
     for turn in range(settings.rounds):
-        for kernel in rotated(kernels, turn):
+        for kernel in rotate(kernels, turn):
             each = matrices[kernel]
             read_s, work_s = step_times([read, partial(each.run, inputs)], device, clock)
             times[kernel].append(work_s / each.calls)

@@ -110,8 +110,8 @@ class Layer:
         weights = torch.randn(BLOCK_WEIGHTS, generator=generator).mul_(0.02).bfloat16()
         exact, int4 = (held if form in forms else 0 for form in ("exact", "int4"))
         one = (
-            repeated(weights, (2 * width, hidden), torch.device("cpu")),
-            repeated(weights, (hidden, width), torch.device("cpu")),
+            repeat_layer(weights, (2 * width, hidden), torch.device("cpu")),
+            repeat_layer(weights, (hidden, width), torch.device("cpu")),
         )
         codes = [pair_of(matrix, group_size, "residual" in forms) for matrix in one]
         self.backend = Int4Slots(
@@ -119,8 +119,8 @@ class Layer:
             (copies(codes[1][0], int4, device), copies(codes[1][1], int4, device)),
         )
         self.exact = (
-            repeated(weights, (exact, 2 * width, hidden), device),
-            repeated(weights, (exact, hidden, width), device),
+            repeat_layer(weights, (exact, 2 * width, hidden), device),
+            repeat_layer(weights, (exact, hidden, width), device),
         )
         if "lossless" in forms:
             self._records["lossless"] = compact_ops.encode_lossless(*one)
@@ -160,8 +160,8 @@ def pair_of(matrix: Tensor, group_size: int, rounded: bool) -> tuple[Tensor, Ten
     scales = torch.rand(BLOCK_WEIGHTS, generator=generator).mul_(0.01).half()
     cpu = torch.device("cpu")
     return (
-        repeated(codes, (rows, columns // 2), cpu),
-        repeated(scales, (rows, columns // group_size), cpu),
+        repeat_layer(codes, (rows, columns // 2), cpu),
+        repeat_layer(scales, (rows, columns // group_size), cpu),
     )
 
 
@@ -173,7 +173,7 @@ def copies(part: Tensor, count: int, device: torch.device) -> Tensor:
     return made.copy_(part)
 
 
-def repeated(block: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def repeat_layer(block: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A tensor filled with copies of `block`: random numbers for all of it would take minutes."""
     out = torch.empty(shape, dtype=block.dtype, device=device)
     if not out.is_cuda:

@@ -41,8 +41,8 @@ from speq.bench.machine.expert_layer import (
     LayerShape,
     torch_experts,
 )
-from speq.bench.neighbours import disturbed
-from speq.bench.rotation import rotated
+from speq.bench.neighbours import beside_neighbours
+from speq.bench.rotation import rotate
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
 from speq.errors import SpeqError, checked_choice
@@ -124,14 +124,14 @@ class Round:
         return self.expert_bytes / self.time_s / self.read_bytes_per_s
 
 
-@disturbed
+@beside_neighbours
 def run(
     settings: Settings, progress: Progress | None = None, clock: Clock = time.perf_counter
 ) -> Report:
     """Measure every shape, rows and kernel, or compute it from machine code. Raises SpeqError."""
     if settings.sass:
         return issue.run(settings, progress)
-    if dense_kernels.asked(settings):
+    if dense_kernels.asks_for_matrices(settings):
         return dense_kernels.run(settings, progress, clock)
     settings = spelt_out(settings)
     held = check(settings)
@@ -369,7 +369,7 @@ def measure(
         works[kernel] = Calls(kernel, layer, routes[kernel][0], dtype, captured)
     found: dict[str, list[Round]] = {kernel: [] for kernel in kernels}
     for turn in range(settings.rounds):
-        for kernel in rotated(kernels, turn):
+        for kernel in rotate(kernels, turn):
             work, ids = works[kernel], routes[kernel][turn]
             work.routes.copy_(ids)
             read_s, work_s = step_times([read, work.run], device, clock)

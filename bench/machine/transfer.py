@@ -45,7 +45,7 @@ PICTURES = (
 
 
 @dataclass(slots=True)
-class Source:
+class StoreSource:
     """A model on disk, as plain files and as a store of experts."""
 
     opened: Opened
@@ -54,7 +54,7 @@ class Source:
     paths: list[Path]
 
     @classmethod
-    def of(cls, model: str) -> "Source":
+    def of(cls, model: str) -> "StoreSource":
         opened = open_model(model)
         kind = "safetensors" if opened.store.published else "packed"
         return cls(opened, model, kind, list(opened.store.files))
@@ -74,10 +74,10 @@ def run(models: Sequence[str], settings: Settings, progress: Progress | None = N
     for size in sizes:
         if size % ALIGNMENT:
             raise SpeqError(f"size {size} is no multiple of {ALIGNMENT} bytes")
-    sources: list[Source] = []
+    sources: list[StoreSource] = []
     try:
         for model in models:
-            sources.append(Source.of(model))
+            sources.append(StoreSource.of(model))
         rows = measure(sources, settings, sizes, volume, progress)
     finally:
         for source in sources:
@@ -86,7 +86,7 @@ def run(models: Sequence[str], settings: Settings, progress: Progress | None = N
 
 
 def measure(
-    sources: list[Source],
+    sources: list[StoreSource],
     settings: Settings,
     sizes: list[int],
     volume: int,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from speq.bench.machine import page_cache
 from speq.bench.neighbours import neighbours
-from speq.bench.rivals.job import Job, Task
+from speq.bench.rivals.job import RivalJob, Task
 from speq.bench.rivals.memory_cap import memory_cap
-from speq.bench.rivals.process import Heard, heard
-from speq.bench.rivals.systems import Entry
-from speq.bench.rotation import rotated
+from speq.bench.rivals.process import ProcessResult, run_process
+from speq.bench.rivals.systems import SystemEntry
+from speq.bench.rotation import rotate
 from speq.errors import SpeqError
 from speq.units import Progress, track
 
@@ -52,9 +52,9 @@ class Terms:
     neighbours: int
     limit_s: float
 
-    def job(self, entry: Entry, budget_bytes: int, task: Task) -> Job:
+    def job(self, entry: SystemEntry, budget_bytes: int, task: Task) -> RivalJob:
         store = entry.system.store
-        return Job(
+        return RivalJob(
             task,
             entry.system.name,
             str(self.model if store is None else self.stores[store]),
@@ -73,17 +73,17 @@ class Terms:
 
 
 @dataclass(slots=True)
-class Cell:
+class ContestCell:
     """A system under a budget, and what it did in each round.
 
     rounds     one Heard a round
     agreement  share of tokens that it, too, finds likeliest, all before them given
     """
 
-    entry: Entry
+    entry: SystemEntry
     budget: str
     budget_bytes: int
-    rounds: list[Heard] = field(default_factory=list)
+    rounds: list[ProcessResult] = field(default_factory=list)
     agreement: float | None = None
 
     @property
@@ -97,7 +97,7 @@ class Contest:
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
 
-    def run(self, job: Job, budget_bytes: int) -> Heard:
+    def run(self, job: RivalJob, budget_bytes: int) -> ProcessResult:
         """One process: cold files, under the cap where there is one."""
         terms = self.terms
         self.drop_files()
@@ -106,7 +106,7 @@ class Contest:
             if terms.capped:
                 cap = stack.enter_context(memory_cap(budget_bytes + terms.reserve_bytes))
             stack.enter_context(neighbours(terms.neighbours))
-            return heard(job, cap, terms.limit_s)
+            return run_process(job, cap, terms.limit_s)
 
     def drop_files(self) -> None:
         """Have the page cache hold none of what systems read."""
@@ -115,7 +115,7 @@ class Contest:
                 if path.is_file():
                     page_cache.drop(path)
 
-    def prepare(self, cells: list[Cell], progress: Progress | None) -> None:
+    def prepare(self, cells: list[ContestCell], progress: Progress | None) -> None:
         """Have each system's form of the model written; one without it is a row that says so."""
         failures: dict[str, str] = {}
         for cell in cells:
@@ -128,14 +128,14 @@ class Contest:
                 except SpeqError as error:
                     failures[label] = str(error)
             if failures[label]:
-                cell.rounds.append(Heard(failure=failures[label]))
+                cell.rounds.append(ProcessResult(failure=failures[label]))
 
-    def compare(self, cells: list[Cell], progress: Progress | None) -> list[int]:
+    def compare(self, cells: list[ContestCell], progress: Progress | None) -> list[int]:
         """Have systems of ours agree on the first tokens, and tell these.
 
         Each runs under its largest budget, and a little more. Raises SpeqError where two differ.
         """
-        largest: dict[str, Cell] = {}
+        largest: dict[str, ContestCell] = {}
         for cell in cells:
             before = largest.get(cell.entry.label)
             if cell.failure:
@@ -169,19 +169,20 @@ class Contest:
             if first is not None and tokens != found[first]:
                 raise SpeqError(
                     f"{label} and {first} compute different tokens in float32: "
-                    f"{differing(tokens, found[first])}; this is a defect, and no time is measured"
+                    f"{first_difference(tokens, found[first])}; this is a defect, and no time is "
+                    "measured"
                 )
         return found[first] if first is not None else []
 
-    def measure(self, cells: list[Cell], rounds: int, progress: Progress | None) -> None:
+    def measure(self, cells: list[ContestCell], rounds: int, progress: Progress | None) -> None:
         """Every cell once a round; one that failed is not tried again."""
-        turns = [cell for turn in range(rounds) for cell in rotated(cells, turn)]
+        turns = [cell for turn in range(rounds) for cell in rotate(cells, turn)]
         for cell in track("measuring systems", turns, len(turns), progress):
             if not cell.failure:
                 job = self.terms.job(cell.entry, cell.budget_bytes, "time")
                 cell.rounds.append(self.run(job, cell.budget_bytes))
 
-    def agree(self, cells: list[Cell], tokens: list[int], progress: Progress | None) -> None:
+    def agree(self, cells: list[ContestCell], tokens: list[int], progress: Progress | None) -> None:
         """Of each foreign system: how many of the exact model's tokens it finds likeliest too."""
         foreign = list(foreign_cells(cells))
         for cell in track("agreement of other programs", foreign, len(foreign), progress):
@@ -201,9 +202,9 @@ class Contest:
                     each.agreement = share
 
 
-def foreign_cells(cells: list[Cell]) -> Iterator[Cell]:
+def foreign_cells(cells: list[ContestCell]) -> Iterator[ContestCell]:
     """Of each system that is not ours, the cell with the largest budget that it runs in."""
-    largest: dict[str, Cell] = {}
+    largest: dict[str, ContestCell] = {}
     for cell in cells:
         before = largest.get(cell.entry.label)
         if cell.entry.system.ours or cell.failure:
@@ -213,7 +214,7 @@ def foreign_cells(cells: list[Cell]) -> Iterator[Cell]:
     yield from largest.values()
 
 
-def differing(one: list[int], other: list[int]) -> str:
+def first_difference(one: list[int], other: list[int]) -> str:
     """Where two runs of tokens part."""
     at = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     if at is None:

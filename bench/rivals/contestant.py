@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 
 
 class Contestant(Protocol):
@@ -27,4 +27,4 @@ class Contestant(Protocol):
 class Maker(Protocol):
     """Loads a system. Raises SpeqError where it is not installed, or the job allows none."""
 
-    def __call__(self, job: Job) -> Contestant: ...
+    def __call__(self, job: RivalJob) -> Contestant: ...

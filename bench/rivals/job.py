@@ -10,7 +10,7 @@ Task = Literal["time", "tokens", "choices"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RivalJob:
     """system: its name; model: the folder as published; all texts are token ids, greedy.
 
     stores        the model packed, by codec

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.packages import rival_package
 from speq.control_groups import processors
 from speq.errors import SpeqError
@@ -64,13 +64,13 @@ class LlamaCpp:
         return int(as_array(logits, shape=(self._model.n_vocab(),)).argmax())
 
 
-def prepare(job: Job, progress: Progress | None) -> None:
+def prepare(job: RivalJob, progress: Progress | None) -> None:
     """Write the job's model as GGUF, unless it is there. Raises SpeqError where that cannot be."""
     rival_package("llama_cpp")
     gguf_of(job.model, job.scratch_path, progress)
 
 
-def load(job: Job) -> LlamaCpp:
+def load(job: RivalJob) -> LlamaCpp:
     """Load the job's model, its GGUF file written first where there is none.
 
     Raises SpeqError where llama-cpp-python is not installed, or was built for no GPU and the job
@@ -150,7 +150,7 @@ def _folder_of(model: str) -> Path:
     return locate(model)
 
 
-def gpu_bytes(file: Path, job: Job) -> tuple[list[int], int]:
+def gpu_bytes(file: Path, job: RivalJob) -> tuple[list[int], int]:
     """What each layer takes of a GPU, with its KV cache, and what the head takes, with logits."""
     gguf = rival_package("gguf")
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors}

@@ -87,7 +87,7 @@ def memory_cap(
 
     Raises SpeqError where the system allows no such group.
     """
-    cap = made(limit_bytes, roots, membership)
+    cap = make_group(limit_bytes, roots, membership)
     try:
         yield cap
     finally:
@@ -101,7 +101,7 @@ def how_capped() -> str:
         return cap.files.version
 
 
-def made(limit_bytes: int, roots: tuple[Path, Path], membership: Path) -> MemoryCap:
+def make_group(limit_bytes: int, roots: tuple[Path, Path], membership: Path) -> MemoryCap:
     v1, v2 = roots
     name = f"speq-{os.getpid()}-{next(_numbers)}"
     reason = "no control groups are mounted"

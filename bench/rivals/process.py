@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.memory_cap import MemoryCap
 from speq.bench.rivals.worker import TextRun
 from speq.errors import present
@@ -21,7 +21,7 @@ SHOWN_BYTES = 2000
 
 
 @dataclass(slots=True)
-class Heard:
+class ProcessResult:
     """What a process told.
 
     settled  how the system holds the model
@@ -44,12 +44,12 @@ class Heard:
             self.failure = line["error"]
 
 
-def heard(job: Job, cap: MemoryCap | None, limit_s: float) -> Heard:
+def run_process(job: RivalJob, cap: MemoryCap | None, limit_s: float) -> ProcessResult:
     """Run a job in a process of its own. What goes wrong there is told, and raised nowhere."""
-    with TemporaryFile() as errors, started(errors) as process:
+    with TemporaryFile() as errors, start_process(errors) as process:
         asked = present(process.stdin, "a pipe was asked for and there is none")
         told = present(process.stdout, "a pipe was asked for and there is none")
-        found = Heard()
+        found = ProcessResult()
         late = threading.Event()
 
         def end() -> None:
@@ -79,7 +79,7 @@ def heard(job: Job, cap: MemoryCap | None, limit_s: float) -> Heard:
 
 
 @contextmanager
-def started(errors: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
+def start_process(errors: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
     """The process, which is ended with the block whatever happens."""
     process = subprocess.Popen(
         COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True

@@ -5,12 +5,12 @@ from typing import Any
 
 from speq.bench.rivals.contestant import Contestant
 from speq.bench.rivals.generator_contestant import GeneratorContestant
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.errors import SpeqError
 from speq.generator import Generator
 
 
-def load(job: Job) -> Contestant:
+def load(job: RivalJob) -> Contestant:
     """Raises SpeqError where options, files or the memory do not allow it."""
     generator = Generator.from_pretrained(
         job.model, job.memory_bytes, **run_options(job, job.options)
@@ -28,6 +28,6 @@ def load(job: Job) -> Contestant:
     return GeneratorContestant(generator)
 
 
-def run_options(job: Job, options: Mapping[str, Any]) -> Any:
+def run_options(job: RivalJob, options: Mapping[str, Any]) -> Any:
     """Options of a run under this job."""
     return {**options, "device": job.device, "dtype": job.dtype}

@@ -4,7 +4,7 @@ import math
 from statistics import median
 from typing import Any
 
-from speq.bench.rivals.contest import Cell, Terms
+from speq.bench.rivals.contest import ContestCell, Terms
 from speq.bench.rivals.worker import TextRun
 from speq.measure.picture import BUDGET, HITS, MOVED, TPOT, TTFT, Axis, Picture, gibibytes
 from speq.measure.report import Column
@@ -68,7 +68,7 @@ PICTURES = (
 )
 
 
-def rows_of(cells: list[Cell], terms: Terms) -> list[Row]:
+def rows_of(cells: list[ContestCell], terms: Terms) -> list[Row]:
     """A row for each cell. `of_best` is the time of a token as a multiple of the fastest system's
     under the same budget.
     """
@@ -80,7 +80,7 @@ def rows_of(cells: list[Cell], terms: Terms) -> list[Row]:
     return rows
 
 
-def row_of(cell: Cell, terms: Terms) -> Row:
+def row_of(cell: ContestCell, terms: Terms) -> Row:
     """Medians over prompts and rounds; figures are None of a system that failed."""
     row: Row = {
         "budget": cell.budget,

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from speq.bench.rivals.contestant import Maker
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.options.assignments import parse_assignments
@@ -62,7 +62,7 @@ class System:
         made: Maker = self._module.load
         return made
 
-    def prepare(self, job: Job, progress: Progress | None) -> None:
+    def prepare(self, job: RivalJob, progress: Progress | None) -> None:
         """Write the form that the system reads, unless it is there. Raises SpeqError."""
         if self.form:
             self._module.prepare(job, progress)
@@ -125,7 +125,7 @@ SYSTEMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SystemEntry:
     """A system as it was asked for: `speq draft-length=4` is speq with an option of its own."""
 
     label: str
@@ -140,7 +140,7 @@ def system(name: str) -> System:
     return SYSTEMS[name]
 
 
-def entry(label: str, shared: Mapping[str, Any], memory_bytes: int) -> Entry:
+def entry(label: str, shared: Mapping[str, Any], memory_bytes: int) -> SystemEntry:
     """The entry that a user wrote. Raises SpeqError for what is no system, or no option of it.
 
     shared  options of all of speq's runs
@@ -151,7 +151,7 @@ def entry(label: str, shared: Mapping[str, Any], memory_bytes: int) -> Entry:
     if not found.ours:
         if own:
             raise SpeqError(f"system {label!r} has options; {name} takes none")
-        return Entry(label, found, {})
+        return SystemEntry(label, found, {})
     options = {**shared, **found.options, **own}
     RunConfig.of(memory_bytes, **options)
-    return Entry(label, found, options)
+    return SystemEntry(label, found, options)

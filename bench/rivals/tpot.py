@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from speq.bench.kinds import texts_of
-from speq.bench.rivals.contest import Cell, Contest, Terms
+from speq.bench.rivals.contest import Contest, ContestCell, Terms
 from speq.bench.rivals.memory_cap import how_capped
 from speq.bench.rivals.standings import COLUMNS, PICTURES, by_kind, kind_columns, notes_of, rows_of
 from speq.bench.rivals.systems import SYSTEMS, entry
@@ -78,7 +78,7 @@ def run(
     if settings.systems == ("?",):
         known = [{"system": each.name, "summary": each.summary} for each in SYSTEMS.values()]
         return NamedSystems("systems", model, {}, known)
-    contest, cells = arranged(model, settings)
+    contest, cells = arrange(model, settings)
     contest.prepare(cells, progress)
     tokens = contest.compare(cells, progress)
     contest.measure(cells, settings.rounds, progress)
@@ -95,7 +95,7 @@ def run(
     )
 
 
-def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
+def arrange(model: str, settings: Settings) -> tuple[Contest, list[ContestCell]]:
     """What is run, all of it checked. Raises SpeqError for what cannot be."""
     if settings.variants:
         raise SpeqError(
@@ -114,7 +114,7 @@ def arranged(model: str, settings: Settings) -> tuple[Contest, list[Cell]]:
     dtype = shared.pop("dtype", "auto")
     budgets = [(text, parse_bytes(text)) for text in settings.budgets]
     cells = [
-        Cell(entry(label, shared, budget_bytes), text, budget_bytes)
+        ContestCell(entry(label, shared, budget_bytes), text, budget_bytes)
         for text, budget_bytes in budgets
         for label in settings.systems
     ]

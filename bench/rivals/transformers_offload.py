@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.packages import rival_package
 from speq.control_groups import processors
 from speq.errors import SpeqError
@@ -72,7 +72,7 @@ class TransformersOffload:
         return chosen
 
 
-def load(job: Job) -> TransformersOffload:
+def load(job: RivalJob) -> TransformersOffload:
     """Load the job's model, within its memory as far as accelerate keeps to it.
 
     Raises SpeqError where accelerate is not installed, the memory has no room for what stands
@@ -147,7 +147,7 @@ def bytes_in(checkpoint: Checkpoint, dtype: str) -> int:
     return sum(prod(info.shape) * itemsize for info in infos)
 
 
-def working_bytes(opened: Opened, job: Job) -> int:
+def working_bytes(opened: Opened, job: RivalJob) -> int:
     """Bytes of the KV cache and of activations, for which Transformers keeps no room by itself."""
     infos = [info for _, info in opened.checkpoint.tensors.values()]
     published = max(infos, key=lambda info: info.nbytes).dtype

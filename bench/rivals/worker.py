@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.bench.rivals.contestant import Contestant
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.bench.stolen_time import ProcessorTime
 from speq.errors import SpeqError
 
@@ -43,10 +43,10 @@ class TextRun:
     stolen_share: float = 0.0
 
 
-def timed(
+def time_texts(
     contestant: Contestant,
     prompt_token_ids: list[int],
-    job: Job,
+    job: RivalJob,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TextRun:
     """Run one text, to its end or until its time is up."""
@@ -73,7 +73,7 @@ def timed(
     return run
 
 
-def run(job: Job, contestant: Contestant, tell: Tell) -> None:
+def run(job: RivalJob, contestant: Contestant, tell: Tell) -> None:
     """Do what the job asks for, and tell of each text as it ends."""
     tell({"loaded": contestant.settled()})
     if job.warm_up_tokens:
@@ -85,7 +85,7 @@ def run(job: Job, contestant: Contestant, tell: Tell) -> None:
             tell({"text": asdict(TextRun(chosen))})
     else:
         for prompt_token_ids in job.prompts:
-            tell({"text": asdict(timed(contestant, prompt_token_ids, job))})
+            tell({"text": asdict(time_texts(contestant, prompt_token_ids, job))})
 
 
 def peak_rss_bytes() -> int:
@@ -100,7 +100,7 @@ def peak_rss_bytes() -> int:
     return 0
 
 
-def device_peak_bytes(job: Job) -> int | None:
+def device_peak_bytes(job: RivalJob) -> int | None:
     """The most memory that torch had of the GPU at a time; None on the CPU."""
     if job.device == "cpu":
         return None
@@ -109,7 +109,7 @@ def device_peak_bytes(job: Job) -> int | None:
     return torch.cuda.max_memory_reserved()
 
 
-def limit_device(job: Job) -> None:
+def limit_device(job: RivalJob) -> None:
     """Hold torch to the job's memory of a GPU: what asks for more fails."""
     if job.device == "cpu":
         return
@@ -121,7 +121,7 @@ def limit_device(job: Job) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, job.memory_bytes / total))
 
 
-def perform(job: Job, tell: Tell) -> None:
+def perform(job: RivalJob, tell: Tell) -> None:
     """Load the job's system and do the job; what it is refused for is told in a sentence."""
     from speq.bench.rivals.systems import system
 
@@ -153,7 +153,7 @@ def main() -> int:
     def tell(line: dict[str, Any]) -> None:
         lines.write(json.dumps(line) + "\n")
 
-    perform(Job(**json.loads(sys.stdin.readline())), tell)
+    perform(RivalJob(**json.loads(sys.stdin.readline())), tell)
     return 0
 
 

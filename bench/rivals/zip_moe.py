@@ -17,7 +17,7 @@ import torch
 
 from speq.bench.rivals.contestant import Contestant
 from speq.bench.rivals.generator_contestant import GeneratorContestant
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.systems import NO_DRAFT, ON_DEMAND
 from speq.bench.rivals.zip_file import ensure_file
 from speq.bench.rivals.zip_planes import zstandard
@@ -42,7 +42,7 @@ SPLITS_FILE = "splits.json"
 OPTIONS: dict[str, Any] = ON_DEMAND | NO_DRAFT
 
 
-def load(job: Job) -> Contestant:
+def load(job: RivalJob) -> Contestant:
     """The system, memory divided as was fastest. Raises SpeqError on a GPU, without the package
     zstandard, and for a model that is packed or not in BF16.
     """
@@ -61,7 +61,7 @@ def load(job: Job) -> Contestant:
     return with_share(job, fastest(kept[name]), kept[name])
 
 
-def check(job: Job) -> None:
+def check(job: RivalJob) -> None:
     """Raise SpeqError where the job asks for what is no longer this system."""
     zstandard()
     if job.device != "cpu":
@@ -76,13 +76,13 @@ def check(job: Job) -> None:
             )
 
 
-def options_of(job: Job) -> dict[str, Any]:
+def options_of(job: RivalJob) -> dict[str, Any]:
     """Options of the run that are not for users to choose."""
     named = {"memory_budget": job.memory_bytes, "context_length": job.context, "dtype": job.dtype}
     return OPTIONS | {"device": "cpu"} | named
 
 
-def prepare(job: Job, progress: Progress | None = None) -> None:
+def prepare(job: RivalJob, progress: Progress | None = None) -> None:
     """Write the compressed experts, unless they are there. Raises as `load` does."""
     check(job)
     with closing(open_model(job.model)) as opened:
@@ -96,12 +96,12 @@ def told(progress: Progress | None) -> Done | None:
     return lambda done, total: progress("compressing experts as ZipMoE", done, total)
 
 
-def tried(job: Job) -> dict[str, float | None]:
+def tried(job: RivalJob) -> dict[str, float | None]:
     """Milliseconds per token with each share, by its name; None where it leaves too few slots."""
     return {name: tried_share(job, share) for name, share in SHARES.items()}
 
 
-def tried_share(job: Job, share: float) -> float | None:
+def tried_share(job: RivalJob, share: float) -> float | None:
     """One share's. The system is gone when this returns: two at a time have no room."""
     try:
         made = with_share(job, share)
@@ -128,7 +128,7 @@ def trial_ms(made: GeneratorContestant, prompt_token_ids: list[int]) -> float:
 
 
 def with_share(
-    job: Job, share: float, trials_ms: dict[str, float | None] | None = None
+    job: RivalJob, share: float, trials_ms: dict[str, float | None] | None = None
 ) -> GeneratorContestant:
     """The system with that share of memory for compressed experts."""
     opened = open_model(job.model)
@@ -149,7 +149,7 @@ def with_share(
     return GeneratorContestant(generator, details)
 
 
-def store_of(job: Job, opened: Opened, share: float) -> ZipStore:
+def store_of(job: RivalJob, opened: Opened, share: float) -> ZipStore:
     """Compressed experts, a pool of them in that share of the memory beside the dense weights."""
     words = opened.store.codec.shape.dtype
     resident_bytes = opened.shape.resident_bytes(DTYPES.get(job.dtype, words))
@@ -157,9 +157,9 @@ def store_of(job: Job, opened: Opened, share: float) -> ZipStore:
     return ZipStore(opened.store, folder_of(job), pool_bytes, threads_of(job))
 
 
-def folder_of(job: Job) -> Path:
+def folder_of(job: RivalJob) -> Path:
     return job.scratch_path / "zipmoe"
 
 
-def threads_of(job: Job) -> int:
+def threads_of(job: RivalJob) -> int:
     return job.threads or torch.get_num_threads()

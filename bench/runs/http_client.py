@@ -70,7 +70,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class AnswerTimes:
     """What came of a request; times by the bench's clock.
 
     status          of HTTP; 0 where nothing came
@@ -90,7 +90,7 @@ class Heard:
         return self.end_s is not None and self.first_s is not None and self.tokens > 0
 
 
-def ask(target: Target, model: str, prompt: str, max_new_tokens: int, clock: Clock) -> Heard:
+def ask(target: Target, model: str, prompt: str, max_new_tokens: int, clock: Clock) -> AnswerTimes:
     """Go on from a prompt, greedily and to the full length."""
     body = {
         "model": model,
@@ -106,22 +106,22 @@ def ask(target: Target, model: str, prompt: str, max_new_tokens: int, clock: Clo
     try:
         response = target.send(connection, "/completions", body)
         if response.status != 200:
-            return Heard(response.status, sent_s)
+            return AnswerTimes(response.status, sent_s)
         return read(response, sent_s, clock)
     except FAILURES:
-        return Heard(0, sent_s)
+        return AnswerTimes(0, sent_s)
     finally:
         connection.close()
 
 
-def read(response: http.client.HTTPResponse, sent_s: float, clock: Clock) -> Heard:
+def read(response: http.client.HTTPResponse, sent_s: float, clock: Clock) -> AnswerTimes:
     """Chunks up to the one that ends them. An answer that breaks off is none."""
     first_s: float | None = None
     usage: dict[str, Any] = {}
     for line in iter(response.readline, b""):
         if line.startswith(b"data: [DONE]"):
             queued_ms = usage.get("speq", {}).get("queued_ms")
-            return Heard(
+            return AnswerTimes(
                 200, sent_s, first_s, clock(), int(usage.get("completion_tokens", 0)), queued_ms
             )
         if not line.startswith(b"data: "):
@@ -132,4 +132,4 @@ def read(response: http.client.HTTPResponse, sent_s: float, clock: Clock) -> Hea
         if first_s is None and chunk["choices"]:
             first_s = clock()
         usage = chunk.get("usage") or usage
-    return Heard(0, sent_s, first_s)
+    return AnswerTimes(0, sent_s, first_s)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from speq.bench.kinds import texts_of
-from speq.bench.runs.http_client import Heard, Target, ask
-from speq.bench.settings import ServeSettings as Settings
+from speq.bench.runs.http_client import AnswerTimes, Target, ask
+from speq.bench.settings import ServeBenchSettings as Settings
 from speq.errors import SpeqError
 from speq.files.regular_file import read_text
 from speq.measure.picture import Axis, Picture
@@ -76,7 +76,7 @@ def run(
     for rate in settings.rates:
         arrivals = arrivals_at(rate, settings.num_requests, settings.seed)
 
-        def one(prompt: str) -> Heard:
+        def one(prompt: str) -> AnswerTimes:
             return ask(target, model, prompt, settings.max_new_tokens, clock)
 
         heard = load(one, prompts, arrivals, settings.max_seconds, progress, clock, sleep)
@@ -109,17 +109,17 @@ def arrivals_at(rate: float, count: int, seed: int) -> list[float]:
 
 
 def load(
-    one: Callable[[str], Heard],
+    one: Callable[[str], AnswerTimes],
     prompts: Sequence[str],
     arrivals: Sequence[float],
     max_seconds: float,
     progress: Progress | None,
     clock: Clock,
     sleep: Callable[[float], None],
-) -> list[Heard]:
+) -> list[AnswerTimes]:
     """Send each request at its time, whatever came of those before, and wait for all."""
     told = progress or no_progress
-    heard: list[Heard] = []
+    heard: list[AnswerTimes] = []
     threads = []
     start_s = clock()
     for at, arrival_s in enumerate(arrivals):
@@ -145,7 +145,7 @@ def load(
     return heard
 
 
-def summed_up(rate: float, heard: Sequence[Heard]) -> dict[str, Any]:
+def summed_up(rate: float, heard: Sequence[AnswerTimes]) -> dict[str, Any]:
     """A row: what came of the requests of a rate."""
     whole = [each for each in heard if each.whole]
     ends_s = [each.end_s for each in whole if each.end_s is not None]

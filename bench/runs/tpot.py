@@ -15,7 +15,7 @@ from speq.bench.kinds import texts_of
 from speq.bench.neighbours import neighbours
 from speq.bench.rivals.tpot import NamedSystems, SystemsReport
 from speq.bench.rivals.tpot import run as systems_beside
-from speq.bench.rotation import rotated
+from speq.bench.rotation import rotate
 from speq.bench.settings import TpotSettings as Settings
 from speq.bench.synthetic import synthetic_acceptance
 from speq.config import RunConfig
@@ -146,7 +146,7 @@ def run(model: str, settings: Settings, progress: Progress | None = None) -> Rep
         RunConfig.of(cell.budget, cell.draft_length, **cell.options(settings))
 
     samples: dict[TpotCell, list[dict[str, Any]]] = {cell: [] for cell in cells}
-    turns = [cell for turn in range(settings.rounds) for cell in rotated(cells, turn)]
+    turns = [cell for turn in range(settings.rounds) for cell in rotate(cells, turn)]
     for cell in track("measuring settings", turns, len(turns), progress):
         with neighbours(cell.neighbours):
             samples[cell] += measure(model, settings, cell, prompts)

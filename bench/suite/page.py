@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.bench.rivals import standings
-from speq.bench.suite.steps import Step
+from speq.bench.suite.steps import SuiteStep
 from speq.files.json_file import parse_json
 from speq.measure.report import Column, Report, cell_text
 
@@ -20,7 +20,9 @@ MODULES = {
 }
 
 
-def markdown_of(report: Report, steps: list[Step], seconds: dict[str, float], folder: Path) -> str:
+def markdown_of(
+    report: Report, steps: list[SuiteStep], seconds: dict[str, float], folder: Path
+) -> str:
     """The whole page."""
     machine = ", ".join(f"{name}: {value}" for name, value in report.machine.items())
     parts = [

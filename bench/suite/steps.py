@@ -21,7 +21,7 @@ FEW_SAMPLES = ("--dense", "--samples", "16", "--sequence-length", "256")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SuiteStep:
     """name: of its files; makes: the folder that it makes, for a step that measures nothing;
     expected_s: on two cores.
     """
@@ -35,7 +35,7 @@ class Step:
         return folder / f"{self.name}.json"
 
 
-def steps_of(model: str, settings: Settings) -> list[Step]:
+def steps_of(model: str, settings: Settings) -> list[SuiteStep]:
     """In the order in which they are run. Raises SpeqError for a model that cannot be opened."""
     folder, out = locate(model), settings.out
     size = tensor_bytes(folder)
@@ -44,7 +44,7 @@ def steps_of(model: str, settings: Settings) -> list[Step]:
     if size < SMALL_BYTES:
         wide = out / "model"
         steps.append(
-            Step(
+            SuiteStep(
                 "widen",
                 ["bench", "widen", source, str(wide), "--draft-noise", DRAFT_NOISE],
                 210,
@@ -52,7 +52,7 @@ def steps_of(model: str, settings: Settings) -> list[Step]:
             )
         )
         steps.append(
-            Step(
+            SuiteStep(
                 "quantize",
                 ["quantize", source, *FEW_SAMPLES, "--out", str(out / "gptq")],
                 30,
@@ -65,7 +65,7 @@ def steps_of(model: str, settings: Settings) -> list[Step]:
         {"residual": out / "residual"} if settings.full else {}
     )
     steps += [
-        Step(
+        SuiteStep(
             f"pack-{codec}",
             ["pack", source, "--codec", codec, "--out", str(pack)],
             20 * scale,
@@ -100,7 +100,7 @@ def budgets_of(settings: Settings, size: int) -> list[str]:
 
 def measurements(
     source: str, packs: dict[str, Path], budgets: list[str], settings: Settings, scale: float
-) -> list[Step]:
+) -> list[SuiteStep]:
     """The benches, on the model and on its packs."""
     lossless = str(packs["lossless"])
     stores = [part for codec, pack in packs.items() for part in (f"--{codec}", str(pack))]
@@ -116,8 +116,8 @@ def measurements(
     contest += ["--reserve", settings.reserve, "--cap", settings.cap]
     variants = [part for each in VARIANTS for part in ("--variants", each)]
     steps = [
-        Step("tpot", contest, 30 * processes * scale),
-        Step(
+        SuiteStep("tpot", contest, 30 * processes * scale),
+        SuiteStep(
             "variants",
             [
                 *("bench", "tpot", lossless, "--budgets", tight, "--draft-lengths", "0,auto"),
@@ -125,12 +125,12 @@ def measurements(
             ],
             400 * scale,
         ),
-        Step("transfer", ["bench", "transfer", source, lossless], 60),
-        Step("kernels", ["bench", "kernels", "--shapes", "qwen1.5-moe", "--rows", "1,5"], 120),
+        SuiteStep("transfer", ["bench", "transfer", source, lossless], 60),
+        SuiteStep("kernels", ["bench", "kernels", "--shapes", "qwen1.5-moe", "--rows", "1,5"], 120),
     ]
     if settings.full:
         neighbours = [*contest, "--neighbours", "1"]
-        steps.append(Step("neighbours", neighbours, 50 * processes * scale))
+        steps.append(SuiteStep("neighbours", neighbours, 50 * processes * scale))
     return steps
 
 

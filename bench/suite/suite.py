@@ -18,7 +18,7 @@ from typing import Any
 
 from speq.bench.settings import AllSettings as Settings
 from speq.bench.suite import page
-from speq.bench.suite.steps import Step, steps_of
+from speq.bench.suite.steps import SuiteStep, steps_of
 from speq.errors import SpeqError
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import parse_json
@@ -86,13 +86,13 @@ def run(model: str, settings: Settings, quiet: bool = False) -> Report:
     return report
 
 
-def draw(steps: list[Step], folder: Path) -> None:
+def draw(steps: list[SuiteStep], folder: Path) -> None:
     """The pictures of what was measured. What cannot be drawn is left out, and the page says so."""
     from speq.dashboard.page import write_page
-    from speq.dashboard.report_page import gathered, page_of_sources
+    from speq.dashboard.report.report_page import gather_sources, page_of_sources
 
     files = [step.file(folder) for step in steps if not step.makes and step.file(folder).exists()]
-    write_page(page_of_sources(*gathered(files)), folder / PICTURES)
+    write_page(page_of_sources(*gather_sources(files)), folder / PICTURES)
 
 
 def notes(report: Report) -> list[str]:
@@ -114,7 +114,7 @@ def minutes(seconds: float) -> str:
     return f"{max(1, round(seconds / 60))} min"
 
 
-def heading(steps: list[Step], left: list[Step]) -> str:
+def heading(steps: list[SuiteStep], left: list[SuiteStep]) -> str:
     """What will be done, and how long it takes on two cores."""
     if not left:
         return f"all {len(steps)} steps are done; only the report is written"
@@ -126,7 +126,7 @@ def heading(steps: list[Step], left: list[Step]) -> str:
     )
 
 
-def is_done(step: Step, done: dict[str, Done], code: str, folder: Path) -> bool:
+def is_done(step: SuiteStep, done: dict[str, Done], code: str, folder: Path) -> bool:
     """Whether a step ended well with this command, and with this code where it measures."""
     before = done.get(step.name)
     if before is None or before.failure or before.command != step.command:
@@ -136,7 +136,7 @@ def is_done(step: Step, done: dict[str, Done], code: str, folder: Path) -> bool:
     return before.code == code and step.file(folder).exists()
 
 
-def perform(step: Step, code: str, folder: Path, quiet: bool) -> Done:
+def perform(step: SuiteStep, code: str, folder: Path, quiet: bool) -> Done:
     """Run a step's command. What it prints is kept beside its JSON file."""
     began_s = time.perf_counter()
     command = [*step.command]
@@ -161,7 +161,7 @@ def perform(step: Step, code: str, folder: Path, quiet: bool) -> Done:
     )
 
 
-def clear(step: Step, done: dict[str, Done]) -> None:
+def clear(step: SuiteStep, done: dict[str, Done]) -> None:
     """Remove what widening left when it was interrupted: it cannot go on from there.
 
     Raises SpeqError where the folder is not one that we began.
@@ -194,7 +194,7 @@ def read_journal(path: Path) -> dict[str, Done]:
         ) from error
 
 
-def row_of(step: Step, done: Done, folder: Path) -> dict[str, Any]:
+def row_of(step: SuiteStep, done: Done, folder: Path) -> dict[str, Any]:
     made = step.makes or step.file(folder)
     return {
         "step": step.name,

@@ -60,7 +60,7 @@ BENCHES = (
     BenchCommand(
         "serve",
         "speq.bench.runs.serve",
-        declared.ServeSettings,
+        declared.ServeBenchSettings,
         "A running server under requests that arrive by chance: how soon text begins and comes.",
         subject=("url", declared.ServerUrl),
     ),
@@ -100,7 +100,7 @@ class DrawnPage(Options):
         if self.picture is None:
             return
         from speq.dashboard.page import write_page
-        from speq.dashboard.report_page import page_of_bench
+        from speq.dashboard.report.report_page import page_of_bench
 
         # As a file would have it.
         write_page(page_of_bench(json.loads(json.dumps(asdict(report)))), self.picture)
@@ -155,10 +155,14 @@ def function_of(bench: BenchCommand) -> Any:
 
 def show(module: Any, report: Any) -> None:
     """Print the tables of a bench."""
+    from speq.measure.report import print_table
+
     if hasattr(module, "show"):
         module.show(report)
-    else:
-        report.print(module.COLUMNS)
+        return
+    report.print(module.COLUMNS)
+    for title, name, columns in getattr(module, "FURTHER_TABLES", ()):
+        print_table(title, columns, getattr(report, name))
 
 
 def widen(

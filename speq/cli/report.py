@@ -34,7 +34,7 @@ def report(
     In folders, files that are neither of a bench nor of a run are left out, and the page says so.
     """
     from speq.dashboard.page import write_page
-    from speq.dashboard.report_page import page_of
+    from speq.dashboard.report.report_page import page_of
     from speq.files.atomic_file import check_target
 
     check_target(settings.out, output.force)

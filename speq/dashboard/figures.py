@@ -92,7 +92,7 @@ def heat(
     }
 
 
-def mirrored(most_below: float, most_above: float) -> tuple[list[float], list[str]]:
+def mirrored_ticks(most_below: float, most_above: float) -> tuple[list[float], list[str]]:
     """(places, texts) of the ticks of an axis whose numbers grow both ways from zero."""
     most = max(most_below, most_above, 1e-9)
     step = 10.0 ** math.floor(math.log10(most))

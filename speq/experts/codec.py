@@ -285,15 +285,15 @@ class ResidualCodec(CompactCodec):
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
         base = require_base(base)
-        backend, base_slots = base.backend, base.base_slots
-        held = [(slots, of_layer, backend) for of_layer in base_slots.unbind()]
+        codes, base_slots = base.experts, base.base_slots
+        held = [(slots, of_layer, codes) for of_layer in base_slots.unbind()]
         on_host = base_slots.tolist()  # now, to avoid reading the device later
 
         def plain(layer: int) -> PlainWords:
             words = self.shape.empty(slots.device)
 
             def read(expert: int, slot: int) -> PlainExpert:
-                gate_up, down, input_perm = backend.expert(on_host[layer][expert])
+                gate_up, down, input_perm = codes.expert(on_host[layer][expert])
                 compact_ops.decode_residual(slots[slot], gate_up, down, *words)
                 return PlainExpert(*words, input_perm)
 

@@ -171,7 +171,7 @@ class Int4Arena:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def backend(self) -> Int4Slots:
+    def experts(self) -> Int4Slots:
         """Experts in the form that the kernels take."""
         return Int4Slots(
             (self.parts["gate_up_qweight"], self.parts["gate_up_scales"]),

@@ -104,7 +104,7 @@ def moe_grouped_residual(
     slot_table: Tensor,
     slots: Tensor,
     base_slots: Tensor,
-    backend: Int4Slots,
+    experts: Int4Slots,
     activation: str,
     out: Tensor,
     biases: ExpertBiases | None = None,
@@ -112,19 +112,19 @@ def moe_grouped_residual(
     """Run `reference_compact.moe_grouped_residual_out` over INT4 experts, otherwise as
     `ops.moe_grouped`.
     """
-    width = backend.down[0].shape[2] * 2
-    layout = CompactLayout.of_expert(backend.hidden_size, width, lossless=False)
+    width = experts.down[0].shape[2] * 2
+    layout = CompactLayout.of_expert(experts.hidden_size, width, lossless=False)
     check_rows(hidden_states, topk_ids, slot_table, out)
-    if hidden_states.shape[1] != backend.hidden_size:
+    if hidden_states.shape[1] != experts.hidden_size:
         raise ValueError(
             f"hidden_states has {hidden_states.shape[1]} columns; the INT4 experts take "
-            f"{backend.hidden_size}"
+            f"{experts.hidden_size}"
         )
     check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)
     check_records("slots", slots, 2, layout)
     code = activation_code(activation)
     added = pair_of(biases, hidden_states, slot_table, width)
-    held = slot_table, slots, base_slots, *backend.gate_up, *backend.down, backend.input_perm
+    held = slot_table, slots, base_slots, *experts.gate_up, *experts.down, experts.input_perm
     if hidden_states.dtype == torch.float64:
         reference_compact.moe_grouped_residual_out(
             hidden_states, topk_ids, *held, activation, out, *added

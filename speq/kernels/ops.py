@@ -248,7 +248,7 @@ def moe_int4(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    backend: Int4Slots,
+    experts: Int4Slots,
     activation: str,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
@@ -259,13 +259,13 @@ def moe_int4(
     IndexError for ids out of range; on a GPU, which is not waited for, their rows are NaN.
     """
     device = hidden_states.device
-    check_tensor("hidden_states", hidden_states, (None, backend.hidden_size), FLOAT_DTYPES, device)
+    check_tensor("hidden_states", hidden_states, (None, experts.hidden_size), FLOAT_DTYPES, device)
     _check_route(topk_ids, topk_weights, hidden_states)
     check_tensor("base_slots", base_slots, (None,), (torch.int64,), device)
-    if backend.device != device:
-        raise ValueError(f"the INT4 experts are on {backend.device} and hidden_states on {device}")
+    if experts.device != device:
+        raise ValueError(f"the INT4 experts are on {experts.device} and hidden_states on {device}")
     code = activation_code(activation)
-    width = backend.down[0].shape[2] * 2
+    width = experts.down[0].shape[2] * 2
     added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, width)
     if hidden_states.dtype == torch.float64:
         added = tuple(bias.float() for bias in added)
@@ -279,9 +279,9 @@ def moe_int4(
             ids,
             part,
             base_slots,
-            *backend.gate_up,
-            *backend.down,
-            backend.input_perm,
+            *experts.gate_up,
+            *experts.down,
+            experts.input_perm,
             code,
             target,
             *added,
@@ -294,7 +294,7 @@ def moe_int4_unfused(
     topk_ids: Tensor,
     topk_weights: Tensor,
     base_slots: Tensor,
-    backend: Int4Slots,
+    experts: Int4Slots,
     activation: str,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
@@ -310,12 +310,12 @@ def moe_int4_unfused(
     for expert in topk_ids.unique().tolist():
         slot = int(base_slots[expert])
         rows, ranks = torch.where(topk_ids == expert)
-        perm = None if backend.input_perm is None else backend.input_perm[slot]
-        codes, scales = backend.gate_up
+        perm = None if experts.input_perm is None else experts.input_perm[slot]
+        codes, scales = experts.gate_up
         gate_up = linear_int4(inputs[rows], codes[slot], scales[slot], perm)
         gate, up = reference.add_bias(gate_up, of_gate_up, expert).chunk(2, dim=-1)
         inner = ACTIVATIONS[activation](gate, up)
-        codes, scales = backend.down
+        codes, scales = experts.down
         down = linear_int4(inner, codes[slot], scales[slot])
         outputs[rows, ranks] = reference.add_bias(down, of_down, expert)
     return combine(outputs, topk_weights, hidden_states.dtype)

@@ -65,7 +65,7 @@ class DraftExperts:
         gates: Sequence[RouterGate] = (),
     ) -> None:
         self.kernel: Callable[..., Tensor] = ops.moe_int4
-        self._backend = arena.backend
+        self._experts = arena.experts
         self._base_slots = arena.base_slots.unbind()
         self._activation = activation
         self._biases = biases
@@ -84,7 +84,7 @@ class DraftExperts:
             topk_ids,
             topk_weights,
             self._base_slots[layer],
-            self._backend,
+            self._experts,
             self._activation,
             *self._biases[layer : layer + 1],
         )

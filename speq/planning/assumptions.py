@@ -74,46 +74,42 @@ class Assumptions:
         """Speed of each codec whose encoding was timed, by name."""
         return {} if isinstance(self.machine, Rates) else self.machine.encode_bytes_per_s
 
-    def knows_encoding(self, residency_plan: ResidencyPlan, on_cpu: bool) -> bool:
+    def knows_encoding(self, plan: ResidencyPlan, on_cpu: bool) -> bool:
         """True if it is known how fast published words are encoded, or a plan needs no such. On a
         GPU host memory holds them encoded already: a miss moves records.
         """
-        return not residency_plan.encoded or (
-            on_cpu and residency_plan.codec in self.encode_bytes_per_s
-        )
+        return not plan.encoded or (on_cpu and plan.codec in self.encode_bytes_per_s)
 
     def with_encoding_cost(
-        self, residency_plan: ResidencyPlan, words_bytes: int, on_cpu: bool, count: int
+        self, plan: ResidencyPlan, words_bytes: int, on_cpu: bool, count: int
     ) -> ResidencyPlan:
         """The plan with the time that encoding adds to a miss, and to a load. A load reads all
         experts for it, which a prompt would otherwise do.
 
         words_bytes  of one expert as published; count: of all experts
         """
-        if not (
-            residency_plan.encoded and on_cpu and residency_plan.codec in self.encode_bytes_per_s
-        ):
-            return residency_plan
-        encode_s = words_bytes / self.encode_bytes_per_s[residency_plan.codec]
-        return replace(residency_plan, encode_s=encode_s, start_s=count * encode_s)
+        if not (plan.encoded and on_cpu and plan.codec in self.encode_bytes_per_s):
+            return plan
+        encode_s = words_bytes / self.encode_bytes_per_s[plan.codec]
+        return replace(plan, encode_s=encode_s, start_s=count * encode_s)
 
     def outlook(
         self,
         num_layers: int,
         sizes: PassBytes,
-        residency_plans: Iterable[ResidencyPlan],
+        plans: Iterable[ResidencyPlan],
         head_acceptance: tuple[float, ...] = (),
     ) -> Outlook:
         """head_acceptance: by depth, acceptance of the model's head; empty: not measured"""
         machine, locality = self.machine, self.locality
         if isinstance(machine, Profile):
             speeds = Speeds.of_profile(
-                machine, sizes, lambda rows: num_layers * locality.distinct(rows), residency_plans
+                machine, sizes, lambda rows: num_layers * locality.distinct(rows), plans
             )
         elif isinstance(machine, Survey):
-            speeds = Speeds.of_survey(machine, sizes, residency_plans)
+            speeds = Speeds.of_survey(machine, sizes, plans)
         else:
-            speeds = Speeds.of_rates(machine, sizes, residency_plans)
+            speeds = Speeds.of_rates(machine, sizes, plans)
         return Outlook(
             num_layers,
             locality,

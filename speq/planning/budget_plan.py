@@ -70,10 +70,7 @@ class BudgetPlan:
             "unused_bytes": best.report()["unused"],
             "host": host and host.to_dict(),
             "with_head": self.with_head
-            and {
-                "items": dict(self.with_head.items),
-                "slots": self.with_head.slots,
-            },
+            and {"items": dict(self.with_head.items), "slots": self.with_head.slots},
             "candidates": entries,
             "best": entries[self.best],
             "reason": self.reason,
@@ -90,25 +87,25 @@ class BudgetPlan:
         }
 
 
-def candidate_entry(residency_plan: ResidencyPlan) -> dict[str, Any]:
+def candidate_entry(plan: ResidencyPlan) -> dict[str, Any]:
     """One of `candidates` in the object of `--json`. encoded: from words, as they are read;
     draft_experts: of each layer that an INT4 draft holds, None of one that holds all. The two
     TPOTs beside the expected one are those with all transfers exposed (Eq. 3 of MoE-SpeQ) and with
     all hidden that can be.
     """
-    step = residency_plan.step
+    step = plan.step
     return {
-        "codec": residency_plan.codec,
-        "encoded": residency_plan.encode_s > 0,
-        "draft": residency_plan.drafts,
-        "drafter": residency_plan.drafter,
-        "draft_experts": residency_plan.draft_experts,
-        "slots": residency_plan.slots,
+        "codec": plan.codec,
+        "encoded": plan.encode_s > 0,
+        "draft": plan.drafts,
+        "drafter": plan.drafter,
+        "draft_experts": plan.draft_experts,
+        "slots": plan.slots,
         "draft_length": step.draft_length,
-        "tpot_ms": residency_plan.tpot_s * 1e3,
+        "tpot_ms": plan.tpot_s * 1e3,
         "exposed_tpot_ms": step.serial_s / step.tokens * 1e3,
         "hidden_tpot_ms": step.overlapped_s / step.tokens * 1e3,
-        "moved_bytes_per_token": residency_plan.moved_bytes_per_token,
+        "moved_bytes_per_token": plan.moved_bytes_per_token,
         "limit": step.limit,
     }
 
@@ -142,39 +139,34 @@ def plan_budget(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions)
     }
     if not fitting:
         raise least_refusal(refused)
-    residency_plans = [residency_plan for residency_plan, _ in fitting]
-    outlook = outlook_of(model_spec, assumptions, residency_plans)
+    plans = [plan for plan, _ in fitting]
+    outlook = outlook_of(model_spec, assumptions, plans)
     independent = replace(assumptions.locality, curve=None)
     made = BudgetPlan(
         model_spec,
         budget,
         assumptions,
-        [outlook.with_estimate(residency_plan) for residency_plan in residency_plans],
+        [outlook.with_estimate(plan) for plan in plans],
         [made for _, made in fitting],
-        choose(outlook, residency_plans)[1],
-        choose(replace(outlook, locality=independent), residency_plans)[1],
-        outlook.break_even_acceptance(residency_plans),
-        outlook.break_even_link(residency_plans),
+        choose(outlook, plans)[1],
+        choose(replace(outlook, locality=independent), plans)[1],
+        outlook.break_even_acceptance(plans),
+        outlook.break_even_link(plans),
         left_out,
-        plan_with_head(model_spec, residency_plans, budget, left_out),
+        plan_with_head(model_spec, plans, budget, left_out),
     )
     _ = made.host  # refuses a host budget that is too small
     return made
 
 
 def plan_with_head(
-    model_spec: ModelSpec,
-    residency_plans: Sequence[ResidencyPlan],
-    budget: Budget,
-    left_out: dict[str, str],
+    model_spec: ModelSpec, plans: Sequence[ResidencyPlan], budget: Budget, left_out: dict[str, str]
 ) -> MemoryPlan | None:
     """Memory of the first way without a draft, if the model's head drafts in it.
 
     left_out  is told why it does not fit
     """
-    plain = next(
-        (residency_plan for residency_plan in residency_plans if not residency_plan.drafts), None
-    )
+    plain = next((plan for plan in plans if not plan.drafts), None)
     if model_spec.head is None or plain is None:
         return None
     try:

@@ -81,26 +81,26 @@ class Budget:
         return cls(budget_bytes, context, on_cpu, longest_side=LONGEST_SECONDARY)
 
 
-def demand_of(model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget) -> Demand:
+def demand_of(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Demand:
     """A run of the model with its experts held so."""
     shape, dtype = model_spec.shape, model_spec.dtype
-    codec = codec_of(residency_plan.codec, model_spec.codec.shape)
+    codec = codec_of(plan.codec, model_spec.codec.shape)
     # On a GPU loading and reading pass through host memory, which is not what is budgeted.
     readers = budget.readers if budget.on_cpu else 0
     loading_bytes = 0
     if budget.on_cpu:
         loading_bytes = model_spec.dense.loading_bytes(budget.readers, model_spec.converted_bytes)
     batch_size = budget.batch_size
-    each = 1 + budget.longest_draft if residency_plan.drafts else 1
+    each = 1 + budget.longest_draft if plan.drafts else 1
     alone = max(each, 1 + budget.longest_side)
     # In a batch each sequence drafts less far: all rows of a pass are few.
     scored = max(alone, batch_size * min(each, MAX_LINEAR_ROWS // batch_size))
     order_bytes = 0
-    if residency_plan.draft_bytes and residency_plan.encoded and codec.needs_draft:
+    if plan.draft_bytes and plan.encoded and codec.needs_draft:
         # Records follow the order of the draft's codes, which the copy then keeps.
         order_bytes = model_spec.count * 4 * model_spec.shape.experts.expert_width
     recorded = budget.graphs and not budget.on_cpu
-    head = model_spec.head if residency_plan.drafter == "head" else None
+    head = model_spec.head if plan.drafter == "head" else None
     kv_elements = shape.kv_elements_per_token + (head.kv_elements_per_token if head else 0)
 
     def workspace(rows: int, context: int) -> int:
@@ -123,26 +123,24 @@ def demand_of(model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budg
         return shape.activation_bytes(rows, scored, context, dtype) + kernels + decoded
 
     def graphs(context: int) -> int:
-        taken = graph_bytes(shape, alone, residency_plan.drafter == "int4", context, dtype)
+        taken = graph_bytes(shape, alone, plan.drafter == "int4", context, dtype)
         kept = MAX_GRAPHS * head.features_bytes(alone, dtype) if head else 0
         return taken + kept
 
     return Demand(
         non_expert_bytes=model_spec.non_expert_bytes,
         loading_bytes=loading_bytes,
-        draft_bytes=residency_plan.draft_bytes + order_bytes,
+        draft_bytes=plan.draft_bytes + order_bytes,
         kv_bytes_per_token=batch_size * kv_elements * dtype.itemsize,
         batch_size=batch_size,
         reading_bytes=(
-            ALIGNMENT
-            + readers * reading_bytes_of(model_spec, residency_plan)
-            + model_spec.copying_bytes
+            ALIGNMENT + readers * reading_bytes_of(model_spec, plan) + model_spec.copying_bytes
         ),
-        slot_bytes=residency_plan.slot_bytes,
+        slot_bytes=plan.slot_bytes,
         num_experts=model_spec.count,
         workspace=workspace,
         graphs=graphs if recorded else None,
-        overhead=overhead_of(model_spec, residency_plan, budget),
+        overhead=overhead_of(model_spec, plan, budget),
         head_bytes=head.nbytes(dtype) if head else 0,
         state_bytes=batch_size * shape.states.nbytes(dtype),
     )
@@ -165,14 +163,14 @@ def decoded_bytes(model_spec: ModelSpec, rows: int, scored: int, few: int) -> in
 
 
 def overhead_of(
-    model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget
+    model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget
 ) -> Callable[[int], int] | None:
     """Tokens of context -> what the device takes beyond all tensors."""
     beside = budget.beside
     if beside is None:
         return None
     return lambda context: beside.overhead(
-        kept_bytes(model_spec, residency_plan, context, budget.batch_size), budget.graphs
+        kept_bytes(model_spec, plan, context, budget.batch_size), budget.graphs
     )
 
 
@@ -199,18 +197,18 @@ def graph_bytes(
     return verification + draft + shape.gpu_kernel_bytes(1, dtype, dtype, plain_bytes=0)
 
 
-def reading_bytes_of(model_spec: ModelSpec, residency_plan: ResidencyPlan) -> int:
+def reading_bytes_of(model_spec: ModelSpec, plan: ResidencyPlan) -> int:
     """Memory of each thread that reads; records go straight into their slots."""
-    codec = codec_of(residency_plan.codec, model_spec.codec.shape)
-    if residency_plan.encoded:
+    codec = codec_of(plan.codec, model_spec.codec.shape)
+    if plan.encoded:
         return model_spec.reading_bytes + encoding_bytes(model_spec.codec, codec)
-    if residency_plan.codec == model_spec.codec.name:
+    if plan.codec == model_spec.codec.name:
         return model_spec.reading_bytes
     return ENDS_BYTES + ALIGNMENT if codec.usual_bits is None else 0
 
 
 def kept_bytes(
-    model_spec: ModelSpec, residency_plan: ResidencyPlan, context: int, batch_size: int = 1
+    model_spec: ModelSpec, plan: ResidencyPlan, context: int, batch_size: int = 1
 ) -> Iterator[int]:
     """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
     weights, the INT4 copy part by part, the head, and the KV caches of the batch.
@@ -218,19 +216,17 @@ def kept_bytes(
     shape, size = model_spec.shape, model_spec.dtype.itemsize
     yield from model_spec.dense.sizes
     yield from shape.other_bytes(model_spec.dtype)
-    if residency_plan.holds_int4 and model_spec.draft is not None:
+    if plan.holds_int4 and model_spec.draft is not None:
         for part, dtype in model_spec.draft.shapes.values():
             yield (
-                model_spec.drafted_experts(residency_plan.draft_experts)
-                * math.prod(part)
-                * dtype.itemsize
+                model_spec.drafted_experts(plan.draft_experts) * math.prod(part) * dtype.itemsize
             )
-    if residency_plan.drafter == "int4":
+    if plan.drafter == "int4":
         for layout in model_spec.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
     kv_shapes = shape.kv_layers * batch_size
     yield from batch_size * shape.states.sizes_of(model_spec.dtype)
-    if residency_plan.drafter == "head" and model_spec.head is not None:
+    if plan.drafter == "head" and model_spec.head is not None:
         yield from model_spec.head.sizes(model_spec.dtype)
         kv_shapes += [model_spec.head.kv_shapes] * batch_size
     for of_layer in kv_shapes:

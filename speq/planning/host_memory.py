@@ -58,9 +58,7 @@ class HostPlan:
         )
 
 
-def host_plan(
-    model_spec: ModelSpec, residency_plan: ResidencyPlan, budget: Budget
-) -> HostPlan | None:
+def host_plan(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> HostPlan | None:
     """The host's part in a run; None where it has none of its own, or no limit is set.
 
     Raises SpeqError where too few experts could be held to bring others from disk.
@@ -68,10 +66,10 @@ def host_plan(
     if budget.beside is None or budget.beside.host_bytes is None:
         return None
     host_bytes = budget.beside.host_bytes
-    reading = budget.readers * reading_bytes_of(model_spec, residency_plan)
-    fitting = max(host_bytes - reading, 0) // residency_plan.slot_bytes
+    reading = budget.readers * reading_bytes_of(model_spec, plan)
+    fitting = max(host_bytes - reading, 0) // plan.slot_bytes
     fewest = fewest_records(budget.readers, model_spec.count)
     if fitting < fewest:
-        raise too_small_error(host_bytes - reading, fewest, residency_plan.slot_bytes)
+        raise too_small_error(host_bytes - reading, fewest, plan.slot_bytes)
     records = min(fitting, model_spec.count)
-    return HostPlan(host_bytes, reading, residency_plan.slot_bytes, records, model_spec.count)
+    return HostPlan(host_bytes, reading, plan.slot_bytes, records, model_spec.count)

@@ -66,10 +66,6 @@ class MemoryPlan:
     slots: int
     items: dict[str, int]
 
-    @property
-    def has_draft(self) -> bool:
-        return self.items["draft"] > 0
-
     def report(self) -> dict[str, int]:
         """The items in bytes, with the budget and what is left of it."""
         return {

@@ -190,7 +190,7 @@ class ExpertTrial:
         arena, count = self.arena(), self.model.top_k
         topk_ids = torch.arange(count).view(1, count)
         weights = torch.full((1, count), 1 / count)
-        base_slots, backend, hidden_states = arena.base_slots[0], arena.backend, self.row()
+        base_slots, backend, hidden_states = arena.base_slots[0], arena.experts, self.row()
 
         def run() -> None:
             ops.moe_int4(

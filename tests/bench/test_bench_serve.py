@@ -8,9 +8,9 @@ import pytest
 
 from speq import SpeqError
 from speq.bench.runs import serve
-from speq.bench.runs.http_client import Heard, Target
+from speq.bench.runs.http_client import AnswerTimes, Target
 from speq.bench.runs.serve import arrivals_at, load, percentile, summed_up
-from speq.bench.settings import ServeSettings
+from speq.bench.settings import ServeBenchSettings
 from speq.server.access import Keys
 from tests.helpers.api_server import NAME, Rig, api_server
 from tests.helpers.command import PATIENCE_S, Command
@@ -37,12 +37,12 @@ def test_arrivals_are_those_of_a_poisson_process() -> None:
 
 
 HEARD = [
-    Heard(200, 10.0, 10.5, 12.5, 5, 100.0),
-    Heard(200, 11.0, 12.0, 20.0, 5, 300.0),
-    Heard(429, 11.5),
-    Heard(0, 12.0, 13.0),
-    Heard(500, 12.0),
-    Heard(200, 13.0, None, 14.0, 0),
+    AnswerTimes(200, 10.0, 10.5, 12.5, 5, 100.0),
+    AnswerTimes(200, 11.0, 12.0, 20.0, 5, 300.0),
+    AnswerTimes(429, 11.5),
+    AnswerTimes(0, 12.0, 13.0),
+    AnswerTimes(500, 12.0),
+    AnswerTimes(200, 13.0, None, 14.0, 0),
 ]
 
 
@@ -69,7 +69,7 @@ def test_sums() -> None:
     assert (row["tpot_p50_ms"], row["tpot_p95_ms"]) == (500.0, 2000.0)
     assert (row["latency_p50_ms"], row["latency_p99_ms"]) == (2500.0, 9000.0)
     assert row["queued_p99_ms"] == 300.0
-    nothing = summed_up(1.0, [Heard(0, 1.0)])
+    nothing = summed_up(1.0, [AnswerTimes(0, 1.0)])
     assert nothing["tokens_per_s"] is nothing["ttft_p50_ms"] is None
 
 
@@ -82,12 +82,12 @@ def test_requests_are_sent_at_their_times() -> None:
     def sleep(time_s: float) -> None:
         now[0] += time_s
 
-    def one(prompt: str) -> Heard:
+    def one(prompt: str) -> AnswerTimes:
         sent.append((now[0], prompt))
         if len(sent) == 3:
             all_sent.set()
         assert all_sent.wait(PATIENCE_S)
-        return Heard(200, 0.0)
+        return AnswerTimes(200, 0.0)
 
     heard = load(one, ["a", "b"], [1.0, 2.5, 4.0, 9.0], 5.0, None, lambda: now[0], sleep)
     # The fourth would have come after the time is over.
@@ -97,7 +97,7 @@ def test_requests_are_sent_at_their_times() -> None:
 
 
 def test_a_small_load(rig: Rig) -> None:
-    settings = ServeSettings(rates=(2000.0, 500.0), num_requests=5, max_new_tokens=3)
+    settings = ServeBenchSettings(rates=(2000.0, 500.0), num_requests=5, max_new_tokens=3)
     report = serve.run(rig.url, settings)
     assert (report.bench, report.model) == ("serve", NAME)
     for row, rate in zip(report.rows, (2000.0, 500.0), strict=True):
@@ -113,9 +113,9 @@ def test_refusals_are_counted() -> None:
     engine = ScriptedEngine(pieces(*TEXTS), before=lambda at: hold(go))
     with api_server(engine, ScriptedModel(max_context=4000), max_waiting=0) as rig:
         target = Target.of(rig.url, None, PATIENCE_S)
-        heard: list[Heard] = []
+        heard: list[AnswerTimes] = []
 
-        def one(prompt: str) -> Heard:
+        def one(prompt: str) -> AnswerTimes:
             found = serve.ask(target, NAME, prompt, 4, float)
             if found.status == 429:
                 go.set()
@@ -138,8 +138,8 @@ def test_keys_are_given(tmp_path: Path) -> None:
     with api_server(engine, ScriptedModel(max_context=4000), Keys.read(path)) as rig:
         few = {"num_requests": 1, "rates": (100.0,), "max_new_tokens": 2}
         with pytest.raises(SpeqError, match="answers with 401"):
-            serve.run(rig.url, ServeSettings(**few))  # type: ignore[arg-type]
-        settings = ServeSettings(api_key_file=path, **few)  # type: ignore[arg-type]
+            serve.run(rig.url, ServeBenchSettings(**few))  # type: ignore[arg-type]
+        settings = ServeBenchSettings(api_key_file=path, **few)  # type: ignore[arg-type]
         report = serve.run(rig.url, settings)
         assert report.rows[0]["whole"] == 1
         assert "api_key_file" not in report.settings
@@ -153,13 +153,13 @@ def test_no_server(rig: Rig, command: Command) -> None:
         (rig.url.replace("/v1", ""), "answers with 404"),
     ):
         with pytest.raises(SpeqError, match=sentence):
-            serve.run(url, ServeSettings(num_requests=1))
+            serve.run(url, ServeBenchSettings(num_requests=1))
     rig.stop()
     ended = command("bench", "serve", rig.url, "--num-requests", 1)
     assert (ended.code, "has no models to tell of" in ended.err) == (1, True)
 
 
 def test_a_server_that_answers_nothing(rig: Rig) -> None:
-    settings = ServeSettings(num_requests=2, rates=(100.0,), served_model_name="other")
+    settings = ServeBenchSettings(num_requests=2, rates=(100.0,), served_model_name="other")
     with pytest.raises(SpeqError, match=r"answered none of the requests \(statuses 404;"):
         serve.run(rig.url, settings)

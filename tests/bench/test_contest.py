@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from speq.bench.rivals.contest import COMPARED_TOKENS, Cell, Contest, Terms, differing
-from speq.bench.rivals.job import Job
-from speq.bench.rivals.process import Heard
+from speq.bench.rivals.contest import COMPARED_TOKENS, Contest, ContestCell, Terms, first_difference
+from speq.bench.rivals.job import RivalJob
+from speq.bench.rivals.process import ProcessResult
 from speq.bench.rivals.standings import notes_of, row_of, rows_of
 from speq.bench.rivals.systems import SYSTEMS, entry
-from speq.bench.rivals.tpot import arranged
+from speq.bench.rivals.tpot import arrange
 from speq.bench.rivals.worker import TextRun
 from speq.bench.settings import TpotSettings
 from speq.errors import SpeqError
@@ -39,12 +39,12 @@ TERMS = Terms(
 DONE = {"load_s": 2.0, "peak_rss_bytes": 900, "device_peak_bytes": None, "cap_peak_bytes": 950}
 
 
-def cell(label: str, budget_bytes: int = 1000) -> Cell:
-    return Cell(entry(label, {}, 1 << 30), str(budget_bytes), budget_bytes)
+def cell(label: str, budget_bytes: int = 1000) -> ContestCell:
+    return ContestCell(entry(label, {}, 1 << 30), str(budget_bytes), budget_bytes)
 
 
-def texts(*tpot_s: float, **figures: float) -> Heard:
-    return Heard(
+def texts(*tpot_s: float, **figures: float) -> ProcessResult:
+    return ProcessResult(
         {"codec": "raw"},
         [TextRun([5, 6], 0.5, each, False, dict(figures)) for each in tpot_s],
         DONE,
@@ -54,12 +54,12 @@ def texts(*tpot_s: float, **figures: float) -> Heard:
 class Played(Contest):
     """A contest whose processes are answers by system, and a list of who ran."""
 
-    def __init__(self, answers: dict[str, Callable[[Job], Heard]]) -> None:
+    def __init__(self, answers: dict[str, Callable[[RivalJob], ProcessResult]]) -> None:
         super().__init__(TERMS)
         self.answers = answers
         self.ran: list[tuple[str, int, str]] = []
 
-    def run(self, job: Job, budget_bytes: int) -> Heard:
+    def run(self, job: RivalJob, budget_bytes: int) -> ProcessResult:
         self.ran.append((job.system, budget_bytes, job.task))
         return self.answers[job.system](job)
 
@@ -68,7 +68,7 @@ def test_systems_rotate_and_one_that_failed_is_not_tried_again() -> None:
     contest = Played(
         {
             "lru-raw": lambda job: texts(0.1),
-            "llama.cpp": lambda job: Heard(failure="is not installed"),
+            "llama.cpp": lambda job: ProcessResult(failure="is not installed"),
             "speq-published": lambda job: texts(0.2),
         }
     )
@@ -85,7 +85,7 @@ def test_systems_rotate_and_one_that_failed_is_not_tried_again() -> None:
 def test_a_system_whose_form_cannot_be_written_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def prepare(job: Job, progress: None) -> None:
+    def prepare(job: RivalJob, progress: None) -> None:
         made.append(job.system)
         raise SpeqError("llama.cpp is not installed")
 
@@ -102,11 +102,11 @@ def test_a_system_whose_form_cannot_be_written_is_not_run(monkeypatch: pytest.Mo
 
 
 def test_tokens_of_ours_are_compared_in_float32_under_the_largest_budget() -> None:
-    jobs: list[Job] = []
+    jobs: list[RivalJob] = []
 
-    def answer(job: Job) -> Heard:
+    def answer(job: RivalJob) -> ProcessResult:
         jobs.append(job)
-        return Heard(texts=[TextRun([7, 8, 9])], done=DONE)
+        return ProcessResult(texts=[TextRun([7, 8, 9])], done=DONE)
 
     contest = Played({"lru-raw": answer, "moe-speq": answer})
     cells = [cell(name, size) for size in (1000, 2000) for name in ("lru-raw", "moe-speq")]
@@ -121,22 +121,22 @@ def test_tokens_of_ours_are_compared_in_float32_under_the_largest_budget() -> No
 def test_different_tokens_end_the_contest() -> None:
     contest = Played(
         {
-            "lru-raw": lambda job: Heard(texts=[TextRun([7, 8])], done=DONE),
-            "moe-speq": lambda job: Heard(texts=[TextRun([7, 4])], done=DONE),
+            "lru-raw": lambda job: ProcessResult(texts=[TextRun([7, 8])], done=DONE),
+            "moe-speq": lambda job: ProcessResult(texts=[TextRun([7, 4])], done=DONE),
         }
     )
     message = "moe-speq and lru-raw compute different tokens in float32: token 1 is 4 and 8"
     with pytest.raises(SpeqError, match=message):
         contest.compare([cell("lru-raw"), cell("moe-speq")], None)
-    assert differing([1, 2], [1, 2, 3]) == "2 tokens and 3"
+    assert first_difference([1, 2], [1, 2, 3]) == "2 tokens and 3"
 
 
 def test_agreement_is_asked_of_other_programs_once() -> None:
-    asked: list[Job] = []
+    asked: list[RivalJob] = []
 
-    def chosen(job: Job) -> Heard:
+    def chosen(job: RivalJob) -> ProcessResult:
         asked.append(job)
-        return Heard(texts=[TextRun([7, 0, 9, 1])], done=DONE)
+        return ProcessResult(texts=[TextRun([7, 0, 9, 1])], done=DONE)
 
     contest = Played({"llama.cpp": chosen})
     cells = [cell("llama.cpp", 1000), cell("llama.cpp", 2000), cell("lru-raw", 2000)]
@@ -164,7 +164,7 @@ def test_a_row_holds_medians_and_their_spread_over_rounds() -> None:
 def test_rows_stand_beside_the_fastest_of_their_budget() -> None:
     cells = [cell("lru-raw"), cell("moe-speq"), cell("llama.cpp"), cell("lru-raw", 2000)]
     for each, time in zip(cells, (0.3, 0.2, None, 0.5), strict=True):
-        each.rounds = [Heard(failure="crashed") if time is None else texts(time, time)]
+        each.rounds = [ProcessResult(failure="crashed") if time is None else texts(time, time)]
     rows = rows_of(cells, TERMS)
     assert [row["of_best"] for row in rows] == [pytest.approx(1.5), 1.0, None, 1.0]
     assert notes_of(rows) == ["1000, llama.cpp: crashed"]
@@ -215,7 +215,7 @@ def test_nonsense_settings_are_refused(
 ) -> None:
     settings = replace(TpotSettings(budgets=("8MiB",), cap="none"), **change)
     with pytest.raises(SpeqError, match=message):
-        arranged(str(tiny("qwen3_moe")), settings)
+        arrange(str(tiny("qwen3_moe")), settings)
 
 
 def test_systems_are_listed(command: Command) -> None:

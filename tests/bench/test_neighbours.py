@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speq.bench.neighbours import disturbed, neighbours
+from speq.bench.neighbours import beside_neighbours, neighbours
 
 
 def children() -> set[int]:
@@ -43,7 +43,7 @@ class Settings:
     neighbours: int
 
 
-@disturbed
+@beside_neighbours
 def run(model: str, settings: Settings) -> tuple[str, int]:
     return model, len(children())
 

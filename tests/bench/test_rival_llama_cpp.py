@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from speq.bench.rivals import llama_cpp
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.llama_cpp import LlamaCpp, gpu_bytes, layers_that_fit, load
 from speq.errors import SpeqError
 from speq.text.tokenizer import load_tokenizer, tokens_of
@@ -30,8 +30,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def job(scratch: Path) -> Job:
-    return Job(
+def job(scratch: Path) -> RivalJob:
+    return RivalJob(
         task="time",
         system="llama.cpp",
         model=str(BUNDLED),
@@ -50,7 +50,7 @@ def installed(request: pytest.FixtureRequest) -> None:
 
 
 @contextmanager
-def loaded(job: Job) -> Iterator[LlamaCpp]:
+def loaded(job: RivalJob) -> Iterator[LlamaCpp]:
     contestant = load(job)
     try:
         yield contestant
@@ -60,7 +60,7 @@ def loaded(job: Job) -> Iterator[LlamaCpp]:
 
 @pytest.mark.usefixtures("installed")
 def test_streams_begin_anew_and_are_its_own_choices(
-    job: Job, capfd: pytest.CaptureFixture[str]
+    job: RivalJob, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with loaded(job) as contestant:
         tokens = [*contestant.stream(PROMPT, 16)]
@@ -79,7 +79,7 @@ def test_streams_begin_anew_and_are_its_own_choices(
 
 
 @pytest.mark.usefixtures("installed")
-def test_choices_are_nearly_always_the_exact_models(job: Job) -> None:
+def test_choices_are_nearly_always_the_exact_models(job: RivalJob) -> None:
     """Its bfloat16 products and float16 cache are not ours: 99 % and more agree on four texts."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     token_ids = tokens_of(load_tokenizer(BUNDLED), text)[:340]
@@ -95,21 +95,21 @@ def test_choices_are_nearly_always_the_exact_models(job: Job) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_damaged_file_is_refused(job: Job, tmp_path: Path) -> None:
+def test_damaged_file_is_refused(job: RivalJob, tmp_path: Path) -> None:
     file = llama_cpp.gguf_of(job.model, tmp_path)
     file.write_bytes(file.read_bytes()[: 1 << 20])
     with pytest.raises(SpeqError, match=r"llama.cpp does not load .*; remove that file"):
         load(replace(job, scratch=str(tmp_path)))
 
 
-def test_gpu_without_a_build_for_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_a_build_for_it(job: RivalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(llama_supports_gpu_offload=lambda: False)
     monkeypatch.setattr(llama_cpp, "rival_package", lambda name: library)
     with pytest.raises(SpeqError, match="built without CUDA and the device is cuda"):
         load(replace(job, device="cuda"))
 
 
-def test_llama_cpp_that_is_not_installed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_that_is_not_installed(job: RivalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(
         SpeqError, match=r"llama_cpp is not installed.*pip install llama-cpp-python"
@@ -117,7 +117,7 @@ def test_llama_cpp_that_is_not_installed(job: Job, monkeypatch: pytest.MonkeyPat
         load(job)
 
 
-def test_bytes_on_a_gpu(job: Job) -> None:
+def test_bytes_on_a_gpu(job: RivalJob) -> None:
     """A layer's weights and its share of a cache of 256 tokens; the head's and a batch's logits."""
     layers, head = gpu_bytes(llama_cpp.gguf_of(job.model, Path(job.scratch)), job)
     # Experts, shared expert and attention in two bytes, routers, norms and biases in four.
@@ -136,7 +136,7 @@ def test_layers_that_fit(memory_bytes: int, count: int) -> None:
     assert layers_that_fit([10, 20, 30], 100, memory_bytes) == count
 
 
-def test_its_process_is_without_torch(job: Job) -> None:
+def test_its_process_is_without_torch(job: RivalJob) -> None:
     """Its budget is the page cache's: torch would take of that, once the file is there."""
     file = llama_cpp.gguf_of(job.model, Path(job.scratch))
     code = (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from speq.bench.rivals import process
-from speq.bench.rivals.job import Job
-from speq.bench.rivals.worker import perform, timed
+from speq.bench.rivals.job import RivalJob
+from speq.bench.rivals.worker import perform, time_texts
 from speq.bench.runs.tpot import run
 from speq.bench.settings import TpotSettings
 from speq.generator import Generator
@@ -18,7 +18,7 @@ from speq.measure.report import read_prompts
 from tests.helpers.host_device import host_device
 
 Folder = Callable[[str], Path]
-JOB = Job("time", "lru-raw", "model", 1000, [[1]], 4)
+JOB = RivalJob("time", "lru-raw", "model", 1000, [[1]], 4)
 
 
 class FakeClock:
@@ -55,7 +55,7 @@ class Steady:
 
 def test_times_are_from_the_first_token_to_the_last() -> None:
     clock = FakeClock()
-    told = timed(Steady(clock), [10], JOB, clock)
+    told = time_texts(Steady(clock), [10], JOB, clock)
     assert told.token_ids == [10, 11, 12, 13]
     assert (told.ttft_s, told.tpot_s, told.cut) == (3, 2, False)
     assert told.figures == {"hit_rate": 0.5}
@@ -63,12 +63,12 @@ def test_times_are_from_the_first_token_to_the_last() -> None:
 
 def test_a_slow_text_ends_early_and_says_so() -> None:
     clock = FakeClock()
-    job = Job("time", "lru-raw", "model", 1000, [[1]], 50, text_s=7, least_tokens=3)
-    told = timed(Steady(clock), [10], job, clock)
+    job = RivalJob("time", "lru-raw", "model", 1000, [[1]], 50, text_s=7, least_tokens=3)
+    told = time_texts(Steady(clock), [10], job, clock)
     assert told.token_ids == [10, 11, 12, 13, 14]  # 8 s after the first one
     assert (told.tpot_s, told.cut) == (2, True)
-    job = Job("time", "lru-raw", "model", 1000, [[1]], 50, text_s=7, least_tokens=9)
-    assert len(timed(Steady(clock), [10], job, clock).token_ids) == 9
+    job = RivalJob("time", "lru-raw", "model", 1000, [[1]], 50, text_s=7, least_tokens=9)
+    assert len(time_texts(Steady(clock), [10], job, clock).token_ids) == 9
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_process_that_fails_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, script: str, limit_s: float, failure: str
 ) -> None:
     monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", script))
-    assert process.heard(JOB, None, limit_s).failure == failure
+    assert process.run_process(JOB, None, limit_s).failure == failure
 
 
 def test_what_a_library_prints_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_what_a_library_prints_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> 
         "worker.main()"
     )
     monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", script))
-    assert process.heard(JOB, None, 60).failure == "ended with exit status 3: loading"
+    assert process.run_process(JOB, None, 60).failure == "ended with exit status 3: loading"
 
 
 def test_a_gpu_is_rehearsed_on_a_device_of_the_tests(
@@ -111,7 +111,7 @@ def test_a_gpu_is_rehearsed_on_a_device_of_the_tests(
         max_memory_reserved=lambda: 12345,
     )
     prompts, options = [[1, 2, 3]], {"draft_length": 0, "host_budget": "8MiB", "codec": "raw"}
-    job = Job(
+    job = RivalJob(
         *("time", "lru-raw", str(tiny("olmoe")), 8 << 20, prompts, 4),
         device="cuda",
         dtype="float32",
@@ -136,7 +136,7 @@ def test_a_gpu_is_rehearsed_on_a_device_of_the_tests(
 def test_no_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     told: list[dict[str, Any]] = []
-    perform(Job("time", "lru-raw", "model", 1000, [[1]], 4, device="cuda"), told.append)
+    perform(RivalJob("time", "lru-raw", "model", 1000, [[1]], 4, device="cuda"), told.append)
     assert told == [{"error": "device is cuda and torch finds no CUDA device; give cpu"}]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from speq.bench.rivals import transformers_offload
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.transformers_offload import TransformersOffload, load
 from speq.errors import SpeqError
 from speq.models.opened import open_model
@@ -30,8 +30,8 @@ def plain() -> Any:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(
+def job(tmp_path: Path) -> RivalJob:
+    return RivalJob(
         task="tokens",
         system="transformers",
         model=str(BUNDLED),
@@ -46,7 +46,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @contextmanager
-def loaded(job: Job) -> Iterator[TransformersOffload]:
+def loaded(job: RivalJob) -> Iterator[TransformersOffload]:
     contestant = load(job)
     try:
         yield contestant
@@ -56,7 +56,7 @@ def loaded(job: Job) -> Iterator[TransformersOffload]:
 
 @pytest.mark.parametrize("memory_bytes", [ALL, SOME, FEW])
 def test_tokens_are_plain_transformers(
-    job: Job, plain: Any, memory_bytes: int, capfd: pytest.CaptureFixture[str]
+    job: RivalJob, plain: Any, memory_bytes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each stream begins anew, and so do choices."""
     with loaded(replace(job, memory_bytes=memory_bytes)) as contestant:
@@ -80,7 +80,7 @@ def test_tokens_are_plain_transformers(
     assert capfd.readouterr().out == ""
 
 
-def test_dtype_as_published(job: Job) -> None:
+def test_dtype_as_published(job: RivalJob) -> None:
     with loaded(replace(job, dtype="auto")) as contestant:
         settled = contestant.settled()
         tokens = [*contestant.stream(PROMPTS[0], 12)]
@@ -91,7 +91,7 @@ def test_dtype_as_published(job: Job) -> None:
     assert len(tokens) == 12
 
 
-def test_what_a_killed_process_left_is_removed(job: Job) -> None:
+def test_what_a_killed_process_left_is_removed(job: RivalJob) -> None:
     folder = Path(job.scratch) / transformers_offload.OFFLOADED
     folder.mkdir()
     (folder / "old.safetensors").write_bytes(b"x")
@@ -106,7 +106,7 @@ def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transformers_offload.memory_by_device("cpu", 70) == {"cpu": 70}
 
 
-def test_room_beside_the_weights(job: Job) -> None:
+def test_room_beside_the_weights(job: RivalJob) -> None:
     """Keys and values of 8 layers with 4 heads of 64 for every token, and what a pass makes."""
     opened = open_model(BUNDLED)
     short, long = replace(job, max_new_tokens=60), replace(job, max_new_tokens=80)
@@ -128,7 +128,7 @@ def test_room_beside_the_weights(job: Job) -> None:
     ],
 )
 def test_refused_models(
-    job: Job, tmp_path: Path, damage: Callable[[Path], Any], sentence: str
+    job: RivalJob, tmp_path: Path, damage: Callable[[Path], Any], sentence: str
 ) -> None:
     path = tmp_path / "model"
     shutil.copytree(BUNDLED, path, ignore=shutil.ignore_patterns(".speq"))
@@ -138,7 +138,7 @@ def test_refused_models(
     assert not (tmp_path / transformers_offload.OFFLOADED).exists()
 
 
-def test_what_transformers_refuses(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformers_refuses(job: RivalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*given: Any, offload_folder: str, **named: Any) -> None:
         (Path(offload_folder)).mkdir()
         raise RuntimeError("a reason\nof several lines")

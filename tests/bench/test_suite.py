@@ -12,7 +12,7 @@ import typer
 from speq.bench.settings import AllSettings
 from speq.bench.suite import suite
 from speq.bench.suite.page import MODULES, sections, table
-from speq.bench.suite.steps import WIDENED_BYTES, Step, budgets_of, steps_of
+from speq.bench.suite.steps import WIDENED_BYTES, SuiteStep, budgets_of, steps_of
 from speq.cli import app
 from speq.cli.bench import BENCHES, function_of
 from speq.cli.from_dataclass import command
@@ -51,22 +51,22 @@ COLUMNS = {"budget": ("budget", "{}"), "TPOT ms": ("tpot_ms", "{:.1f}")}
 
 
 @pytest.fixture
-def steps(tmp_path: Path) -> list[Step]:
+def steps(tmp_path: Path) -> list[SuiteStep]:
     return [
-        Step(
+        SuiteStep(
             "widen",
             ["bench", "widen", "model", str(tmp_path / "out" / "m")],
             60,
             makes=tmp_path / "out" / "m",
         ),
-        Step("tpot", ["bench", "tpot", "model"], 120),
-        Step("codec", ["bench", "codec", "model"], 60),
+        SuiteStep("tpot", ["bench", "tpot", "model"], 120),
+        SuiteStep("codec", ["bench", "codec", "model"], 60),
     ]
 
 
 def run(
     monkeypatch: pytest.MonkeyPatch,
-    steps: list[Step],
+    steps: list[SuiteStep],
     out: Path,
     failing: str = "",
     quiet: bool = False,
@@ -81,14 +81,14 @@ def run(
 
 
 def test_what_is_done_is_not_done_again(
-    monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, steps: list[SuiteStep], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     assert run(monkeypatch, steps, out)[0] == ["widen", "tpot", "codec"]
     assert run(monkeypatch, steps, out)[0] == []
     (out / "codec.json").unlink()
     assert run(monkeypatch, steps, out)[0] == ["codec"]
-    steps[1] = Step("tpot", ["bench", "tpot", "model", "--rounds", "1"], 120)
+    steps[1] = SuiteStep("tpot", ["bench", "tpot", "model", "--rounds", "1"], 120)
     assert run(monkeypatch, steps, out)[0] == ["tpot"]
     ran, report = run(monkeypatch, steps, out)
     assert ran == []
@@ -104,7 +104,7 @@ def test_what_is_done_is_not_done_again(
 
 
 def test_other_code_measures_again_and_makes_no_models_again(
-    monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, steps: list[SuiteStep], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     run(monkeypatch, steps, out)
@@ -117,7 +117,7 @@ def test_other_code_measures_again_and_makes_no_models_again(
 
 def test_a_step_that_fails_is_told_of_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
-    steps: list[Step],
+    steps: list[SuiteStep],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -134,7 +134,7 @@ def test_a_step_that_fails_is_told_of_and_tried_again(
 
 def test_quiet_tells_of_failures_alone(
     monkeypatch: pytest.MonkeyPatch,
-    steps: list[Step],
+    steps: list[SuiteStep],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -143,7 +143,7 @@ def test_quiet_tells_of_failures_alone(
 
 
 def test_an_interrupted_widening_begins_anew_and_a_users_folder_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, steps: list[SuiteStep], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     made = out / "m"
@@ -165,7 +165,7 @@ def test_an_interrupted_widening_begins_anew_and_a_users_folder_is_left_alone(
 
 
 def test_a_folder_that_is_none_of_ours_is_refused(
-    monkeypatch: pytest.MonkeyPatch, steps: list[Step], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, steps: list[SuiteStep], tmp_path: Path
 ) -> None:
     (tmp_path / "steps.json").write_text('{"tpot": {"minutes": 3}}')
     with pytest.raises(SpeqError, match=r"steps.json is no list of steps that were done"):

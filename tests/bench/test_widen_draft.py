@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speq import Generator
-from speq.bench.widen import Settings, copies_of, placed, run, widen
+from speq.bench.widen import Settings, copies_of, place_copies, run, widen
 from speq.bench.widen_draft import Moves, Placed, group_size_for, moved_codes, rounding_error
 from speq.bench.widen_words import shared_out
 from speq.drafts.draft_source import gptq_path
@@ -61,7 +61,7 @@ def test_copies_are_where_widening_puts_them() -> None:
         copy = copies_of(name, 2, 3, 2)
         settings = Settings(noise=0.0)
         wide = widen(name, weight, copy, settings, head_dim)
-        lie = placed(name, weight.shape, copy, head_dim)
+        lie = place_copies(name, weight.shape, copy, head_dim)
         back = wide[:, lie.columns].sum(2)
         assert torch.equal(back, weight[lie.rows])
 

@@ -9,7 +9,7 @@ import torch
 
 from speq import Generator, SpeqError, pack
 from speq.bench.widen import Settings, run
-from speq.bench.widen_head import widened
+from speq.bench.widen_head import widen_tensor
 from speq.heads.head_file import head_path
 from speq.heads.head_shape import HeadShape
 from tests.helpers.heads import head_in_numpy, random_head, write_random_head
@@ -27,9 +27,9 @@ PROMPT = [*range(30, 70)]
 )
 def test_a_wide_head_computes_the_same(shape: HeadShape, tied: bool, noise: float) -> None:
     head = random_head(shape)
-    head.acceptance_rates = 0.5, 0.25
-    wide = widened(head, 3, noise, seed=0, tied=tied)
-    assert wide.shape.width == 3 * shape.width and wide.acceptance_rates == head.acceptance_rates
+    head.stand = 0.5, 0.25
+    wide = widen_tensor(head, 3, noise, seed=0, tied=tied)
+    assert wide.shape.width == 3 * shape.width and wide.stand == head.stand
     generator = torch.Generator().manual_seed(1)
     embedded = torch.randn(7, shape.hidden_size, generator=generator)
     features = torch.randn(7, shape.hidden_size, generator=generator)
@@ -49,7 +49,7 @@ def test_a_wide_head_computes_the_same(shape: HeadShape, tied: bool, noise: floa
 
 def test_noise_makes_copies_differ() -> None:
     head = random_head(HeadShape(64, 12))
-    enter = widened(head, 2, 1.0, seed=0, tied=False).weight("enter")
+    enter = widen_tensor(head, 2, 1.0, seed=0, tied=False).weight("enter")
     first, second = enter[:, ::2], enter[:, 1::2]
     assert (first - second).abs().mean() > 0.1 * first.abs().mean()
     whole = (first + second)[::2]
@@ -73,7 +73,7 @@ def test_the_widened_model_is_drafted_for_by_the_widened_head(tmp_path: Path, ti
         score = generator.runtime.engine.verification.score
 
         def scored(batch, drafts=drafts, score=score):  # type: ignore[no-untyped-def]
-            drafts += [tokens.token_ids[1:] for tokens in batch]
+            drafts.append([*batch[0].token_ids[1:]])
             return score(batch)
 
         generator.reserve(len(PROMPT) + 24)
@@ -93,7 +93,7 @@ def test_a_source_without_a_head_has_none(tmp_path: Path) -> None:
 
 def test_heads_that_would_attend_otherwise_are_refused() -> None:
     with pytest.raises(SpeqError, match="has heads of 24, and widened 2 times of 48, which attend"):
-        widened(random_head(HeadShape(24, 8)), 2, 0.0, seed=0, tied=False)
+        widen_tensor(random_head(HeadShape(24, 8)), 2, 0.0, seed=0, tied=False)
 
 
 def test_a_packed_model_keeps_its_head(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from speq.bench.rivals import zip_moe
 from speq.bench.rivals.generator_contestant import GeneratorContestant
-from speq.bench.rivals.job import Job
+from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.zip_store import ZipStore
 from speq.errors import SpeqError
 from speq.generator import Generator
@@ -30,9 +30,9 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch")
 
 
-def job_of(model: Path, scratch: Path, dtype: str, slots: int) -> Job:
+def job_of(model: Path, scratch: Path, dtype: str, slots: int) -> RivalJob:
     """A job under memory for so many slots, or somewhat more."""
-    job = Job(
+    job = RivalJob(
         "tokens", "zipmoe", str(model), 1, PROMPTS, TOKENS, dtype=dtype, threads=2,
         scratch=str(scratch), options={"reader_threads": 2},
     )  # fmt: skip
@@ -107,7 +107,7 @@ def test_memory_is_divided_as_was_fastest_once_for_each_budget(
     shares: list[float] = []
     with_share = zip_moe.with_share
 
-    def noted(job: Job, share: float, *rest: Any) -> GeneratorContestant:
+    def noted(job: RivalJob, share: float, *rest: Any) -> GeneratorContestant:
         shares.append(share)
         return with_share(job, share, *rest)
 
@@ -194,6 +194,6 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     model = str(tiny_bfloat16("qwen3_moe"))
-    job = Job("time", "zipmoe", model, 1 << 30, PROMPTS, 4, scratch=str(tmp_path))
+    job = RivalJob("time", "zipmoe", model, 1 << 30, PROMPTS, 4, scratch=str(tmp_path))
     with pytest.raises(SpeqError, match=r"pip install zstandard"):
         zip_moe.load(job)

@@ -15,5 +15,5 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
     reason = chromium.reason_absent()
     if reason is not None:
         absent(request.config, "browser", reason)
-    with chromium.launched() as launched:
+    with chromium.launch_browser() as launched:
         yield launched

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speq.dashboard.panel import Panel
-from speq.dashboard.pictures import DEFAULTS, PATTERNS, panels_of
+from speq.dashboard.report.pictures import DEFAULTS, PATTERNS, panels_of
 from speq.errors import SpeqError
 from speq.measure.picture import BUDGET, TPOT, Axis, Picture, percent
 from tests.helpers.panels import check

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from speq.dashboard import report_page as report
 from speq.dashboard.panel import Page
+from speq.dashboard.report import report_page as report
 from speq.dashboard.run_panels import run_page
 from speq.errors import SpeqError
 from tests.helpers.command import Command, command_in_process

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speq.dashboard.figures import mirrored
+from speq.dashboard.figures import mirrored_ticks
 from speq.dashboard.page import render
 from speq.dashboard.panel import Panel
 from speq.dashboard.run_panels.overlap import busy, overlap_of
@@ -275,7 +275,7 @@ def test_facts_and_notes() -> None:
     ],
 )
 def test_ticks_that_grow_both_ways(below: float, above: float, texts: list[str]) -> None:
-    places, found = mirrored(below, above)
+    places, found = mirrored_ticks(below, above)
     assert found == texts
     zero = texts.index("0")
     assert places == [(-1 if at < zero else 1) * float(text) for at, text in enumerate(texts)]

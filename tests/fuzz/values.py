@@ -340,10 +340,10 @@ def nowhere(rng: random.Random, sound: Sound, room: Path) -> Case:
 def senseless(rng: random.Random, sound: Sound, room: Path) -> Case:
     """What the options allow one by one, and what makes no sense all the same."""
     tpot = ("bench", "tpot", "model", "--budgets", BUDGET, "--max-new-tokens", 1)
-    schedule = ("bench", "schedule", "model", "--fractions", rng.choice(("1e9", "nan", "-1", "0")))
+    serve = ("bench", "serve", "model", "--rates", rng.choice(("1e9", "nan", "-1", "0")))
     folder = (*CALIBRATED[:4], "--calibration", rng.choice((".", "model", "/dev/null", "")))
     big = ("plan", "model", "--memory-budget", "99999999999999999999TiB")
-    command = speq(*rng.choice((tpot, schedule, folder, big)))
+    command = speq(*rng.choice((tpot, serve, folder, big)))
     return Case(" ".join(command.arguments), (command,), Expect.REFUSED)
 
 
@@ -398,7 +398,7 @@ KNOWN_CLI: tuple[Make, ...] = (
             ("quantize", "model", "--out", "out", "--calibration", "model"),
             ("quantize", "model", "--out", "out", "--calibration", ""),
             ("bench", "tpot", "model", "--budgets", BUDGET, *SHORT, "--max-new-tokens", "1"),
-            ("bench", "schedule", "model", "--fractions", "1e9"),
+            ("bench", "serve", "model", "--rates", "1e9"),
         )
     ),
     *(

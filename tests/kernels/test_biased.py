@@ -156,7 +156,7 @@ def test_int4_experts_are_those_of_the_reference(backend: str, dtype: torch.dtyp
     arena = Int4Arena(Int4Layout(HIDDEN, WIDTH), 1, EXPERTS, CPU)
     for expert, matrices in enumerate(layer_of("raw").words):
         arena.quantize_into(expert, *matrices)
-    bank, base_slots, biases = arena.backend, arena.base_slots[0], biases_in(dtype)
+    bank, base_slots, biases = arena.experts, arena.base_slots[0], biases_in(dtype)
     for rows in (1, 5):
         ids, weights = route(rows), torch.full((rows, TOP_K), 1 / TOP_K)
         hidden_states = normal(rows, HIDDEN, spread=8.0).to(dtype)

@@ -375,7 +375,7 @@ def test_int4_experts_in_blocks(
     routed = Routed.of(rows, top_k, torch.float32)
     weights = torch.rand(rows, top_k, generator=torch.Generator().manual_seed(9)).to(device)
     hidden_states, topk_ids = routed.on(device)
-    table, bank = arena.base_slots[0], arena.backend
+    table, bank = arena.base_slots[0], arena.experts
     found = ops.moe_int4(hidden_states, topk_ids, weights, table, bank, "silu")
     plain = torch.empty_like(found)
     reference.moe_int4_out(

@@ -224,7 +224,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "topk_ids": torch.zeros(3, 2, dtype=torch.int64),
             "topk_weights": torch.zeros(3, 2),
             "base_slots": torch.arange(5),
-            "backend": bank_of(BANK),
+            "experts": bank_of(BANK),
             "activation": "silu",
         },
     ),
@@ -782,7 +782,7 @@ def test_int4_experts_match_double_precision(activation: str) -> None:
     layer = 1
     for expert in range(E):
         arena.quantize_into(int(arena.base_slots[layer, expert]), gate_up[expert], down[expert])
-    slots, backend = arena.base_slots[layer], arena.backend
+    slots, backend = arena.base_slots[layer], arena.experts
     dense = [
         np.stack([unpacked(codes[slot], scales[slot]) for slot in slots.tolist()])
         for codes, scales in (backend.gate_up, backend.down)
@@ -812,7 +812,7 @@ def test_rounding_inputs_to_int8_costs_little() -> None:
     arena = Int4Arena(Int4Layout(H, F), 1, E, torch.device("cpu"))
     for expert in range(E):
         arena.quantize_into(expert, gate_up[expert], down[expert])
-    backend = arena.backend
+    backend = arena.experts
     dense = [
         np.stack([unpacked(codes[slot], scales[slot]) for slot in range(E)])
         for codes, scales in (backend.gate_up, backend.down)
@@ -839,7 +839,7 @@ def test_arena_rounds_long_matrices_as_a_whole_would_be() -> None:
     gate_up, down = weights(2 * width, hidden), weights(hidden, width, seed=5)
     arena = Int4Arena(Int4Layout(hidden, width), 1, 1, torch.device("cpu"))
     arena.quantize_into(0, gate_up, down)
-    for matrix, (codes, scales) in ((gate_up, arena.backend.gate_up), (down, arena.backend.down)):
+    for matrix, (codes, scales) in ((gate_up, arena.experts.gate_up), (down, arena.experts.down)):
         wanted_codes, wanted_scales = reference.quantize_int4(
             matrix, matrix.shape[1] // scales.shape[2]
         )

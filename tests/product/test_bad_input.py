@@ -781,10 +781,7 @@ def test_results_of_check_are_not_replaced(tiny: Folder, tmp_path: Path, command
 
 @pytest.mark.parametrize(
     "budget",
-    [
-        pytest.param(820_000, marks=pytest.mark.wide),
-        pytest.param(BUDGET, marks=pytest.mark.full),
-    ],
+    [pytest.param(820_000, marks=pytest.mark.wide), pytest.param(BUDGET, marks=pytest.mark.full)],
 )
 def test_drafts_that_are_none(budget: int, tiny: Folder, tmp_path: Path, command: Command) -> None:
     """With room for a draft and without: nonsense is not passed over."""

@@ -526,7 +526,10 @@ def test_bench_tpot_writes_its_results(
     for title in ("budget", "TPOT ms", "accepted", "moved/token"):
         assert title in ended.out
     report = json.loads(target.read_text())
-    assert set(report) == {"bench", "version", "commit", "machine", "model", "settings", "rows"}
+    assert set(report) == {
+        *("bench", "version", "commit", "machine", "model", "settings", "rows"),
+        *("pictures", "notes"),
+    }
     assert (report["bench"], report["version"]) == ("tpot", speq.__version__)
     assert report["model"] == str(tiny("qwen2_moe"))
     assert report["settings"]["rounds"] == 2

@@ -77,7 +77,7 @@ def routed(top_k: int) -> tuple[Tensor, Route, Tensor]:
 def summed(arena: Int4Arena, layer: int, rows: Tensor, chosen: list[dict[int, float]]) -> Tensor:
     """Rows through some experts of a layer, each with its weight, one by one."""
     out = torch.zeros(len(rows), HIDDEN)
-    backend = arena.backend
+    backend = arena.experts
     for at, weights in enumerate(chosen):
         for expert, weight in weights.items():
             base_slot = int(arena.base_slots[layer, expert])

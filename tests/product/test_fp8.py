@@ -22,7 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from bench.lab import codec as bench_codec
 from bench.lab.scaled_codes import codes_in, entropy_of
 from speq import Generator, SpeqError
-from speq.bench.settings import CodecSettings
+from speq.bench.lab.codec import CodecSettings
 from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
 from speq.experts.int4 import Int4Layout

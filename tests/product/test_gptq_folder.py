@@ -63,7 +63,7 @@ def order_of(g_idx: np.ndarray) -> np.ndarray:
 
 def unloaded(arena: Int4Arena, base_slot: int, down_order: np.ndarray) -> dict[str, np.ndarray]:
     """Weights [N, K] in float16 by projection, in the order the model has them."""
-    backend = arena.backend
+    backend = arena.experts
     gate_up, down = (
         unpacked(codes[base_slot].numpy(), scales[base_slot].numpy())
         for codes, scales in (backend.gate_up, backend.down)
@@ -286,7 +286,7 @@ def test_kernels_give_what_dequantised_weights_give(
         x = shuffled_and_rounded(hidden[token].double().numpy(), order_of(parts[0]["g_idx"]))
         inner = gate @ x / (1 + np.exp(-(gate @ x))) * (up @ x)
         wanted[token] = 0.75 * (down @ shuffled_and_rounded(inner, order_of(parts[2]["g_idx"])))
-    slots, backend = arena.base_slots[0], arena.backend
+    slots, backend = arena.base_slots[0], arena.experts
     plain = torch.full((6, 256), torch.nan)
     reference.moe_int4_out(
         hidden,

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command import parse
+from tests.helpers.lab import lab_commands
 from tests.helpers.paths import ROOT
 from tools import gpu, rehearse
-from tools.gpu import Run, ended
-from tools.gpu_steps import GPU_TESTS, SHARES, Step, steps
+from tools.gpu import Run, run_command
+from tools.gpu_steps import GPU_TESTS, SHARES, GpuStep, steps
 
 # As decorator or in a list of them, or as the backends that a fixture goes through.
 MARKED = re.compile(r"^(@|    |pytestmark = )pytest\.mark\.gpu|CUDA_BACKENDS[,)\]]", re.MULTILINE)
-HELLO = Step("hello", ("-c", "print('hello')"), 60)
+HELLO = GpuStep("hello", ("-c", "print('hello')"), 60)
 
 
 @pytest.fixture
@@ -42,9 +43,14 @@ def test_no_test_of_a_gpu_is_left_out() -> None:
 
 def test_commands_parse(tmp_path: Path) -> None:
     ours = [step for step in steps(tmp_path) if step.command[:2] == ("-m", "speq")]
-    assert len(ours) >= 8 + 4 * len(SHARES)
+    assert len(ours) >= 5 + 4 * len(SHARES)
     for step in ours:
         parse((*step.command[2:], *step.rehearsed_by))
+    lab = [step for step in steps(tmp_path) if step.command[1].startswith("bench.lab.")]
+    assert len(lab) == 2
+    for step in lab:
+        name = step.command[1].removeprefix("bench.lab.")
+        lab_commands()[name].make_context(name, [*step.command[2:]])
 
 
 def test_budgets_are_shares_of_the_model_made(tmp_path: Path) -> None:
@@ -67,11 +73,11 @@ def test_a_step_past_its_limit_is_ended_with_its_children(tmp_path: Path) -> Non
     """The child holds the pipe that output comes through."""
     for_ever = "import signal; signal.pause()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {for_ever!r}])"
-    assert ended([sys.executable, "-c", code], 0.5, tmp_path).code is None
+    assert run_command([sys.executable, "-c", code], 0.5, tmp_path).code is None
 
 
 def test_a_failure_is_kept_and_the_next_step_runs(run: Run) -> None:
-    run.step(Step("broken", ("-c", "raise SystemExit('it broke')"), 60))
+    run.step(GpuStep("broken", ("-c", "raise SystemExit('it broke')"), 60))
     assert kept(run) == [{"step": "broken", "state": "failed", "output": "it broke\n"}]
     run.step(HELLO)
     assert kept(run)[1] == {"step": "hello", "state": "passed", "output": "hello\n"}
@@ -79,14 +85,14 @@ def test_a_failure_is_kept_and_the_next_step_runs(run: Run) -> None:
 
 def test_what_a_step_reports_is_kept(run: Run) -> None:
     write = "import sys; open(sys.argv[2], 'w').write('{\"rows\": [1]}')"
-    run.step(Step("report", ("-c", write), 60, reports=True))
+    run.step(GpuStep("report", ("-c", write), 60, reports=True))
     run.step(HELLO)
     assert [record["result"] for record in run.records] == [{"rows": [1]}, None]
 
 
 def test_a_step_that_cannot_run_says_why(run: Run) -> None:
-    run.step(Step("later", (), 0, skipped="nobody wrote it yet"))
-    run.step(Step("checked", ("-c", ""), 60, under=("no-such-program", "--it")))
+    run.step(GpuStep("later", (), 0, skipped="nobody wrote it yet"))
+    run.step(GpuStep("checked", ("-c", ""), 60, under=("no-such-program", "--it")))
     run.reserved_s = 97
     run.step(HELLO)
     assert [(step["state"], step["output"]) for step in kept(run)] == [
@@ -114,7 +120,7 @@ def test_nothing_is_timed_on_the_reference(run: Run, monkeypatch: pytest.MonkeyP
 def test_a_build_that_fails_or_does_not_end_is_said(
     run: Run, monkeypatch: pytest.MonkeyPatch, code: int | None
 ) -> None:
-    monkeypatch.setattr(gpu, "ended", lambda *given: gpu.Ended(code, "no nvcc"))
+    monkeypatch.setattr(gpu, "run_command", lambda *given: gpu.Ended(code, "no nvcc"))
     run.machine["capability"] = "9.0"
     with pytest.raises(SystemExit, match="cannot be built: no nvcc"):
         run.build("here")
@@ -138,19 +144,19 @@ def record(state: str, output: str) -> dict[str, str]:
     [
         (HELLO, record("failed", "Torch not compiled with CUDA enabled"), "came to the device"),
         (HELLO, record("failed", "Found no NVIDIA driver on your system"), "came to the device"),
-        (Step("l", (), 0, skipped="not yet"), record("skipped", "not yet"), "skipped: not yet"),
+        (GpuStep("l", (), 0, skipped="not yet"), record("skipped", "not yet"), "skipped: not yet"),
         (HELLO, record("skipped", "no time was left, no NVIDIA driver"), None),
         (HELLO, record("failed", "ERROR collecting; no NVIDIA driver"), None),
         (HELLO, record("passed", "1 passed"), None),
         (HELLO, record("out of time", "no NVIDIA driver"), None),
         (HELLO, record("failed", "ModuleNotFoundError: scipy; no NVIDIA driver"), None),
         (HELLO, record("failed", "No such option: --budget"), None),
-        (Step("w", (), 1, host_only=True), record("passed", ""), "passed"),
-        (Step("w", (), 1, host_only=True), record("failed", "no NVIDIA driver"), None),
+        (GpuStep("w", (), 1, host_only=True), record("passed", ""), "passed"),
+        (GpuStep("w", (), 1, host_only=True), record("failed", "no NVIDIA driver"), None),
     ],
 )
 def test_a_rehearsal_sees_what_would_fail_on_a_gpu(
-    step: Step, came: dict[str, str], said: str | None
+    step: GpuStep, came: dict[str, str], said: str | None
 ) -> None:
     if said is None:
         with pytest.raises(SystemExit, match="did not come to the device"):

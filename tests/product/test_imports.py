@@ -45,8 +45,8 @@ REFERENCES = (
 BELOW_MODELS = (
     *("leaves", "devices", "reference", "kernels", "files", "experts", "expert counts", "layers"),
 )
-BELOW_DECODE = (*BELOW_MODELS, "models", "heads", "scheduler", "governor")
-BELOW_LOAD = (*BELOW_DECODE, "drafts", "decode", "planning costs", "planning")
+BELOW_ENGINE = (*BELOW_MODELS, "models", "heads", "scheduler", "governor")
+BELOW_LOAD = (*BELOW_ENGINE, "drafts", "engine", "planning costs", "planning")
 TABLE = {
     "leaves": Layer(LEAVES, ("leaves",), never=("transformers",)),
     "reference": Layer(
@@ -88,7 +88,7 @@ TABLE = {
     "governor": Layer(
         ("speq.governor",), ("leaves", "governor"), never=("torch", "transformers", "numpy")
     ),
-    "decode": Layer(("speq.engine",), (*BELOW_DECODE, "decode")),
+    "engine": Layer(("speq.engine",), (*BELOW_ENGINE, "engine")),
     "planning costs": Layer(
         ("speq.planning.cost",),
         ("leaves", "governor", "planning costs"),
@@ -115,17 +115,12 @@ TABLE = {
     "text": Layer(("speq.text",), ("leaves", "files", "text")),
     "generator": Layer(
         (
-            *(
-                "leaves",
-                "devices",
-                "models",
-                "decode",
-                "planning",
-                "runtime",
-                "stage options",
-                "stages",
-            ),
-            *("text", "generator"),
+            *("speq.engine.batch", "speq.engine.engine_thread", "speq.engine.token_stream"),
+            *("speq.generator", "speq.async_generator"),
+        ),
+        (
+            *("leaves", "devices", "models", "engine", "planning", "runtime"),
+            *("stage options", "pipeline", "text", "generator"),
         ),
     ),
     "training": Layer(

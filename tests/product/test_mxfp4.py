@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from bench.lab import codec as bench_codec
 from speq import Generator, SpeqError
-from speq.bench.settings import CodecSettings
+from speq.bench.lab.codec import CodecSettings
 from speq.experts.expert_store import expert_slot, read_matrices
 from speq.models.dequantised import load_dequantized
 from speq.models.opened import open_model

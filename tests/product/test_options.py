@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import speq
 from speq import RunConfig, SamplingParams, SpeqError
-from speq.bench.settings import EqualMemorySettings, GovernorSettings, TpotSettings
+from speq.bench.settings import TpotSettings
 from speq.cli import app
 from speq.cli.bench import BENCHES, bench_app
 from speq.cli.cache import cache_app
@@ -33,7 +33,7 @@ from speq.registries import CACHE_POLICIES
 from speq.units import parse_bytes
 from tests.helpers.paths import ROOT
 from tests.helpers.told import Told
-from tools.options import TYPED, annotation, option_table, typed_module, written
+from tools.options import TYPED, annotation, option_table, typed_module, written_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +145,7 @@ def test_values_as_they_are_held(kind: Any, given: Any, held: Any) -> None:
         (File(readable=True), "/", "it is '/', a folder; give a file"),
         (File(printed=True), "--stats", "it is '--stats'; give a file, or - to print"),
         (Switch(), 1, "it is 1; it must be True or False"),
-        (
-            ListOf(Whole(1), "numbers, such as 1,4"),
-            "1,two",
-            "it is '1,two'; it must be numbers, s",
-        ),
+        (ListOf(Whole(1), "numbers, such as 1,4"), "1,two", "it is '1,two'; it must be numbers, s"),
         (ListOf(Whole(1), "numbers, such as 1,4"), 3, "it is 3; it must be numbers, such as 1,4"),
         (ListOf(Whole(2)), "3,1", "it is 1; it must be at least 2"),
         (ListOf(Number(16), "numbers"), "1e999", "it is '1e999'; it must be numbers"),
@@ -177,8 +173,8 @@ def test_options_are_taken_apart_and_put_together() -> None:
     assert (run, sampling) == (RunConfig(1024), SamplingParams(top_k=3))
     with pytest.raises(SpeqError, match="unknown option topk; the options are memory_budget, "):
         split({"topk": 3}, RunConfig, SamplingParams)
-    assert EqualMemorySettings("1GiB", lossless=Path("a")).as_json()["lossless"] == "a"
-    assert GovernorSettings("1GiB", prompts=[Path("a")]).as_json()["prompts"] == ["a"]
+    assert TpotSettings(("1GiB",), lossless=Path("a")).as_json()["lossless"] == "a"
+    assert TpotSettings(("1GiB",), prompts=(Path("a"),)).as_json()["prompts"] == ["a"]
 
 
 def test_a_command_may_leave_options_out_and_have_defaults_of_its_own() -> None:
@@ -274,7 +270,7 @@ def test_every_bench_is_a_line_and_a_command() -> None:
     names = [each.name for each in bench_app.registered_commands]
     assert names == [*(bench.name for bench in BENCHES), "widen"]
     for bench in BENCHES:
-        path = ROOT / "bench" / f"{bench.module.replace('.', '/')}.py"
+        path = ROOT / f"{bench.module.removeprefix('speq.').replace('.', '/')}.py"
         assert "\ndef run(" in path.read_text()
 
 
@@ -288,15 +284,6 @@ def test_a_word_means_the_same_in_every_command() -> None:
         ("quantize", "dense"),  # whether such layers are quantised as well
         ("train-head", "memory_budget"),
         ("bench kernels", "dtype"),  # of the rows
-        *((f"bench {name}", "draft_length") for name in ("hit-rate", "schedule", "fidelity")),
-        ("bench budget", "draft_length"),
-        ("bench drafters", "draft_length"),
-        # text
-        *((f"bench {name}", "memory_budget") for name in ("step", "soak", "fidelity", "ablation")),
-        *((f"bench {name}", "memory_budget") for name in ("hit-rate", "equal-memory", "budget")),
-        ("bench batch", "memory_budget"),
-        ("bench coverage", "memory_budget"),
-        ("bench profile-cost", "memory_budget"),
     }
     found = set()
     for prefix, each in ALL:
@@ -323,7 +310,7 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         done = CliRunner().invoke(made, arguments)
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
-    assert len(with_model) == 13 + 19  # all but doctor, and benches of machines, routes and many
+    assert len(with_model) == 13 + 3  # all but doctor, and benches of machines, servers and several
 
 
 def test_json_and_trace_mean_one_thing() -> None:
@@ -373,7 +360,7 @@ def test_the_command_line_waits_for_torch() -> None:
 
 
 def test_what_is_written_from_the_declarations_is_up_to_date() -> None:
-    for path, text in written():
+    for path, text in written_files():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run python -m tools.options"
 
 
@@ -467,7 +454,7 @@ def test_json_goes_to_a_file_or_alone_to_stdout(tmp_path: Path) -> None:
         (["pack", "m", "--out", ""], "out is empty; give a folder"),
         (["quantize", "m", "--calibration", "/"], "calibration is '/', a folder; give a file"),
         (["bench", "tpot", "m", "--budgets", "1GiB", "--max-new-tokens", "1"], "at least 2"),
-        (["bench", "schedule", "m", "--fractions", "1e9"], "above 0 and at most 16"),
+        (["bench", "serve", "m", "--rates", "1e9"], "above 0 and at most 10000"),
         (["generate", "m", "--memory-budget", "1GiB", "--prompt", "a", "--json", "--x"], "- to pr"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.lab.single_shot import SingleLater, SingleShot, SingleSooner, offered
+from bench.lab.single_shot import SingleLater, SingleShot, SingleSooner, offer_single_shots
 from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.registries import CACHE_POLICIES, PREFETCHERS
@@ -475,9 +475,9 @@ def test_every_verification_is_served(mode: type[Prefetcher], policy: str, slots
 def test_single_shots_are_offered_for_as_long_as_a_bench_runs() -> None:
     offered_else = PREFETCHERS.names
     assert offered_else == ("none", "three-phase")
-    with offered():
+    with offer_single_shots():
         assert PREFETCHERS.names == (*offered_else, "single-sooner", "single-later")
-        with offered():
+        with offer_single_shots():
             assert PREFETCHERS["single-later"] is SingleLater
         assert RunConfig.of("1GiB", prefetch="single-sooner").prefetch == "single-sooner"
     assert PREFETCHERS.names == offered_else

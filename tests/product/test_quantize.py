@@ -534,7 +534,7 @@ def test_a_disk_that_fills_up(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SpeqError, match="cannot be written: No space left on device; layers that"):
+    with pytest.raises(SpeqError, match="cannot be written: No space left on device; finished"):
         quantise_to(tmp_path / "out", small)
     quantise_to(tmp_path / "out", small)
     assert contents(tmp_path / "out") == whole

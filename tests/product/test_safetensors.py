@@ -292,8 +292,8 @@ def test_records_and_draft_match_transformers(family: str, tiny: Folder) -> None
         assert torch.equal(ours[1], down)
         slot = int(arena.base_slots[layer, expert])
         for matrix, (codes, scales) in (
-            (gate_up, arena.backend.gate_up),
-            (down, arena.backend.down),
+            (gate_up, arena.experts.gate_up),
+            (down, arena.experts.down),
         ):
             group = matrix.shape[1] // scales.shape[2]
             wanted_codes, wanted_scales = reference.quantize_int4(matrix, group)
@@ -534,8 +534,8 @@ def test_draft_of_the_file_is_what_the_kernels_unpack(tiny: Folder) -> None:
     draft_file.quantize(arena, store)
     for slot, (gate_up, down) in enumerate(plain_experts(path)):
         for matrix, (codes, scales) in (
-            (gate_up, arena.backend.gate_up),
-            (down, arena.backend.down),
+            (gate_up, arena.experts.gate_up),
+            (down, arena.experts.down),
         ):
             values = torch.from_numpy(unpacked(codes[slot].numpy(), scales[slot].numpy()))
             group = matrix.shape[1] // scales.shape[2]

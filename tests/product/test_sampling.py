@@ -11,12 +11,12 @@ from scipy import stats
 from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.engine.sampling import (
-    chosen,
+    choose,
     distribution,
     draw,
     greedy,
     noise,
-    penalised,
+    penalise,
     runners_up,
     standings,
 )
@@ -27,7 +27,9 @@ ROWS, V = 48, 40
 MARGIN = 1e-5
 
 
-def shaped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray | None:
+def expected_probs(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float
+) -> np.ndarray | None:
     """One row's probabilities; None where rounding may decide which tokens remain."""
     scores = logits.astype(np.float64) / temperature
     keep = np.ones(len(scores), dtype=bool)
@@ -56,7 +58,7 @@ def test_distribution_matches_numpy(temperature: float, top_k: int, top_p: float
     assert ours.shape == (ROWS, V)
     compared = 0
     for row, probs in zip(logits.numpy(), ours.numpy(), strict=True):
-        wanted = shaped(row, temperature, top_k, top_p)
+        wanted = expected_probs(row, temperature, top_k, top_p)
         if wanted is None:
             continue
         compared += 1
@@ -99,9 +101,9 @@ def test_penalties_count_tokens_before_a_position() -> None:
     given = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.125}
     text = Request([0, 1], SamplingParams(**given), output_token_ids=[1, 2, 1])
     expected = torch.tensor([1, 1 - 0.5 - 0.25, -4 - 0.625, 1 - 0.625, 2, -torch.inf])
-    torch.testing.assert_close(penalised(logits, text, [3]), expected)
-    assert chosen(logits, text, [3]) == 4
-    assert chosen(logits, text, [3, 4]) == 0
+    torch.testing.assert_close(penalise(logits, text, [3]), expected)
+    assert choose(logits, text, [3]) == 4
+    assert choose(logits, text, [3, 4]) == 0
     assert logits[0] == 2  # what is given is left alone
 
 
@@ -125,7 +127,7 @@ def test_logits_of_any_dtype(dtype: torch.dtype) -> None:
     ours = distribution(logits, SamplingParams(temperature=0.8))
     assert ours.dtype == torch.float32
     for row, probs in zip(logits.double().numpy(), ours.numpy(), strict=True):
-        np.testing.assert_allclose(probs, shaped(row, 0.8, 0, 1.0), rtol=2e-5)
+        np.testing.assert_allclose(probs, expected_probs(row, 0.8, 0, 1.0), rtol=2e-5)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-60, 5e-324])
@@ -249,8 +251,8 @@ def test_temperature_zero_is_greedy() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_a_lead_is_what_logits_may_change_by(temperature: float) -> None:
-    """If those of the chosen token and of the next one come closer by less, the choice is the same.
-    If they do by more, the next one is chosen.
+    """If those of the choose token and of the next one come closer by less, the choice is the same.
+    If they do by more, the next one is choose.
     """
     rng = torch.Generator().manual_seed(21)
     for position in range(50):
@@ -262,12 +264,12 @@ def test_a_lead_is_what_logits_may_change_by(temperature: float) -> None:
         behind = runners_up(standing, request.sampling, 2)[1].tolist()
         ahead = behind[0]
         assert ahead <= behind[1]
-        assert chosen(logits, request, []) == first
+        assert choose(logits, request, []) == first
         for share, expected in ((0.99, first), (1.01, second)):
             moved = logits.clone()
             moved[first] -= ahead * share / 2
             moved[second] += ahead * share / 2
-            assert chosen(moved, request, []) == expected
+            assert choose(moved, request, []) == expected
 
 
 def test_leads_by_hand() -> None:

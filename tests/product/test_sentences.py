@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from speq import cli
+from tests.helpers.lab import lab_commands
 from tests.helpers.sentences import PAGES, ROOT, SOURCES, Said, literals, texts_of
 
 SAID = [said for file in (*SOURCES, *PAGES) for said in texts_of(file)]
@@ -80,6 +81,12 @@ def wrong_commands(text: str) -> list[str]:
         if "=" in span.split()[0]:
             continue  # a row of a table of systems: speq with a setting
         wrong += wrong_words(span)
+    for name, span in re.findall(r"`(?:\.venv/bin/)?python -m bench\.lab\.(\w+)([^`{]*)`", text):
+        if name == ANY:
+            continue
+        known = options(lab_commands()[name]) if name in lab_commands() else None
+        if known is None or not set(OPTION.findall(span)) <= known:
+            wrong.append(f"bench.lab.{name}{span}")
     # The same without quotes, as far as the options go.
     for span in re.findall(r"(?<![\w`./-])speq ((?:[a-z-]+ ){1,2}(?:--[a-z-]+)+)", text):
         wrong += wrong_words(span)
@@ -105,7 +112,7 @@ def unknown_options(said: Said) -> set[str]:
     """
     if said.file.suffix == ".py" and " " not in said.text.strip():
         return set()
-    known = options(APP) | FOREIGN
+    known = (options(APP) | FOREIGN).union(*map(options, lab_commands().values()))
     if said.file.suffix == ".md" or said.file.is_relative_to(ROOT / "tools"):
         known |= developers_options()
     return set(OPTION.findall(said.text)) - known
@@ -155,9 +162,12 @@ def test_strangers_would_be_seen(text: str, wrong: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("record it again with `python -m bench.lab.hit_rate --trace`", True),
-        ("record it again with `python -m bench.lab.hit_rate --routes`", False),
-        ("run python -m bench.lab.hit_rate --trace FILE", True),
+        ("write it again with `speq bench kernels --trace`", True),
+        ("write it again with `speq bench kernels --sass`", False),
+        ("run speq bench kernels --trace FILE", True),
+        ("count again with `python -m bench.lab.coverage MODEL --routes`", True),
+        ("count again with `python -m bench.lab.coverage MODEL --counts FILE`", False),
+        ("as `python -m bench.lab.nonsense` does", True),
         ("as `speq run` does", True),
         ("as `speq bench nonsense` does", True),
         ("`speq bench NAME --json`", False),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from speq.dashboard.figures import bars, layout, mirrored
+from speq.dashboard.figures import bars, layout, mirrored_ticks
 from speq.dashboard.panel import Panel, Table
 from speq.dashboard.run_panels.link import act_of
 from speq.dashboard.run_record import RunRecord, StepRecord
@@ -66,7 +66,7 @@ def panel(run: RunRecord) -> Panel:
         )
         for name, (values, colour, pattern) in (above | below).items()
     ]
-    places, texts = mirrored(
+    places, texts = mirrored_ticks(
         max((each.hidden + each.exposed for each in parts), default=0.0),
         max((step.end_ms - step.start_ms for step in decode), default=0.0),
     )

@@ -81,9 +81,7 @@ class Speeds:
     head_token_s: float = 0.0
 
     @classmethod
-    def of_rates(
-        cls, rates: Rates, sizes: PassBytes, residency_plans: Iterable[ResidencyPlan]
-    ) -> "Speeds":
+    def of_rates(cls, rates: Rates, sizes: PassBytes, plans: Iterable[ResidencyPlan]) -> "Speeds":
         """The lower bound: a pass reads every weight once, at the memory's speed.
 
         It does not count arithmetic, so it is too low for long drafts on few cores.
@@ -93,13 +91,13 @@ class Speeds:
             layers_s + sizes.fixed_bytes / memory,
             0.0,
             layers_s + (sizes.draft_fixed_bytes + sizes.draft_token_bytes) / memory,
-            {h.codec: h.read_bytes / memory for h in residency_plans},
+            {h.codec: h.read_bytes / memory for h in plans},
             head_token_s=HEAD_LAYERS * rates.layer_s + sizes.head_bytes / memory,
         )
 
     @classmethod
     def of_survey(
-        cls, survey: Survey, sizes: PassBytes, residency_plans: Iterable[ResidencyPlan]
+        cls, survey: Survey, sizes: PassBytes, plans: Iterable[ResidencyPlan]
     ) -> "Speeds":
         """Weights outside the experts are read beside what a layer takes. An expert takes the
         longer of reading and arithmetic.
@@ -117,10 +115,7 @@ class Speeds:
             + sizes.layers * drafted_s
             + sizes.draft_fixed_bytes / memory
             + draft_experts_s,
-            {
-                h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory)
-                for h in residency_plans
-            },
+            {h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory) for h in plans},
             survey.row_s,
             survey.miss_s,
             HEAD_LAYERS * survey.layer_s + sizes.head_bytes / memory,
@@ -132,7 +127,7 @@ class Speeds:
         profile: Profile,
         sizes: PassBytes,
         distinct: Callable[[float], float],
-        residency_plans: Iterable[ResidencyPlan],
+        plans: Iterable[ResidencyPlan],
     ) -> "Speeds":
         """Measured times. A pass's growth with its distinct experts tells their share of it. A head
         was not timed: it takes as much of a pass without experts as it reads of its bytes, and the
@@ -145,9 +140,7 @@ class Speeds:
         for rows, verify_s in profile.verify:
             line.add(counted[rows] if rows in counted else distinct(rows), verify_s)
         slope = line.slope
-        read_bytes = {
-            residency_plan.codec: residency_plan.read_bytes for residency_plan in residency_plans
-        }
+        read_bytes = {plan.codec: plan.read_bytes for plan in plans}
         base = _cost(profile, profile.codec, read_bytes)
         pass_s = line.y - slope * line.x
         return cls(
@@ -235,47 +228,45 @@ class Outlook:
                 f"the link gives {self.link.bandwidth_bytes_per_s} bytes/s; it must be more than 0"
             )
 
-    def drafts(self, residency_plan: ResidencyPlan) -> Drafts | None:
+    def drafts(self, plan: ResidencyPlan) -> Drafts | None:
         """None of a drafter of which nothing is known beforehand."""
-        speeds, drafter = self.speeds, residency_plan.drafter
+        speeds, drafter = self.speeds, plan.drafter
         if drafter == "int4":
-            by_depth = (partial_acceptance(self.acceptance, residency_plan.draft_covers),)
+            by_depth = (partial_acceptance(self.acceptance, plan.draft_covers),)
             return Drafts(by_depth, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
         if drafter == "head" and self.head_acceptance:
             return Drafts(self.head_acceptance, 0.0, speeds.head_token_s, False)
         return None
 
-    def _known_drafts(self, residency_plan: ResidencyPlan) -> Drafts:
-        return present(
-            self.drafts(residency_plan), "a drafter is weighed of which nothing is known"
-        )
+    def _known_drafts(self, plan: ResidencyPlan) -> Drafts:
+        return present(self.drafts(plan), "a drafter is weighed of which nothing is known")
 
     def asked(self, rows: float) -> float:
         """Distinct experts of all layers that a pass of so many rows asks for."""
         return self.num_layers * self.locality.distinct(rows)
 
-    def missed(self, residency_plan: ResidencyPlan, rows: float) -> float:
+    def missed(self, plan: ResidencyPlan, rows: float) -> float:
         """Those of them that are in no slot."""
-        return self.num_layers * self.locality.misses(residency_plan.slots / self.num_layers, rows)
+        return self.num_layers * self.locality.misses(plan.slots / self.num_layers, rows)
 
-    def verify_s(self, residency_plan: ResidencyPlan, rows: float) -> float:
+    def verify_s(self, plan: ResidencyPlan, rows: float) -> float:
         """Time of a pass of so many rows, all of its experts in slots."""
         speeds = self.speeds
-        experts_s = self.asked(rows) * speeds.expert_s[residency_plan.codec]
+        experts_s = self.asked(rows) * speeds.expert_s[plan.codec]
         return speeds.pass_s + (rows - 1) * speeds.row_s + experts_s
 
-    def step_estimate(self, residency_plan: ResidencyPlan, draft_length: int) -> StepEstimate:
+    def step_estimate(self, plan: ResidencyPlan, draft_length: int) -> StepEstimate:
         """The time and the yield of a round with so many drafted tokens.
 
         Experts of rejected tokens are moved and read like all others. Encoding takes the processor
         that the pass runs on, so that nothing hides it.
         """
         rows, speeds = draft_length + 1, self.speeds
-        moved = self.missed(residency_plan, rows)
-        moved_bytes = moved * residency_plan.moved_bytes
+        moved = self.missed(plan, rows)
+        moved_bytes = moved * plan.moved_bytes
         tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
         if draft_length:
-            drafts = self._known_drafts(residency_plan)
+            drafts = self._known_drafts(plan)
             tokens += accepted_tokens(drafts.accept_probs(draft_length))
             draft_s = drafts.base_s + draft_length * drafts.token_s
             exposed = EXPOSED_AHEAD if drafts.ahead else exposed
@@ -283,73 +274,71 @@ class Outlook:
             draft_length,
             tokens,
             draft_s,
-            self.verify_s(residency_plan, rows) + moved * (speeds.miss_s + residency_plan.encode_s),
+            self.verify_s(plan, rows) + moved * (speeds.miss_s + plan.encode_s),
             self.link.transfer_s(moved_bytes),
             moved_bytes,
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
             exposed,
         )
 
-    def prior(self, residency_plan: ResidencyPlan) -> Prior:
+    def prior(self, plan: ResidencyPlan) -> Prior:
         """Prior of a run, of a plan with an estimate. What a miss takes of the processor
         counts as a part of its transfer.
         """
-        speeds, drafts = self.speeds, self._known_drafts(residency_plan)
+        speeds, drafts = self.speeds, self._known_drafts(plan)
         rows = [length + 1 for length in LENGTHS]
-        best = residency_plan.step.draft_length + 1
+        best = plan.step.draft_length + 1
         return Prior(
-            verify=tuple((float(t), self.verify_s(residency_plan, t)) for t in rows),
+            verify=tuple((float(t), self.verify_s(plan, t)) for t in rows),
             distinct=tuple((float(t), self.asked(t)) for t in rows),
             draft_base_s=drafts.base_s,
             draft_token_s=drafts.token_s,
             drafts=PLANNED,
-            transfer_s=self.link.transfer_s(residency_plan.moved_bytes)
-            + residency_plan.encode_s
-            + speeds.miss_s,
-            expert_bytes=residency_plan.moved_bytes,
+            transfer_s=self.link.transfer_s(plan.moved_bytes) + plan.encode_s + speeds.miss_s,
+            expert_bytes=plan.moved_bytes,
             missed=(
-                self.missed(residency_plan, 1) / self.asked(1),
-                self.missed(residency_plan, best) / self.asked(best),
+                self.missed(plan, 1) / self.asked(1),
+                self.missed(plan, best) / self.asked(best),
             ),
             exposed=(EXPOSED_ON_DEMAND, EXPOSED_AHEAD if drafts.ahead else EXPOSED_ON_DEMAND),
             acceptance=drafts.acceptance,
             tokens=PLANNED_TOKENS,
         )
 
-    def with_estimate(self, residency_plan: ResidencyPlan) -> ResidencyPlan:
+    def with_estimate(self, plan: ResidencyPlan) -> ResidencyPlan:
         """The plan at its best draft length: 0 without a draft, at least 1 with one.
 
         A drafter of which nothing is known beforehand is weighed as plain decoding.
         """
-        lengths = self.lengths if self.drafts(residency_plan) is not None else (0,)
-        steps = [self.step_estimate(residency_plan, draft_length) for draft_length in lengths]
-        return replace(residency_plan, expected=min(steps, key=lambda step: step.token_s))
+        lengths = self.lengths if self.drafts(plan) is not None else (0,)
+        steps = [self.step_estimate(plan, draft_length) for draft_length in lengths]
+        return replace(plan, expected=min(steps, key=lambda step: step.token_s))
 
-    def gain(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
+    def gain(self, plans: Sequence[ResidencyPlan]) -> float | None:
         """Time per token of the best way without a draft over that of the best one with an INT4
         draft.
 
         None if there are not both.
         """
-        drafting = [self.with_estimate(h).tpot_s for h in residency_plans if h.drafter == "int4"]
-        plain = [self.with_estimate(h).tpot_s for h in residency_plans if not h.drafts]
+        drafting = [self.with_estimate(h).tpot_s for h in plans if h.drafter == "int4"]
+        plain = [self.with_estimate(h).tpot_s for h in plans if not h.drafts]
         return min(plain) / min(drafting) if drafting and plain else None
 
-    def break_even_acceptance(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
+    def break_even_acceptance(self, plans: Sequence[ResidencyPlan]) -> float | None:
         """The acceptance below which speculation loses.
 
         0 if it never loses. None if it always loses, or if there is nothing to compare.
         """
 
         def pays(acceptance: float) -> bool:
-            gain = replace(self, acceptance=acceptance).gain(residency_plans)
+            gain = replace(self, acceptance=acceptance).gain(plans)
             return gain is not None and gain > 1
 
         if not pays(1.0):
             return None
         return 0.0 if pays(0.0) else _border(pays, 1.0, 0.0)
 
-    def break_even_link(self, residency_plans: Sequence[ResidencyPlan]) -> float | None:
+    def break_even_link(self, plans: Sequence[ResidencyPlan]) -> float | None:
         """The link's bytes per second above which speculation gains nothing.
 
         0 if it gains nothing at any speed. None if it gains at every speed, or if there is nothing
@@ -359,10 +348,10 @@ class Outlook:
 
         def pays(decades: float) -> bool:
             link = replace(self.link, bandwidth_bytes_per_s=at_hand * 10**decades)
-            gain = replace(self, link=link).gain(residency_plans)
+            gain = replace(self, link=link).gain(plans)
             return gain is not None and gain > 1
 
-        if self.gain(residency_plans) is None or pays(DECADES):
+        if self.gain(plans) is None or pays(DECADES):
             return None
         steps = range(DECADES * STEPS_A_DECADE - 1, -DECADES * STEPS_A_DECADE - 1, -1)
         for step in steps:
@@ -384,7 +373,7 @@ def _border(pays: Callable[[float], bool], inside: float, outside: float) -> flo
 
 
 def choose(
-    outlook: Outlook, residency_plans: Sequence[ResidencyPlan], margin: float = 0.0
+    outlook: Outlook, plans: Sequence[ResidencyPlan], margin: float = 0.0
 ) -> tuple[ResidencyPlan, str]:
     """The plan of the least expected time per token, with its estimate, and why it is chosen.
 
@@ -398,17 +387,17 @@ def choose(
     Raises SpeqError where there is no plan at all.
     """
 
-    def cost_s(residency_plan: ResidencyPlan) -> float:
-        if not residency_plan.drafts:
-            return residency_plan.cost_s
-        if residency_plan.step.moved_bytes > 0:
-            return residency_plan.cost_s / (1 - margin)
+    def cost_s(plan: ResidencyPlan) -> float:
+        if not plan.drafts:
+            return plan.cost_s
+        if plan.step.moved_bytes > 0:
+            return plan.cost_s / (1 - margin)
         if len(outlook.lengths) == 1:  # what was asked for is drafted whether it pays or not
-            return residency_plan.cost_s
-        plain = replace(residency_plan, expected=outlook.step_estimate(residency_plan, 0))
-        return min(residency_plan.cost_s, plain.cost_s)
+            return plan.cost_s
+        plain = replace(plan, expected=outlook.step_estimate(plan, 0))
+        return min(plan.cost_s, plain.cost_s)
 
-    weighed = map(outlook.with_estimate, residency_plans)
+    weighed = map(outlook.with_estimate, plans)
     ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.cost_s))
     if not ranked:
         raise SpeqError("no way to hold experts was given to choose from; the budget is too small")

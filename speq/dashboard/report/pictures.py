@@ -7,7 +7,7 @@ import json
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from speq.dashboard.panel import Cell, Panel, Table
 from speq.errors import SpeqError
@@ -139,7 +139,9 @@ def _figures(place: str, row: Row, picture: Picture) -> Row:
         value = row.get(axis.key)
         if value is not None and not is_number(value):
             raise wrong(f"{place}.{axis.key}", value, "a number")
-        found[axis.key] = value if value is None or axis.scale == 1.0 else value * axis.scale
+        found[axis.key] = value
+        if value is not None and axis.scale != 1.0:
+            found[axis.key] = value * axis.scale
     return found
 
 
@@ -272,7 +274,7 @@ def log_axis(title: str) -> dict[str, Any]:
     return axis(f"{title} (log scale)", type="log", dtick="D2")
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether it can be drawn: finite, and no truth value."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and -MOST <= value <= MOST

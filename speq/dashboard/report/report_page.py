@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.dashboard.panel import Page, Panel
-from speq.dashboard.pictures import panels_of, slug, wrong
+from speq.dashboard.report.pictures import panels_of, slug, wrong
 from speq.dashboard.run_record import FORMAT, run_of
 from speq.errors import SpeqError
 from speq.files.json_file import read_json
@@ -39,7 +39,7 @@ def page_of(paths: Sequence[Path]) -> Page:
     left_out: list[str] = []
     for path in paths:
         if path.is_dir():
-            found, refused = gathered(files_of(path))
+            found, refused = gather_sources(files_of(path))
             sources += found
             left_out += refused
         else:
@@ -63,7 +63,7 @@ def files_of(folder: Path) -> list[Path]:
         raise SpeqError(f"{folder} cannot be read: {error.strerror}; {WANTED}") from error
 
 
-def gathered(paths: Iterable[Path]) -> tuple[list[PageSource], list[str]]:
+def gather_sources(paths: Iterable[Path]) -> tuple[list[PageSource], list[str]]:
     """What files add, and why others do not."""
     sources, refused = [], []
     for path in paths:

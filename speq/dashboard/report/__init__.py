@@ -1,0 +1,1 @@
+"""Pages of what benches and recorded runs wrote: each bench declares its pictures."""
