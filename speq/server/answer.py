@@ -131,11 +131,14 @@ async def with_heartbeats(
     """The tokens, and None where there was none for so long."""
     while True:
         try:
-            yield await asyncio.wait_for(anext(stream), every_s)
+            # Unlike `wait_for`, which may lose the cancellation of a client that leaves.
+            async with asyncio.timeout(every_s):
+                token: Token | None = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError:
-            yield None
+            token = None
+        yield token
 
 
 async def respond(error: ApiError, send: Send) -> None:

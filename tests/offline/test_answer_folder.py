@@ -173,7 +173,7 @@ def test_a_full_disk_is_a_sentence_and_nothing_is_lost(
     first = ScriptedAnswerer()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(SpeqError, match=r"cannot be written: No space left.*goes on from"):
+        with pytest.raises(SpeqError, match=r"cannot be written: No space left.*continues from"):
             run(settings, first)
     again = ScriptedAnswerer()
     run(settings, again)

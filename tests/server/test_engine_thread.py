@@ -336,6 +336,29 @@ def test_silence_is_told() -> None:
     assert [text for text in told if text is not None] == list(TEXTS)
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_who_leaves_as_a_token_comes_is_gone(turns: int) -> None:
+    """The reader ends, whichever of the two the loop comes to first."""
+
+    async def read() -> None:
+        stream = TokenStream(request_of(), 0.0)
+
+        async def tokens() -> list[Token | None]:
+            return [token async for token in with_heartbeats(stream, PATIENCE_S)]
+
+        reader = asyncio.ensure_future(tokens())
+        await asyncio.sleep(0)
+        stream.put(pieces("a"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reader.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert reader.cancelled()
+
+    asyncio.run(read())
+
+
 class Rounds:
     """A scripted engine of several texts at a time, which waits before each token."""
 

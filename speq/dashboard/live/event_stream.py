@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -54,10 +55,10 @@ class EventStream(Response):
             )
             if closed:
                 return
-            try:
-                await asyncio.wait_for(fresh.wait(), HEARTBEAT_S)
-            except TimeoutError:
-                continue
+            # Unlike `wait_for`, which may lose the cancellation of a browser that leaves.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await fresh.wait()
 
 
 async def run_while_connected(sending: Coroutine[Any, Any, None], receive: Receive) -> None:
