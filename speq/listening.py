@@ -6,7 +6,7 @@ from speq.errors import SpeqError
 
 
 def listening_on(host: str, port: int, what: str, remedy: str) -> socket.socket:
-    """Of IPv4 or IPv6, as the host is; of a name that is both, IPv4. Port 0: any that is free.
+    """Listen by IPv4 or IPv6, as the host is; by IPv4 for a name of both. Port 0: any that is free.
 
     what    cannot be listened on, as users know it
     remedy  what they can do then
