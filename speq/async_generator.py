@@ -43,12 +43,12 @@ class AsyncGenerator:
         progress: Progress | None = None,
         **options: Unpack[RunOptions],
     ) -> "AsyncGenerator":
-        """As `Generator.from_pretrained`."""
+        """Load a model as `Generator.from_pretrained` does."""
         return cls(Generator.from_pretrained(model, memory_budget, progress=progress, **options))
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still run: not after `close`, nor after a failure of the engine."""
+        """True while requests are run: until `close`, or until the engine fails."""
         return not self._closed and self._thread.failure is None
 
     async def stream(
@@ -98,7 +98,7 @@ class AsyncGenerator:
         return Generation(text, [token.id for token in tokens], reason, stats)
 
     async def aclose(self) -> None:
-        """As `close`, without blocking other tasks."""
+        """Close it without blocking other tasks."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:

@@ -268,7 +268,7 @@ class ExpertBudgetOptions(Options):
     expert_counts: Annotated[
         Path | None,
         Option(
-            "Counts for the static ranking, which `speq bench coverage --counts` writes.",
+            "Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes.",
             File("a file of counts", readable=True),
             by_set=True,
         ),

@@ -15,12 +15,12 @@ TESTED = f"transformers {TESTED_TRANSFORMERS[0]} to {TESTED_TRANSFORMERS[-1]}"
 
 
 def transformers_version() -> str:
-    """Of the transformers that is installed."""
+    """Version of the installed transformers."""
     return metadata.version("transformers")
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version of transformers lies between those that were tested; no prerelease does."""
+    """True if a version of transformers lies between those tested; no prerelease does."""
     given = re.fullmatch(r"\d+\.\d+(\.\d+)?", version)
     oldest, newest = _numbers(TESTED_TRANSFORMERS[0]), _numbers(TESTED_TRANSFORMERS[-1])
     return given is not None and oldest <= _numbers(version) <= newest

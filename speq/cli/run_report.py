@@ -85,7 +85,7 @@ def print_summary(stats: dict[str, Any]) -> None:
 
 
 def print_layers(stats: dict[str, Any]) -> None:
-    """Where experts came from, layer by layer, and what of their transfer was hidden."""
+    """Sources of experts, layer by layer, and the hidden part of their transfers."""
     table = Table(title="experts while decoding, by layer", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("layer", *LAYER):
         table.add_column(title, justify="right")

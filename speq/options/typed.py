@@ -77,7 +77,7 @@ class RunOptions(TypedDict, total=False):
     (expert_counts).
     """
     expert_counts: str | Path | None
-    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
+    """Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes."""
     expert_rows: str
     """Under an expert budget, how drafted tokens count: reach (by the chance that they are
     accepted) or equal.
@@ -374,7 +374,7 @@ class TuneOptions(TypedDict, total=False):
     (expert_counts).
     """
     expert_counts: str | Path | None
-    """Counts for the static ranking, which `speq bench coverage --counts` writes."""
+    """Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes."""
     expert_rows: str
     """Under an expert budget, how drafted tokens count: reach (by the chance that they are
     accepted) or equal.

@@ -27,9 +27,9 @@ PROMPT = [*range(30, 70)]
 )
 def test_a_wide_head_computes_the_same(shape: HeadShape, tied: bool, noise: float) -> None:
     head = random_head(shape)
-    head.stand = 0.5, 0.25
+    head.acceptance_rates = 0.5, 0.25
     wide = widen_tensor(head, 3, noise, seed=0, tied=tied)
-    assert wide.shape.width == 3 * shape.width and wide.stand == head.stand
+    assert wide.shape.width == 3 * shape.width and wide.acceptance_rates == head.acceptance_rates
     generator = torch.Generator().manual_seed(1)
     embedded = torch.randn(7, shape.hidden_size, generator=generator)
     features = torch.randn(7, shape.hidden_size, generator=generator)

@@ -170,5 +170,5 @@ def test_several_threads_have_what_they_asked_for() -> None:
 
 
 def test_messages_that_are_no_json() -> None:
-    with pytest.raises(SpeqError, match="no JSON"):
+    with pytest.raises(SpeqError, match="not JSON"):
         template(HERMES).render([USER | {"more": object()}], [])

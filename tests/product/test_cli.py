@@ -606,7 +606,7 @@ def test_check_fails_where_the_two_disagree(
     ended = command(*check_arguments(tiny("qwen2_moe")))
     assert ended.code == 1
     assert "FAILED: the exact path and transformers choose the same token at " in ended.out
-    assert "(100% wanted)" in ended.out
+    assert "(100% required)" in ended.out
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "phimoe", "gemma4"])

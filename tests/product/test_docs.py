@@ -181,7 +181,7 @@ def test_commands_run_in_a_folder_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "a" / "c").mkdir()
 
     def here(*words: str, wide: bool = False) -> list[str]:
-        return run_docs.here(run_docs.PrintedCommand(tmp_path, 1, words), tmp_path, wide)
+        return run_docs.here(run_docs.Command(tmp_path, 1, words), tmp_path, wide)
 
     assert here("plan", "a/*/") == ["plan", "a/b", "a/c"]
     assert here("plan", "MODEL", "/tmp/x") == ["plan", "models/tiny-moe", f"{tmp_path}/tmp/x"]

@@ -89,7 +89,7 @@ def test_later_runs_read_records_and_write_the_same(model: Path, tmp_path: Path)
 
 def stop_at(patch: pytest.MonkeyPatch, count: int) -> None:
     """Let copies be stopped once so many experts are done."""
-    told = packed_copy.PackedCopy._told
+    told = packed_copy.PackedCopy._report_progress
 
     def stopped(self: packed_copy.PackedCopy, done: int, total: int) -> None:
         if done == count:
@@ -225,12 +225,12 @@ def test_it_rests_while_tokens_are_generated_and_only_then(
     copy._alone.set()
     clock = iter([1.0, 2.0, 2.5, 5.0, 6.0, 7.0, 8.0, 9.0])  # an expert is done, the next begun
     monkeypatch.setattr(packed_copy.time, "perf_counter", clock.__next__)
-    copy._told(1, 4)
+    copy._report_progress(1, 4)
     assert rests == []
     with copy.giving_way():
-        copy._told(2, 4)
-        copy._told(3, 4)
-    copy._told(4, 4)
+        copy._report_progress(2, 4)
+        copy._report_progress(3, 4)
+    copy._report_progress(4, 4)
     assert rests == [9 * 0.5, 9 * 1.0]
     generator.close()
 
@@ -333,7 +333,7 @@ def test_a_copy_goes_on_with_the_weights_of_now(
 def test_files_that_change_while_they_are_copied_leave_no_copy(
     own: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = packed_copy.PackedCopy._told
+    told = packed_copy.PackedCopy._report_progress
 
     def changing(self: packed_copy.PackedCopy, done: int, total: int) -> None:
         if done == 3:

@@ -389,7 +389,7 @@ def test_a_run_begins_with_what_was_planned() -> None:
     assert model.ready and model.draft_token_s == pytest.approx(of.speeds.draft_token_s)
     length = chosen.step.draft_length
     for k, missed in ((0, of.missed(DRAFT, 1)), (length, of.missed(DRAFT, length + 1))):
-        [step] = model.cycles([k], [1.0])
+        [step] = model.estimates([k], [1.0])
         planned = of.step_estimate(DRAFT, k)
         # Distinct experts are carried over by a formula of two terms.
         assert step.verify_s == pytest.approx(planned.verify_s, rel=0.1)
@@ -426,7 +426,7 @@ def test_a_base_is_charged_once_for_a_draft() -> None:
     prior = replace(
         outlook().prior(outlook().with_estimate(DRAFT)), draft_base_s=1.0, draft_token_s=0.1
     )
-    drafts_s = [step.draft_s for step in StepModel.of(prior).cycles([0, 1, 8], [1.0, 2.0, 5.0])]
+    drafts_s = [step.draft_s for step in StepModel.of(prior).estimates([0, 1, 8], [1.0, 2.0, 5.0])]
     assert drafts_s == pytest.approx([0.0, 1.1, 1.8])
 
 

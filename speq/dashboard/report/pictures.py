@@ -184,7 +184,7 @@ def _named(axis: Axis, value: Any) -> str:
 
 
 def _numeric(picture: Picture, rows: Sequence[Row]) -> bool:
-    """Whether places lie along a scale."""
+    """True if places lie along a scale."""
     return len(picture.x) == 1 and all(is_number(row[picture.x[0].key]) for row in rows)
 
 
@@ -275,7 +275,7 @@ def log_axis(title: str) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it can be drawn: finite, and no truth value."""
+    """True if it can be drawn: finite, and not a bool."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and -MOST <= value <= MOST
 

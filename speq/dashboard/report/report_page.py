@@ -95,7 +95,7 @@ def bench_source(name: str, report: dict[str, Any], place: str) -> PageSource:
 
 
 def run_source(path: Path, content: dict[str, Any]) -> PageSource:
-    """Of a recorded run."""
+    """Page of a recorded run."""
     from speq.dashboard.run_panels.run_page import page_of
 
     record = run_of(content, str(path))
