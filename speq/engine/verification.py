@@ -36,7 +36,12 @@ class EagerVerification:
         self._model, self._backend = model, backend
 
     def score(self, batch: Sequence[SequenceTokens]) -> list[Scored]:
-        return self._model.score(self._backend, batch)
+        model, backend = self._model, self._backend
+        hidden = model.forward(backend, batch)[0]
+        counts = [len(each.token_ids) for each in batch]
+        found = model.logits(hidden, backend), model.features(hidden)
+        by_sequence = zip(*(rows.split(counts) for rows in found), strict=True)
+        return [Scored(*each) for each in by_sequence]
 
 
 class CutBackend:

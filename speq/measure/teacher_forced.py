@@ -57,8 +57,8 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
         if runtime.draft_bank is not None:
             for at, token in enumerate(tokens):
                 runtime.draft_bank.on_route = partial(lookahead.record, at)
-                tokens_run = [SequenceTokens(cache, [token])]
-                drafted.append(model.score(runtime.draft_bank, tokens_run)[0].logits)
+                hidden = model.forward(runtime.draft_bank, [SequenceTokens(cache, [token])])[0]
+                drafted.append(model.logits(hidden, runtime.draft_bank))
                 cache.advance(1)
             cache.rewind(len(tokens))
         scored = verify(engine, tokens[0], Draft.chain(tokens[1:]))

@@ -350,14 +350,6 @@ class MoEModel:
         cap = logits_cap(self._config)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def score(self, backend: ExpertBackend, batch: Sequence[SequenceTokens]) -> list[Scored]:
-        """Run tokens of a batch in one pass and score all of them, by sequence."""
-        hidden = self.forward(backend, batch)[0]
-        counts = [len(each.token_ids) for each in batch]
-        found = self.logits(hidden, backend), self.features(hidden)
-        by_sequence = zip(*(rows.split(counts) for rows in found), strict=True)
-        return [Scored(*each) for each in by_sequence]
-
     def prefill(
         self, backend: ExpertBackend, tokens: SequenceTokens, observe: OnHidden | None = None
     ) -> Tensor:

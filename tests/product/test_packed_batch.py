@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from speq.devices.device import Processor
+from speq.engine.verification import EagerVerification
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models import moe_model
 from speq.models.kv_cache import KVCache, KVLayer
@@ -124,9 +125,10 @@ def test_rows_in_16_bits_are_the_same_bits(tmp_path: Path) -> None:
     rng = random.Random(7)
     for turn in range(6):
         texts = rng.sample(texts_of(caches, trees=turn % 2 == 1), rng.randint(2, len(caches)))
-        scored = model.score(SomeExperts(), texts)
+        verification = EagerVerification(model, SomeExperts())
+        scored = verification.score(texts)
         for text, each in zip(texts, scored, strict=True):
-            (by_itself,) = model.score(SomeExperts(), [text])
+            (by_itself,) = verification.score([text])
             assert torch.equal(each.logits, by_itself.logits)
             assert torch.equal(each.features, by_itself.features)
         for text in texts:  # which grow, each by its own count
