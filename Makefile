@@ -5,8 +5,8 @@
 # make test-full  all of that, and the long products as well
 # make clients    programs that others wrote, against the server
 # make soak       long runs of faults, cancellations and hostile files
-# make newest     a short keystone on the newest transformers of the package index
-# make releases   the whole keystone on the oldest supported transformers, and on the newest
+# make newest     the exactness tests in short, on the newest transformers of the package index
+# make releases   all exactness tests on the oldest supported transformers and on the newest
 # make sanitize   the kernels and their tests under AddressSanitizer and UBSan
 # make gpu        on a machine with a GPU: test and measure there, JSON to $OUT; GPU_ARGS has more
 # make rehearse   `make gpu` without a GPU, up to its first calls of one

@@ -92,7 +92,7 @@ class EngineLayout:
                 DraftContext(
                     model,
                     cache,
-                    loaded.draft_bank,
+                    loaded.draft_backend,
                     sampler,
                     None if cache.number else loaded.graphs_on,
                     confidence,

@@ -61,7 +61,7 @@ class Loaded:
     model_spec  the model as it was planned for, its slots as large as was measured
     decision    how its experts are held, with memory planned for the first request
     budget      with the context of the first request
-    draft_bank  the INT4 copy, where one is held
+    draft_backend  the INT4 copy, where one is held
     host        exact experts in the host's memory, for a device with memory of its own
     graphs_on   the device that passes are recorded on; None: they are not
     governors   of batches; they outlive arenas that are laid out anew, with what it has learnt
@@ -79,7 +79,7 @@ class Loaded:
     budget: Budget
     model: MoEModel
     arena: Int4Arena | None
-    draft_bank: DraftExperts | None
+    draft_backend: DraftExperts | None
     host: HostTier | None
     graphs_on: Accelerator | None
     governors: Governors

@@ -83,9 +83,9 @@ class Runtime:
         return self._loaded.model
 
     @property
-    def draft_bank(self) -> DraftExperts | None:
+    def draft_backend(self) -> DraftExperts | None:
         """The INT4 copy of the experts, where one is held."""
-        return self._loaded.draft_bank
+        return self._loaded.draft_backend
 
     @property
     def records_passes(self) -> bool:
@@ -216,7 +216,7 @@ class Runtime:
             "context_length given from the start would have planned for it",
             plan.context,
         )
-        self._loaded = replace(self._loaded, arena=None, draft_bank=None)
+        self._loaded = replace(self._loaded, arena=None, draft_backend=None)
         for layer in self.model.dense.values():
             layer.draft = None
         return True

@@ -95,9 +95,9 @@ def nothing(runtime: Runtime) -> None:
 
 def unfuse(runtime: Runtime) -> None:
     """Raises SpeqError where no INT4 experts are held."""
-    if runtime.draft_bank is None:
+    if runtime.draft_backend is None:
         raise SpeqError("no draft of INT4 experts is held at this budget")
-    runtime.draft_bank.kernel = DRAFT_KERNELS["unfused"]
+    runtime.draft_backend.kernel = DRAFT_KERNELS["unfused"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class MeasuredRecords:
 
     def row(self) -> dict[str, Any]:
         shape = self._codec.shape
-        slot_bytes = self._codec.residency_plan(max(self._sizes)).slot_bytes
+        slot_bytes = self._codec.with_slot_bytes(max(self._sizes)).slot_bytes
         return {
             "codec": self._codec.name,
             "bits_per_weight": 8 * sum(self._sizes) / len(self._sizes) / shape.weights,

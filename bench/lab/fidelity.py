@@ -171,7 +171,7 @@ def compare(
         )
     texts = [token_ids[:limit] for token_ids in texts]
     generator.reserve(max(map(len, texts)) + rows)
-    if runtime.draft_bank is None:
+    if runtime.draft_backend is None:
         raise SpeqError(
             f"the memory budget {format_bytes(runtime.config.memory_budget)} has no room for the "
             "draft, and there is nothing to compare; give a larger one"

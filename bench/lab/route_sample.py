@@ -160,7 +160,7 @@ def of_text(
     grown: list[TreeSample] = []
     done = next_trees = 0
     while request.finish_reason is None:
-        if runtime.draft_bank is not None and done >= next_trees:
+        if runtime.draft_backend is not None and done >= next_trees:
             grown += trees_at(engine, request, done, trees)
             next_trees = done + trees.every
         engine.step([request], DRAFT_LENGTH)

@@ -194,8 +194,8 @@ def run(model: str, settings: StepSettings, progress: Progress | None = None) ->
     runtime = generator.runtime
     alone = runtime.device.type != "cpu" and kernel is ops.moe_int4
     launched, recorded = None, None
-    if runtime.draft_bank is not None:
-        runtime.draft_bank.kernel = kernel
+    if runtime.draft_backend is not None:
+        runtime.draft_backend.kernel = kernel
     try:
         runs_of(generator, prompts[-1:], min(WARM_UP_TOKENS, settings.max_new_tokens))
         if alone:

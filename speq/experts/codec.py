@@ -110,7 +110,7 @@ class ExpertCodec(Protocol):
     def slot_bytes(self) -> int:
         """Bytes of the largest packed expert, rounded up to whole blocks for direct reads."""
 
-    def residency_plan(self, largest_bytes: int) -> Self:
+    def with_slot_bytes(self, largest_bytes: int) -> Self:
         """The same codec, with slots for packed experts of at most `largest_bytes`."""
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
@@ -159,7 +159,7 @@ class RawCodec:
     def slot_bytes(self) -> int:
         return align(self.record_bytes)
 
-    def residency_plan(self, largest_bytes: int) -> "RawCodec":
+    def with_slot_bytes(self, largest_bytes: int) -> "RawCodec":
         return self
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
@@ -225,7 +225,7 @@ class CompactCodec:
     def slot_bytes(self) -> int:
         return align(self.largest_bytes or self.layout.most_bytes)
 
-    def residency_plan(self, largest_bytes: int) -> Self:
+    def with_slot_bytes(self, largest_bytes: int) -> Self:
         return replace(self, largest_bytes=largest_bytes)
 
 

@@ -44,7 +44,7 @@ class EncodingStore:
         self.words = words
         self.reading_bytes = words.reading_bytes + encoding_bytes(words.codec, codec)
         self._any_size = codec
-        self._codec = codec.residency_plan(codec.record_range[0])
+        self._codec = codec.with_slot_bytes(codec.record_range[0])
         self._base: Int4Arena | None = None
         self._sizes: list[int] = []
         self._scratch: SimpleQueue[Tensor] = SimpleQueue()
@@ -103,7 +103,7 @@ class EncodingStore:
 
         for_each_key(encode, keys or by_layer(self.num_layers, self.num_experts), threads, progress)
         self._sizes = sizes
-        self._codec = self._codec.residency_plan(max(sizes))
+        self._codec = self._codec.with_slot_bytes(max(sizes))
 
     def record_bytes(self, layer: int, expert: int) -> int:
         return self._sizes[layer * self.num_experts + expert]

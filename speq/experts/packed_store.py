@@ -221,7 +221,7 @@ class PackedExpertStore:
                 f"{codec.shape.dtype} have {fewest if fewest == most else f'{fewest} to {most}'}: "
                 "pack the model again"
             )
-        self._codec = codec.residency_plan(max(self.record_bytes(*each) for each in self._own()))
+        self._codec = codec.with_slot_bytes(max(self.record_bytes(*each) for each in self._own()))
         self._file = RangeFile(folder / RECORDS_FILE)
         if self._file.size != self.manifest.end:
             self._file.close()

@@ -72,7 +72,7 @@ class ScaledCodec:
     def slot_bytes(self) -> int:
         return align(self.record_bytes)
 
-    def residency_plan(self, largest_bytes: int) -> Self:
+    def with_slot_bytes(self, largest_bytes: int) -> Self:
         return self
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:

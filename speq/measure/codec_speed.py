@@ -88,7 +88,7 @@ def in_slots(
     """
     room = allocate_aligned(1, codec.slot_bytes)[0]
     records = [room[: codec.encode(words, base, room)].clone() for words, base in pairs]
-    codec = codec.residency_plan(max(map(len, records)))
+    codec = codec.with_slot_bytes(max(map(len, records)))
     slots = allocate_aligned(len(records), codec.slot_bytes, device)
     for slot, record in zip(slots, records, strict=True):
         slot[: len(record)] = record.to(device)

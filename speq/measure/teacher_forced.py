@@ -54,11 +54,11 @@ def forced_passes(runtime: Runtime, token_ids: list[int], rows: int) -> Iterator
         engine.recorder.begin("forced")
         lookahead.clear()
         drafted = []
-        if runtime.draft_bank is not None:
+        if runtime.draft_backend is not None:
             for at, token in enumerate(tokens):
-                runtime.draft_bank.on_route = partial(lookahead.record, at)
-                hidden = model.forward(runtime.draft_bank, [SequenceTokens(cache, [token])])[0]
-                drafted.append(model.logits(hidden, runtime.draft_bank))
+                runtime.draft_backend.on_route = partial(lookahead.record, at)
+                hidden = model.forward(runtime.draft_backend, [SequenceTokens(cache, [token])])[0]
+                drafted.append(model.logits(hidden, runtime.draft_backend))
                 cache.advance(1)
             cache.rewind(len(tokens))
         scored = verify(engine, tokens[0], Draft.chain(tokens[1:]))

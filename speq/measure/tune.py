@@ -181,7 +181,7 @@ def measure_steps(
     done, total = 0, len(prompts) * (max_new_tokens - 1)
 
     def least_measured() -> int:
-        lengths = DRAFT_LENGTHS if runtime.draft_bank is not None else DRAFT_LENGTHS[:1]
+        lengths = DRAFT_LENGTHS if runtime.draft_backend is not None else DRAFT_LENGTHS[:1]
         return min(lengths, key=lambda k: (len(by_length[k]), k))
 
     tell("measuring drafts and verifications", done, total)

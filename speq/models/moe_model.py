@@ -87,8 +87,8 @@ class MoEModel:
         self._uploads = None if isinstance(device, Processor) else Uploads(device)
         self.dtype: torch.dtype = hf_model.dtype
         blocks = list(family.moe_blocks(hf_model).values())
-        foreseen = [*(block.logits for block in blocks[1:]), None]
-        for layer, (block, next_logits) in enumerate(zip(blocks, foreseen, strict=True)):
+        next_logits_of = [*(block.logits for block in blocks[1:]), None]
+        for layer, (block, next_logits) in enumerate(zip(blocks, next_logits_of, strict=True)):
             listening = layer, self._switch, block.router, next_logits
             block.experts.attach(*listening, block.logits_of)
         self.num_moe_layers = len(blocks)

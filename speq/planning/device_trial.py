@@ -54,7 +54,7 @@ class ExpertTimes:
         count = min(max(room, model.top_k), model.experts.num_experts)
         records = some_records(store, codec, count)
         largest = max(map(len, records))
-        codec = codec.residency_plan(largest)
+        codec = codec.with_slot_bytes(largest)
         slots = allocate_aligned(count, codec.slot_bytes, device.torch)
         copy_s = copied_s(device, slots, records)
         run_s = passes_s(device, codec, slots, model, dtype) / (TIMED_PASSES * model.top_k)

@@ -160,7 +160,7 @@ class ExpertTrial:
         start_s = clock()
         nbytes = codec.encode(self.words, base, room)
         encoded = ENCODING_SHARE * self.shape.nbytes / max(clock() - start_s, 1e-9)
-        return self.scale * self.run_s(codec.residency_plan(nbytes), room[:nbytes], clock), encoded
+        return self.scale * self.run_s(codec.with_slot_bytes(nbytes), room[:nbytes], clock), encoded
 
     def run_s(self, codec: ExpertCodec, record: torch.Tensor, clock: Clock) -> float:
         """Seconds that one of a token's experts takes out of its slot."""

@@ -178,7 +178,7 @@ def test_a_draft_that_loses_is_not_loaded(
             made = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
             runtime, run = generator.runtime, generator.last_run
             assert made.token_ids == exact
-            assert (runtime.draft_bank is not None) == (name == "wins")
+            assert (runtime.draft_backend is not None) == (name == "wins")
             assert run is not None
             slots[name] = runtime.plan.slots
             reason = made.stats["planned"]
@@ -254,9 +254,9 @@ def test_a_kept_profile_is_found_and_none_is_none(
     assert path is not None and path.is_relative_to(home)
     profiles.write(made, path)
     with running(model, codec="raw") as generator:
-        assert generator.runtime.draft_bank is None
+        assert generator.runtime.draft_backend is None
     with running(model, codec="raw", profile="none") as generator:
-        assert generator.runtime.draft_bank is not None
+        assert generator.runtime.draft_backend is not None
     path.write_text("{")
     with pytest.raises(SpeqError, match=r"is not valid JSON: .* with `speq tune`$"):
         Generator.from_pretrained(model, BUDGET_BYTES, device="cpu")
@@ -306,7 +306,7 @@ def test_a_head_that_is_expected_to_win_drafts(
         assert generator.runtime.residency_plan.drafter == "head"
         assert made.stats["planned"].startswith("raw with a head, k=")
         assert made.token_ids[:TOKENS] == exact
-        assert generator.runtime.draft_bank is None
+        assert generator.runtime.draft_backend is None
         run = generator.last_run
     assert run is not None and run.decode[0].ground == "best" and run.decode[0].draft_length > 0
 

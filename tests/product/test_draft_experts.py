@@ -224,7 +224,7 @@ def test_what_is_planned_is_what_is_held(
     with closing(loaded(model, draft_experts=count, draft_dense="none")) as generator:
         runtime = generator.runtime
         arena = runtime._loaded.arena
-        assert arena is not None and runtime.draft_bank is not None
+        assert arena is not None and runtime.draft_backend is not None
         layers, experts = arena.base_slots.shape
         held = [[*range(experts - count, experts)]] * layers
         assert (arena.base_slots >= 0).tolist() == [

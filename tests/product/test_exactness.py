@@ -594,8 +594,8 @@ def test_every_draft_kernel_gives_the_exact_tokens(family: str, tiny: Folder) ->
         generator = Generator.from_pretrained(
             tiny(family), "64MiB", draft_length=3, dtype="float32"
         )
-        assert generator.runtime.draft_bank is not None
-        generator.runtime.draft_bank.kernel = DRAFT_KERNELS[kernel]
+        assert generator.runtime.draft_backend is not None
+        generator.runtime.draft_backend.kernel = DRAFT_KERNELS[kernel]
         result = generator.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
         generator.close()
         assert result.token_ids == expected

@@ -52,7 +52,7 @@ ROOMY = 2 << 20
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class TrainedModel:
     """A generator and the plain model it must agree with."""
 
     generator: Generator
@@ -72,10 +72,10 @@ class ModelSpec:
 
 
 @pytest.fixture(scope="module")
-def trained(bundled: Path) -> Iterator[ModelSpec]:
+def trained(bundled: Path) -> Iterator[TrainedModel]:
     """The bundled model, whose drafts are mostly accepted, beside its oracle."""
     generator = Generator.from_pretrained(bundled, "48MiB", dtype="float32", draft_length=4)
-    yield ModelSpec(generator, load_plain(bundled))
+    yield TrainedModel(generator, load_plain(bundled))
     generator.close()
 
 
@@ -85,13 +85,13 @@ def plain_small(tiny: Folder) -> Any:
 
 
 @pytest.fixture(scope="module")
-def small(tiny: Folder, plain_small: Any) -> Iterator[ModelSpec]:
+def small(tiny: Folder, plain_small: Any) -> Iterator[TrainedModel]:
     """A random model, whose drafts are accepted in part, short of slots."""
     generator = Generator.from_pretrained(tiny("qwen2_moe"), SCARCE, draft_length=4)
     plan = generator.runtime.plan
     assert plan.items["draft"] > 0
     assert 2 <= plan.slots < 8
-    yield ModelSpec(generator, plain_small)
+    yield TrainedModel(generator, plain_small)
     generator.close()
 
 
@@ -118,7 +118,7 @@ def run_threads(*targets: Callable[[], None]) -> None:
 # Prompts.
 
 
-def test_a_string_and_its_token_ids_give_the_same(trained: ModelSpec, bundled: Path) -> None:
+def test_a_string_and_its_token_ids_give_the_same(trained: TrainedModel, bundled: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled)
     ids = tokenizer(PROMPT)["input_ids"]
     wanted = trained.wanted(ids, 16)
@@ -130,7 +130,7 @@ def test_a_string_and_its_token_ids_give_the_same(trained: ModelSpec, bundled: P
         assert result.stats["new_tokens"] == 16
 
 
-def test_chat_messages_go_through_the_template(trained: ModelSpec, bundled: Path) -> None:
+def test_chat_messages_go_through_the_template(trained: TrainedModel, bundled: Path) -> None:
     messages = [
         {"role": "user", "content": "Name a tree."},
         {"role": "assistant", "content": "Oak."},
@@ -176,7 +176,7 @@ def test_chat_messages_go_through_the_template(trained: ModelSpec, bundled: Path
     ],
     ids=repr,
 )
-def test_bad_prompts_are_refused(small: ModelSpec, prompt: Any, message: str) -> None:
+def test_bad_prompts_are_refused(small: TrainedModel, prompt: Any, message: str) -> None:
     with pytest.raises(SpeqError, match=message) as refused:
         small.generator.generate(prompt, max_new_tokens=4)
     assert "\n" not in str(refused.value)
@@ -250,7 +250,9 @@ def test_a_first_prompt_is_tokenised_once(tiny: Folder, monkeypatch: pytest.Monk
     ],
     ids=repr,
 )
-def test_messages_the_template_refuses(trained: ModelSpec, messages: list[dict[str, Any]]) -> None:
+def test_messages_the_template_refuses(
+    trained: TrainedModel, messages: list[dict[str, Any]]
+) -> None:
     with pytest.raises(SpeqError, match="chat template refuses these messages") as refused:
         trained.generator.generate(messages, max_new_tokens=4)
     assert "\n" not in str(refused.value)
@@ -279,7 +281,9 @@ def test_messages_the_template_refuses(trained: ModelSpec, messages: list[dict[s
     ],
     ids=repr,
 )
-def test_bad_options_are_refused(small: ModelSpec, options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(
+    small: TrainedModel, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(SpeqError, match=message):
         small.generator.generate([1, 2, 3], **options)
     with pytest.raises(SpeqError, match=message):
@@ -289,7 +293,7 @@ def test_bad_options_are_refused(small: ModelSpec, options: dict[str, Any], mess
 # Streams and ends.
 
 
-def test_a_stream_adds_up_to_what_generate_gives(trained: ModelSpec) -> None:
+def test_a_stream_adds_up_to_what_generate_gives(trained: TrainedModel) -> None:
     whole = trained.generator.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
     finished: list[tuple[str, dict[str, Any]]] = []
     tokens = list(
@@ -308,7 +312,7 @@ def test_a_stream_adds_up_to_what_generate_gives(trained: ModelSpec) -> None:
     assert stats["new_tokens"] == 24
 
 
-def test_seeds_reproduce(small: ModelSpec) -> None:
+def test_seeds_reproduce(small: TrainedModel) -> None:
     def sample(seed: int | None) -> tuple[int, ...]:
         options = {"max_new_tokens": 12, "temperature": 2.0, "ignore_eos": True}
         return tuple(small.generator.generate([5, 6, 7], seed=seed, **options).token_ids)
@@ -320,7 +324,7 @@ def test_seeds_reproduce(small: ModelSpec) -> None:
     assert sample(None) != sample(None)
 
 
-def test_a_stop_string_ends_within_an_accepted_run(trained: ModelSpec, bundled: Path) -> None:
+def test_a_stop_string_ends_within_an_accepted_run(trained: TrainedModel, bundled: Path) -> None:
     generator = trained.generator
     ids = generator.encode(PROMPT)
     tokenizer = AutoTokenizer.from_pretrained(bundled)
@@ -379,7 +383,7 @@ def test_a_stop_string_may_be_a_special_token(tiny: Folder, tmp_path: Path) -> N
                 assert result.token_ids == ids[: at + 1]
 
 
-def test_a_stop_string_is_seen_before_the_step_is_recorded(trained: ModelSpec) -> None:
+def test_a_stop_string_is_seen_before_the_step_is_recorded(trained: TrainedModel) -> None:
     """The record of the step, the tokens that were given out and the governor agree."""
     generator = trained.generator
     ids = generator.encode(PROMPT)
@@ -401,7 +405,7 @@ def test_a_stop_string_is_seen_before_the_step_is_recorded(trained: ModelSpec) -
     trained.check_ready(ids)
 
 
-def test_steps_return_the_tokens_they_emitted(trained: ModelSpec) -> None:
+def test_steps_return_the_tokens_they_emitted(trained: TrainedModel) -> None:
     generator = trained.generator
     ids = generator.encode(PROMPT)
     engine = generator.runtime.reserve(len(ids) + 20)
@@ -447,7 +451,7 @@ def test_a_draft_length_for_a_while(tiny: Folder, plain_small: Any) -> None:
         plain.close()
 
 
-def test_an_end_of_text_ends(small: ModelSpec) -> None:
+def test_an_end_of_text_ends(small: TrainedModel) -> None:
     ids = [10, 20, 30]
     wanted = small.wanted(ids, 24)
     # A token that first comes late, so that it is not the first to be emitted.
@@ -469,7 +473,7 @@ def test_an_end_of_text_ends(small: ModelSpec) -> None:
     assert result.finish_reason == "length"
 
 
-def test_a_generation_config_is_honoured_and_overridden(small: ModelSpec) -> None:
+def test_a_generation_config_is_honoured_and_overridden(small: TrainedModel) -> None:
     config = GenerationConfig(max_new_tokens=5, eos_token_id=263)
     ids = [10, 20, 30]
     ours = small.generator.generate(ids, generation_config=config)
@@ -478,7 +482,7 @@ def test_a_generation_config_is_honoured_and_overridden(small: ModelSpec) -> Non
     assert longer.token_ids == small.wanted(ids, 7)
 
 
-def test_the_number_of_tokens_is_exact(trained: ModelSpec) -> None:
+def test_the_number_of_tokens_is_exact(trained: TrainedModel) -> None:
     ids = trained.generator.encode(PROMPT)
     wanted = trained.wanted(ids, 10)
     trained.generator.generate(ids, max_new_tokens=10, ignore_eos=True)
@@ -493,7 +497,7 @@ def test_the_number_of_tokens_is_exact(trained: ModelSpec) -> None:
 # Interruptions.
 
 
-def test_a_stream_that_is_closed_or_dropped(small: ModelSpec) -> None:
+def test_a_stream_that_is_closed_or_dropped(small: TrainedModel) -> None:
     for end in ("close", "del"):
         for count in (0, 1, 3):
             stream = small.generator.stream([1, 2, 3], max_new_tokens=20, ignore_eos=True)
@@ -505,7 +509,7 @@ def test_a_stream_that_is_closed_or_dropped(small: ModelSpec) -> None:
             small.check_ready()
 
 
-def test_an_exception_in_the_loop(small: ModelSpec) -> None:
+def test_an_exception_in_the_loop(small: TrainedModel) -> None:
     def read() -> None:
         for token in small.generator.stream([1, 2, 3], max_new_tokens=20):
             raise LookupError(token)
@@ -515,7 +519,7 @@ def test_an_exception_in_the_loop(small: ModelSpec) -> None:
     small.check_ready()
 
 
-def test_an_exception_in_a_callback(small: ModelSpec) -> None:
+def test_an_exception_in_a_callback(small: TrainedModel) -> None:
     def fail(*args: object) -> None:
         raise LookupError(args)
 
@@ -568,7 +572,7 @@ def phase_of_pass(
     ids=["pass", "fetch", "wait", "exact experts", "draft experts", "claim", "publish"],
 )
 def test_an_interrupt_leaves_it_ready(
-    small: ModelSpec,
+    small: TrainedModel,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     name: str,
@@ -611,7 +615,7 @@ def test_an_interrupt_while_memory_is_laid_out(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    model_spec = ModelSpec(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
+    model_spec = TrainedModel(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
     monkeypatch.setattr(KVCache, "__init__", interrupt)
     with pytest.raises(KeyboardInterrupt):
         model_spec.generator.generate([1, 2, 3], max_new_tokens=80)
@@ -631,7 +635,7 @@ def test_memory_that_is_not_to_be_had(
             raise MemoryError
         allocate(cache, *args, **kwargs)
 
-    model_spec = ModelSpec(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
+    model_spec = TrainedModel(Generator.from_pretrained(tiny("qwen2_moe"), ROOMY), plain_small)
     monkeypatch.setattr(KVCache, "__init__", limited)
     for _ in range(2):
         with pytest.raises(SpeqError, match="the host has no memory left"):
@@ -642,7 +646,9 @@ def test_memory_that_is_not_to_be_had(
     model_spec.generator.close()
 
 
-def test_a_damaged_read_leaves_it_ready(small: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_read_leaves_it_ready(
+    small: TrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object) -> None:
         raise SpeqError("the disk is gone")
 
@@ -656,7 +662,7 @@ def test_a_damaged_read_leaves_it_ready(small: ModelSpec, monkeypatch: pytest.Mo
 # Threads.
 
 
-def test_two_threads_queue(small: ModelSpec) -> None:
+def test_two_threads_queue(small: TrainedModel) -> None:
     prompts = [[1, 2, 3], [200, 100, 50, 25]]
     wanted = [small.wanted(ids, 12) for ids in prompts]
     together = threading.Barrier(2)
@@ -674,7 +680,7 @@ def test_two_threads_queue(small: ModelSpec) -> None:
 
 
 def test_a_thread_does_not_wait_for_itself(tiny: Folder, plain_small: Any) -> None:
-    model_spec = ModelSpec(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
+    model_spec = TrainedModel(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
     generator = model_spec.generator
 
     def work() -> None:
@@ -696,7 +702,7 @@ def test_a_thread_does_not_wait_for_itself(tiny: Folder, plain_small: Any) -> No
     generator.close()
 
 
-def test_others_wait_for_an_open_stream(small: ModelSpec) -> None:
+def test_others_wait_for_an_open_stream(small: TrainedModel) -> None:
     stream = small.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
     next(stream)
     begun, result = threading.Event(), []
@@ -717,7 +723,7 @@ def test_others_wait_for_an_open_stream(small: ModelSpec) -> None:
     assert result == [small.wanted([7, 8], 6)]
 
 
-def test_a_stream_whose_thread_is_gone(small: ModelSpec) -> None:
+def test_a_stream_whose_thread_is_gone(small: TrainedModel) -> None:
     left = []
 
     def leave() -> None:
@@ -731,7 +737,7 @@ def test_a_stream_whose_thread_is_gone(small: ModelSpec) -> None:
 
 
 def test_a_stream_handed_to_another_thread(tiny: Folder, plain_small: Any) -> None:
-    model_spec = ModelSpec(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
+    model_spec = TrainedModel(Generator.from_pretrained(tiny("qwen2_moe"), SCARCE), plain_small)
     stream = model_spec.generator.stream([1, 2, 3], max_new_tokens=12, ignore_eos=True)
     got = [next(stream).id]
 
@@ -766,7 +772,7 @@ def test_a_closed_generator_says_so(tiny: Folder) -> None:
 
 def test_the_context_grows(tiny: Folder, plain_small: Any) -> None:
     generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY)
-    model_spec = ModelSpec(generator, plain_small)
+    model_spec = TrainedModel(generator, plain_small)
     contexts = []
     for length in (5, 100, 5, 230):
         model_spec.check_ready([(3 * i) % 250 for i in range(length)])
@@ -790,7 +796,7 @@ def test_a_context_too_long_for_the_budget(tiny: Folder, plain_small: Any) -> No
     with pytest.raises(SpeqError, match="too small for a context of 64 tokens") as refused:
         Generator.from_pretrained(model, 1)
     smallest = smallest_budget(refused.value)
-    model_spec = ModelSpec(Generator.from_pretrained(model, smallest), plain_small)
+    model_spec = TrainedModel(Generator.from_pretrained(model, smallest), plain_small)
     model_spec.check_ready()
     with pytest.raises(SpeqError, match="too small for a context of") as refused:
         model_spec.generator.generate([1] * 300, max_new_tokens=4)
@@ -801,7 +807,7 @@ def test_a_context_too_long_for_the_budget(tiny: Folder, plain_small: Any) -> No
 
 def test_a_fixed_context(tiny: Folder, plain_small: Any) -> None:
     generator = Generator.from_pretrained(tiny("qwen2_moe"), ROOMY, context_length=40)
-    model_spec = ModelSpec(generator, plain_small)
+    model_spec = TrainedModel(generator, plain_small)
     assert generator.max_context == generator.runtime.plan.context == 40
     model_spec.check_ready([1] * 25, 15)
     with pytest.raises(SpeqError, match="need a context of 41 tokens and context_length is 40"):
@@ -845,7 +851,7 @@ def test_a_draft_that_a_longer_context_drives_out(
         Generator.from_pretrained(model, 1, context_length=384)
     budget = smallest_budget(refused.value)
     generator = Generator.from_pretrained(model, budget, drafter="int4")
-    model_spec = ModelSpec(generator, plain_small)
+    model_spec = TrainedModel(generator, plain_small)
     assert generator.runtime.plan.items["draft"] > 0
     model_spec.check_ready()
     assert caplog.text == ""
@@ -870,7 +876,7 @@ def test_a_growth_that_fails_behind_a_dropped_draft(
     generator = Generator.from_pretrained(model, budget, **given)
     wanted = generator.generate([1, 2, 3], max_new_tokens=8, ignore_eos=True).token_ids
     assert generator.runtime.plan.items["draft"] > 0
-    backend = weakref.ref(generator.runtime.draft_bank)
+    backend = weakref.ref(generator.runtime.draft_backend)
     arenas = []
 
     def interrupt(*args: object, **kwargs: object) -> None:

@@ -345,7 +345,7 @@ def test_the_plan_knows_what_the_draft_takes(small: Path, tmp_path: Path) -> Non
         write_gptq(tmp_path / name, small, packing)
         config = RunConfig.of(BUDGET, draft=tmp_path / name, draft_dense=dense)
         runtime = Runtime(loading.load(open_model(small), config))
-        assert runtime.draft_bank is not None
+        assert runtime.draft_backend is not None
         taken[name] = runtime.plan.items["draft"]
         runtime.close()
     codes, weights = 2 * 3 * 256 * 128 // 2, 2 * 3 * 256 * 128

@@ -110,9 +110,9 @@ def ready(path: Path, **options: Any) -> Iterator[Ready]:
     given = {"dtype": "float32", "device": "cpu", "draft_dense": "none"}
     config = RunConfig.of("32MiB", 4, **given, **options)
     loaded = load(opened, config)
-    assert loaded.draft_bank is not None
+    assert loaded.draft_backend is not None
     caches = [opened.shape.cache(CAPACITY, torch.float32, CPU) for _ in range(2)]
-    yield Ready(loaded, loaded.draft_bank, caches[0], caches[1])
+    yield Ready(loaded, loaded.draft_backend, caches[0], caches[1])
     opened.close()
 
 
