@@ -227,7 +227,12 @@ def test_what_takes_long_is_told_to_its_end(
 ) -> None:
     model = shutil.copytree(tiny_bfloat16("qwen3_moe"), tmp_path / "model")
     loaded, again, checked, unpacked, planned = (Told() for _ in range(5))
-    options: dict[str, Any] = {"drafter": "int4", "dense": "raw", "profile": "none"}
+    options: dict[str, Any] = {
+        "drafter": "int4",
+        "codec": "raw",
+        "dense": "raw",
+        "profile": "none",
+    }
     for told in (loaded, again):
         Generator.from_pretrained(model, "1GiB", progress=told, **options).close()
     ended = {what: total for what, done, total in loaded.calls if done == total}

@@ -66,7 +66,9 @@ def host_tokens(others: int = OTHERS) -> NextTokens:
 
     def choose(run: Run, positions: Sequence[SamplePosition]) -> list[Chosen | None]:
         def on_layer(layer: int, route: Route) -> None:
-            for each, row in zip(positions, route.split(), strict=True):
+            # One position has the whole route: most drafts are of one request.
+            rows = [route] if len(positions) == 1 else route.split()
+            for each, row in zip(positions, rows, strict=True):
                 each.on_layer(layer, row)
 
         rows = zip(run(on_layer), positions, strict=True)
