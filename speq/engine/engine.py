@@ -284,6 +284,7 @@ class Engine:
         finally:
             rows = pruner.end()
         for at, each in enumerate(steps):
+            each.first_row = packed.first_rows[at]
             each.active = packed.nodes_among(rows, at)
         return scored
 
@@ -310,15 +311,14 @@ class Engine:
         self.offload.loader.report()
         emitted, kept = [], []
         stats.sequences = len(steps)
-        first_rows = PackedDrafts.of([step.draft for step in steps]).first_rows
-        for step, first in zip(steps, first_rows, strict=True):
+        for step in steps:
             draft, outcome = step.draft, step.outcome
             step.cache.keep_path(outcome.path)
             emitted.append(step.request.extend(outcome.token_ids))
             if step.error is not None:
                 stats.sequences -= 1
                 continue
-            kept += [first + node for node in outcome.path]
+            kept += [step.first_row + node for node in outcome.path]
             stats.draft_length += draft.depth
             stats.passes = max(stats.passes, draft.passes)
             stats.branches += draft.nodes - 1 - draft.depth

@@ -16,13 +16,14 @@ from speq.scheduler.row_pruning import RowValues
 class RequestStep:
     """One request's part in a step.
 
-    cache    its KV
-    drafter  proposes tokens for it
-    limits   of its draft
-    active   nodes of the draft that were not pruned in the verification
-    outcome  of acceptance
-    stopped  True if the governor stopped the draft
-    error    set if its logits are not finite, while other requests of the batch continue
+    cache      its KV
+    drafter    proposes tokens for it
+    limits     of its draft
+    first_row  row of the verification that has its pending token
+    active     nodes of the draft that were not pruned in the verification
+    outcome    of acceptance
+    stopped    True if the governor stopped the draft
+    error      set if its logits are not finite, while other requests of the batch continue
     """
 
     request: Request
@@ -30,6 +31,7 @@ class RequestStep:
     drafter: Drafter
     limits: DraftLimits
     draft: Draft = field(default_factory=Draft)
+    first_row: int = 0
     active: list[int] = field(default_factory=list)
     outcome: Outcome = field(default_factory=lambda: Outcome([0], []))
     stopped: bool = False
