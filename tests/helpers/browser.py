@@ -19,7 +19,7 @@ class Opened:
 
     errors    of its scripts, and of the console
     requests  URLs of whatever was asked for, the page's own among them
-    failed    URLs of those that came to nothing
+    failed    URLs of those that came to nothing, and why
     """
 
     page: "Page"
@@ -79,7 +79,7 @@ def opened(
         lambda said: seen.errors.append(said.text) if said.type in ("error", "warning") else None,
     )
     page.on("request", lambda request: seen.requests.append(request.url))
-    page.on("requestfailed", lambda request: seen.failed.append(request.url))
+    page.on("requestfailed", lambda request: seen.failed.append(f"{request.url}: {request.failure}"))
     try:
         page.goto(url.resolve().as_uri() if isinstance(url, Path) else url)
         page.evaluate("speqPage.opened")

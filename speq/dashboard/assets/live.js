@@ -176,9 +176,9 @@
     }
     const body = JSON.stringify(content);
     const answer = await request("v1/completions", { method: "POST", body, signal });
-    // Events say more of each token than this stream; whoever leaves it cancels the request.
-    const reader = answer.body.getReader();
-    while (!(await reader.read()).done) continue;
+    // Events say more of each token than this text; whoever leaves it cancels the request. Chromium
+    // may count an answer as aborted whose body a reader took, to its end as well.
+    await answer.text();
   }
 
   async function generate(event) {
