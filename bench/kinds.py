@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.measure.report import read_prompts
 
 KINDS = ("code", "maths", "prose", "questions", "dialogue")
@@ -27,7 +27,7 @@ def prompts_of_kind(given: str | Path, count: int) -> list[str]:
     if str(given) in KINDS:
         return read_prompts(PROMPTS / f"{given}.jsonl", count)
     if not Path(given).exists():
-        raise SpeqError(
+        raise OptionError(
             f"prompts {str(given)!r} are neither a kind nor a file; give one of "
             f"{', '.join(KINDS)}, or a JSON Lines file with a `prompt` in each row"
         )
@@ -51,7 +51,7 @@ def prompts_by_kind(given: Iterable[str | Path], count: int) -> dict[str, list[s
     for each in given:
         name = name_of(each)
         if name in found:
-            raise SpeqError(
+            raise OptionError(
                 f"two kinds of prompts are called {name!r}; give each once, or rename a file"
             )
         found[name] = prompts_of_kind(each, count)

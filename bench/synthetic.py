@@ -17,7 +17,7 @@ from speq.engine.drafters.head import HeadDrafter
 from speq.engine.drafters.next_token import Chosen, NextTokens, Run, SamplePosition
 from speq.engine.drafters.self_drafter import SelfDrafter
 from speq.engine.request import Request
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.generator import Generator
 
 
@@ -65,13 +65,13 @@ class SetAcceptance:
 
     def _text(self, request: Request) -> KnownText:
         if not request.sampling.greedy or request.sampling.penalises:
-            raise SpeqError(
+            raise OptionError(
                 "a synthetic acceptance is for greedy texts and this one is drawn or penalised; "
                 "leave temperature and penalties as they are"
             )
         text = self._known.get(tuple(request.prompt_token_ids))
         if text is None:
-            raise SpeqError(
+            raise OptionError(
                 "a synthetic acceptance is for texts whose tokens are known and this one is not "
                 "among them; give its prompt beforehand"
             )
@@ -92,7 +92,7 @@ def synthetic_acceptance(
     Raises SpeqError for an acceptance out of bounds and for drafters without passes of a model.
     """
     if not 0 <= acceptance <= 1:
-        raise SpeqError(f"synthetic_acceptance is {acceptance}; it must be from 0 to 1")
+        raise OptionError(f"synthetic_acceptance is {acceptance}; it must be from 0 to 1")
     encoded = [generator.encode(prompt) for prompt in prompts]
     generator.reserve(max(map(len, encoded)) + max_new_tokens)  # drafters are made anew with it
     drafter = generator.runtime.engine.drafters[0]
@@ -100,7 +100,7 @@ def synthetic_acceptance(
         yield
         return
     if not isinstance(drafter, SelfDrafter | HeadDrafter):
-        raise SpeqError(
+        raise OptionError(
             "a synthetic acceptance is set for the drafters int4, cached and head and another one "
             "is asked for; leave drafter to be auto, or give one of these"
         )

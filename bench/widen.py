@@ -24,7 +24,7 @@ from speq.bench.settings import WidenSettings as Settings
 from speq.bench.widen_draft import DraftFolder, Placed, group_size_for, rounding_error
 from speq.bench.widen_head import widen_head
 from speq.bench.widen_words import drawn_for, shared_out
-from speq.errors import SpeqError, checked_int
+from speq.errors import FileError, NoRoom, OptionError, UnsupportedError, checked_int
 from speq.files.atomic_file import writing
 from speq.files.checkpoint import Checkpoint, locate
 from speq.models.families import FAMILIES
@@ -51,13 +51,13 @@ def run(
     try:
         config = widened_config(checkpoint.config, settings, checkpoint.path)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise SpeqError(
+            raise FileError(
                 f"{target} exists already; give a folder that is empty or not there yet"
             )
         needed = wide_bytes(checkpoint, settings)
         free = shutil.disk_usage(existing_parent(target)).free
         if needed > free:
-            raise SpeqError(
+            raise NoRoom(
                 f"the widened model takes {format_bytes(needed)} and {format_bytes(free)} of disk "
                 f"are left at {target}; free some, or give a smaller hidden size or expert width"
             )
@@ -87,14 +87,16 @@ def run(
 def widened_config(config: dict[str, Any], settings: Settings, where: Path) -> dict[str, Any]:
     """config.json of the wide model. Raises SpeqError for nonsense."""
     if config.get("model_type") != FAMILY:
-        raise SpeqError(f"{where} is of family {config.get('model_type')!r}; only {FAMILY} widens")
+        raise UnsupportedError(
+            f"{where} is of family {config.get('model_type')!r}; only {FAMILY} widens"
+        )
     for name, given, size in (
         ("hidden_size", settings.hidden_size, config["hidden_size"]),
         ("expert_width", settings.expert_width, config["moe_intermediate_size"]),
     ):
         checked_int(name, given, size)
         if given % size:
-            raise SpeqError(f"{name} is {given}; it must be a multiple of the source's {size}")
+            raise OptionError(f"{name} is {given}; it must be a multiple of the source's {size}")
     _, neurons, heads = copies(config, settings)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return config | {
@@ -135,7 +137,7 @@ def copies_of(name: str, hidden: int, neurons: int, heads: int) -> Copies:
         "norm": Copies(hidden, 1),
     }
     if kind not in grows:
-        raise SpeqError(f"tensor {name} is none that a {FAMILY} model has; it cannot be widened")
+        raise OptionError(f"tensor {name} is none that a {FAMILY} model has; it cannot be widened")
     return grows[kind]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speq.drafts.draft_source import gptq_path
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.int4 import group_size_of
 from speq.files.checkpoint import INDEX
 from speq.files.json_file import read_json
@@ -113,7 +113,7 @@ def group_size_for(widths: set[int]) -> int:
     for size in sorted(GROUP_SIZES, reverse=True):
         if size > 0 and not any(width % size for width in widths):
             return size
-    raise SpeqError(
+    raise OptionError(
         f"no group of INT4 codes divides {' and '.join(map(str, sorted(widths)))}; widen to sizes "
         f"that {min(size for size in GROUP_SIZES if size > 0)} divides"
     )

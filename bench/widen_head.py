@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speq.bench.widen_words import drawn_for, shared_out
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.files.checkpoint import Checkpoint
 from speq.heads.head_file import head_path, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape
@@ -59,7 +59,7 @@ def widen_tensor(head: MoEHead, hidden: int, noise: float, seed: int, tied: bool
         shape.window,
     )
     if wide.head_width != shape.head_width:
-        raise SpeqError(
+        raise OptionError(
             f"the draft head's attention has heads of {shape.head_width}, and widened {hidden} "
             f"times of {wide.head_width}, which attend otherwise; give another hidden size, or "
             "remove the source's head"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.governor.roofline import StepEstimate
 
 
@@ -22,7 +22,9 @@ class Objectives:
     def __post_init__(self) -> None:
         for name in ("tpot_s", "latency_s"):
             if not getattr(self, name) > 0:
-                raise SpeqError(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
+                raise OptionError(
+                    f"{name} is {getattr(self, name)}; it must be more than 0 seconds"
+                )
 
     def met(self, step_s: float, tokens: float) -> bool:
         return step_s <= self.latency_s and step_s <= self.tpot_s * tokens

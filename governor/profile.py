@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from speq.errors import SpeqError, checked_int, checked_number, checked_text
+from speq.errors import FileError, SpeqError, checked_int, checked_number, checked_text
 from speq.governor.roofline import Link, Points
 
 FORMAT = "speq-profile-1"
@@ -75,7 +75,7 @@ class Profile:
         checked_int("expert_bytes", self.expert_bytes, 1, MOST_BYTES)
         for name in ("link", "verify"):
             if not getattr(self, name):
-                raise SpeqError(f"{name} of a profile is empty; it must have at least one point")
+                raise FileError(f"{name} of a profile is empty; it must have at least one point")
         for name, (most, smallest, largest) in POINTS.items():
             points = getattr(self, name)
             sizes = [x for x, _ in points]
@@ -85,7 +85,7 @@ class Profile:
                 or sizes != sorted(set(sizes))
                 or not all(smallest <= y <= largest for _, y in points)
             ):
-                raise SpeqError(
+                raise FileError(
                     f"{name} of a profile is {points}; it must be pairs of numbers, the first of "
                     f"each whole, rising and from 1 to {most:g}, the second from {smallest:g} to "
                     f"{largest:g}"
@@ -96,7 +96,7 @@ class Profile:
         for name in ("decode_bytes_per_s", "encode_bytes_per_s"):
             speeds = getattr(self, name)
             if not isinstance(speeds, dict):
-                raise SpeqError(f"{name} of a profile is {speeds!r}; it must be an object of rates")
+                raise FileError(f"{name} of a profile is {speeds!r}; it must be an object of rates")
             for codec, speed in speeds.items():
                 checked_number(f"{name} of {codec} in a profile", speed, *RATES)
         if self.acceptance is not None:
@@ -127,9 +127,9 @@ class Profile:
                 content[name] = _points(content[name])
             return cls(key=key, **content)
         except SpeqError as error:
-            raise SpeqError(f"{source}: {error}; measure it again with `speq tune`") from error
+            raise FileError(f"{source}: {error}; measure it again with `speq tune`") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise SpeqError(
+            raise FileError(
                 f"{source} is no profile of format {FORMAT} ({error}); measure it again "
                 "with `speq tune`"
             ) from error

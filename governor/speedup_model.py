@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from speq.errors import SpeqError
+from speq.errors import DependencyError, SpeqError
 
 
 def activated_experts(num_experts: int, top_k: int, tokens: float) -> float:
@@ -183,7 +183,7 @@ def fit_speedup(
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
-        raise SpeqError(
+        raise DependencyError(
             "fitting speed-ups needs scipy, which is not installed; pip install scipy"
         ) from error
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from speq.control_groups import processors
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.declared import Option, Options, build
 from speq.options.kinds import Amount, Choice, File, ListOf, Number, Size, Switch, Text, Whole
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
@@ -310,12 +310,12 @@ class ExpertBudgetOptions(Options):
         if not self.approximates:
             for each in fields(ExpertBudgetOptions):
                 if getattr(self, each.name) != each.default:
-                    raise SpeqError(
+                    raise OptionError(
                         f"{each.name} is given without an expert budget; give expert_budget or "
                         "expert_floor too, with which output is not exact"
                     )
         elif (self.expert_ranking == "static") != (self.expert_counts is not None):
-            raise SpeqError(
+            raise OptionError(
                 f"expert_ranking is {self.expert_ranking} and expert_counts is "
                 f"{self.expert_counts}; static takes a file of counts, and router none"
             )
@@ -382,30 +382,30 @@ class DraftOptions(Options):
         drafter that makes none, and for objectives where there is nothing to choose by them.
         """
         if self.draft_experts is None and self.draft_counts is not None:
-            raise SpeqError(COUNTS_ALONE)
+            raise OptionError(COUNTS_ALONE)
         if self.draft_experts is not None:
             for name, excludes in (
                 ("draft", self.draft == "none"),
                 ("drafter", self.drafter not in ("auto", "int4")),
             ):
                 if excludes:
-                    raise SpeqError(
+                    raise OptionError(
                         f"draft_experts is given and {name} is {getattr(self, name)}; it is for "
                         "runs that draft with the INT4 copy, so leave one of the two out"
                     )
         if self.draft_nodes is not None and self.drafter not in TREE_DRAFTERS:
-            raise SpeqError(
+            raise OptionError(
                 f"draft_nodes is {self.draft_nodes} and drafter is {self.drafter}; trees are "
                 "drafted by int4, cached and head, so leave one of the two out"
             )
         if self.head != "auto" and self.drafter != "head":
-            raise SpeqError(
+            raise OptionError(
                 f"head is {self.head} and drafter is {self.drafter}; a head drafts with drafter "
                 "head, so give that as well, or leave head out"
             )
         for name in ("tpot_slo_ms", "latency_slo_ms"):
             if getattr(self, name) is not None and self.draft_length is not None:
-                raise SpeqError(
+                raise OptionError(
                     f"{name} is given and draft_length is {self.draft_length}; objectives are kept "
                     "to by choosing the draft length, which then must be auto"
                 )
@@ -446,17 +446,17 @@ class RunConfig(
         if not self.approximates:
             return
         if self.draft_length == 0:
-            raise SpeqError(
+            raise OptionError(
                 "an expert budget bounds what verifications of drafts ask for, and draft_length is "
                 "0; leave one of the two out"
             )
         if self.max_batch > 1:
-            raise SpeqError(
+            raise OptionError(
                 f"max_batch is {self.max_batch} and an expert budget is given; expert budgets are "
                 "for one sequence at a time, so leave one of the two out"
             )
         if self.prefix_reuse == "tokens":
-            raise SpeqError(
+            raise OptionError(
                 "prefix_reuse is tokens and an expert budget is given; the KV cache of answers is "
                 "not exact then, so give chunks or none"
             )

@@ -19,7 +19,7 @@ from speq.engine.batch import Batch, StepOutput
 from speq.engine.generation_config import options_of
 from speq.engine.logprobs import Logprobs
 from speq.engine.request import Request, Token
-from speq.errors import SpeqError, checked_int, present
+from speq.errors import OptionError, SpeqError, checked_int, present
 from speq.load import load
 from speq.models.layer_range import RemoteStages
 from speq.models.opened import Opened, open_model
@@ -330,7 +330,7 @@ class Generator:
         given: dict[str, Any] = dict(options)
         if config is not None:
             if not isinstance(config, GenerationConfig):
-                raise SpeqError(
+                raise OptionError(
                     f"generation_config is a {type(config).__name__}; give transformers' own"
                 )
             from_config = options_of(config, len(ids))
@@ -355,7 +355,7 @@ class Generator:
         eos_token_ids   None: the model's
         """
         if sampling.stop and isinstance(self.tokenizer, TokenIdsOnly):
-            raise SpeqError(
+            raise OptionError(
                 "stop is given, and the model has no tokenizer to find it by; leave it out"
             )
         context = prompt_token_ids if continues_text else []
@@ -389,7 +389,7 @@ class Generator:
         """
         checked_int("draft_length", draft_length, 0, self._runtime.longest_draft)
         if draft_length and not self._runtime.residency_plan.drafts:
-            raise SpeqError(
+            raise OptionError(
                 f"draft_length is {draft_length} and this run has no draft; load the model with a "
                 "budget that holds one, or give draft_length 0"
             )

@@ -2,7 +2,7 @@
 
 import socket
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 
 
 def listening_on(host: str, port: int, what: str, remedy: str) -> socket.socket:
@@ -16,7 +16,7 @@ def listening_on(host: str, port: int, what: str, remedy: str) -> socket.socket:
     try:
         return _bound(host, port)
     except OSError as error:
-        raise SpeqError(
+        raise FileError(
             f"{what} cannot be listened on: {error.strerror or error}; {remedy}"
         ) from error
 

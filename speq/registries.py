@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Registry:
     def register(self, name: str, thing: Any, summary: str) -> None:
         """Add one more. Raises SpeqError where the name is taken."""
         if name in self._entries:
-            raise SpeqError(f"there is a {self.kind} {name!r} already; choose another name")
+            raise OptionError(f"there is a {self.kind} {name!r} already; choose another name")
         self._entries[name] = RegistryEntry(thing, summary)
 
     @contextmanager
@@ -72,7 +72,9 @@ class Registry:
 
     def _entry(self, name: str) -> RegistryEntry:
         if name not in self._entries:
-            raise SpeqError(f"{self.kind} {name!r} is unknown; give one of {', '.join(self.names)}")
+            raise OptionError(
+                f"{self.kind} {name!r} is unknown; give one of {', '.join(self.names)}"
+            )
         return self._entries[name]
 
 

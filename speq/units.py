@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 
 # Called with (what, done, total) during long work, or with (done, total).
 Progress = Callable[[str, int, int], None]
@@ -50,7 +50,7 @@ def parse_bytes(text: str | int) -> int:
     unit = UNITS.get(match[2].lower()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size <= 0:
-        raise SpeqError(
+        raise OptionError(
             f"memory size {text!r} is not understood; give a positive number with a unit, "
             "such as 8GiB, 512MiB or 20GB"
         )
@@ -61,11 +61,11 @@ def parse_rate(name: str, text: str) -> float:
     """Parse a rate such as "25GB/s" into bytes per second. Raises SpeqError, naming the option."""
     size, slash, second = str(text).rpartition("/")
     if not slash or second.strip().lower() != "s":
-        raise SpeqError(f"{name} is {text!r}; give bytes per second with a unit, such as 25GB/s")
+        raise OptionError(f"{name} is {text!r}; give bytes per second with a unit, such as 25GB/s")
     try:
         return float(parse_bytes(size))
     except SpeqError as error:
-        raise SpeqError(f"{name} is {text!r}: {error}") from error
+        raise OptionError(f"{name} is {text!r}: {error}") from error
 
 
 def format_rate(bytes_per_s: float) -> str:

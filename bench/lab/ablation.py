@@ -29,7 +29,7 @@ from speq.bench.neighbours import beside_neighbours
 from speq.bench.rotation import rotate
 from speq.bench.settings import Neighbours
 from speq.config import MAX_DRAFT_LENGTH, DraftLength, RunConfig
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.generator import Generator
 from speq.measure.picture import LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
 from speq.measure.report import Column, Report, read_prompts
@@ -96,7 +96,7 @@ def nothing(runtime: Runtime) -> None:
 def unfuse(runtime: Runtime) -> None:
     """Raises SpeqError where no INT4 experts are held."""
     if runtime.draft_backend is None:
-        raise SpeqError("no draft of INT4 experts is held at this budget")
+        raise OptionError("no draft of INT4 experts is held at this budget")
     runtime.draft_backend.kernel = DRAFT_KERNELS["unfused"]
 
 

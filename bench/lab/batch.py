@@ -21,7 +21,7 @@ from speq.bench.settings import Neighbours, PromptKinds, numbers
 from speq.config import RunConfig, SamplingParams
 from speq.engine.batch import Batch
 from speq.engine.request import Request
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.generator import Generator
 from speq.governor.batches import longest_draft
 from speq.governor.speedup_model import (
@@ -151,7 +151,7 @@ def run(model: str, settings: BatchBenchSettings, progress: Progress | None = No
     check_batches(settings)
     prompts = [prompt for _, prompt in texts_of(settings.prompts, settings.num_prompts)]
     if len(prompts) % max(settings.batches):
-        raise SpeqError(
+        raise OptionError(
             f"there are {len(prompts)} prompts, which are no whole batches of "
             f"{max(settings.batches)}; give another num_prompts"
         )
@@ -191,19 +191,19 @@ def check_batches(settings: BatchBenchSettings) -> None:
     largest = max(settings.batches)
     for texts in settings.batches:
         if largest % texts:
-            raise SpeqError(
+            raise OptionError(
                 f"batches has {texts} and {largest}, of which the one is no multiple of the other; "
                 "give numbers that divide the largest one"
             )
     longest = max(settings.draft_lengths)
     most = longest_draft(MAX_LINEAR_ROWS, largest)
     if longest > most:
-        raise SpeqError(
+        raise OptionError(
             f"draft_lengths has {longest} and batches has {largest}: so many texts draft {most} "
             "tokens each at most; give smaller ones"
         )
     if settings.max_new_tokens <= largest + longest + 1:
-        raise SpeqError(
+        raise OptionError(
             f"max_new_tokens is {settings.max_new_tokens}, and texts have written up to {largest} "
             f"before all {largest} are there; give more than {largest + longest + 1}"
         )

@@ -28,7 +28,7 @@ from speq.engine.request import Request
 from speq.engine.request_step import RequestStep
 from speq.engine.sampler import HostSampler
 from speq.engine.verification import EagerVerification
-from speq.errors import Broken, SpeqError, present
+from speq.errors import Broken, OptionError, present
 from speq.generator import Generator
 from speq.layers.exact_experts import ExactExperts
 from speq.layers.expert_budget import BudgetRules, PredictedBudget
@@ -199,7 +199,7 @@ def check_drafts(generator: Generator) -> None:
     """Raise SpeqError where nothing drafts: no verification is then within a budget."""
     runtime = generator.runtime
     if not runtime.residency_plan.drafts:
-        raise SpeqError(
+        raise OptionError(
             f"nothing drafts within the memory budget {format_bytes(runtime.config.memory_budget)},"
             " and no expert budget bounds anything; give a larger one, drafter ngram, or "
             "max_new_tokens 0"
@@ -213,7 +213,7 @@ class Bench:
         self.generator, self.settings = generator, settings
         self.texts = [generator.encode(text)[: settings.max_tokens] for text in texts]
         if any(len(text) < 2 for text in self.texts):
-            raise SpeqError("a prompt has a single token, of which none follows; leave it out")
+            raise OptionError("a prompt has a single token, of which none follows; leave it out")
         longest = max(map(len, self.texts)) + settings.max_new_tokens + settings.draft_length + 1
         generator.reserve(min(longest, generator.max_context))
         runtime = generator.runtime

@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.lab.options import BUDGET_OPTIONS, BudgetText, FixedLength
 from speq.bench.settings import PromptKinds, numbers
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.layers.expert_budget import BudgetRules
 from speq.options.declared import Nested, Option, Options
 from speq.options.kinds import Choice, File, ListOf, Number, Switch, Whole
@@ -114,12 +114,12 @@ def budget_cases(settings: BudgetSettings, num_experts: int, top_k: int) -> list
     """All of them, in the order of the table. Raises SpeqError for budgets that no layer has."""
     for experts in settings.experts:
         if not top_k <= experts <= num_experts:
-            raise SpeqError(
+            raise OptionError(
                 f"experts is {experts}; each token chooses {top_k} of {num_experts} in a layer, so "
                 f"give {top_k} to {num_experts}"
             )
     if ("static" in settings.rankings) != (settings.counts is not None):
-        raise SpeqError(
+        raise OptionError(
             "the static ranking goes by counts of another text; give both, static among rankings "
             "and counts, or neither"
         )

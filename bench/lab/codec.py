@@ -28,7 +28,7 @@ from bench.lab.command import main
 from bench.lab.scaled_codes import MeasuredCodes
 from speq.config import Draft
 from speq.drafts.draft_source import open_draft
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.experts.codec import ExpertCodec, Matrices, codec_of, codecs_for
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.experts.int4 import Int4Expert
@@ -92,7 +92,7 @@ def run(
             rows = [measure_codes(store, store.codec, clock, progress).row()]
             return report_of(rows, model, settings, store)
         if store.codec.name != "raw":
-            raise SpeqError(
+            raise OptionError(
                 f"model {model!r} is packed with codec {store.codec.name}; give one of plain words"
             )
         measured = [MeasuredRecords(codec_of(name, shape)) for name in codecs_for(shape)]

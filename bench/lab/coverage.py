@@ -33,7 +33,7 @@ from speq.config import (
     Dtype,
     ReaderThreads,
 )
-from speq.errors import SpeqError, checked_int
+from speq.errors import OptionError, checked_int
 from speq.generator import Generator
 from speq.governor.speedup_model import activated_experts
 from speq.layers.expert_counts import ExpertCounts
@@ -231,7 +231,7 @@ def check_lengths(settings: CoverageSettings) -> None:
     for name, rows in (("chains", 0), ("windows", 0), ("tree_nodes", 1)):
         longest = max(getattr(settings, name))
         if longest + rows > tokens:
-            raise SpeqError(
+            raise OptionError(
                 f"{name} has {longest} and max_new_tokens is {settings.max_new_tokens}, of which "
                 f"{tokens} are run; give smaller numbers, or more tokens"
             )

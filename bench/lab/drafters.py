@@ -20,7 +20,7 @@ from speq.bench.rotation import rotate
 from speq.bench.settings import Budgets, PromptKinds
 from speq.config import MAX_DRAFT_NODES, RunConfig
 from speq.engine.drafters.head import HeadDrafter
-from speq.errors import Broken, SpeqError, present
+from speq.errors import Broken, NoRoom, OptionError, SpeqError, present
 from speq.generator import Generator
 from speq.heads.head_shape import HeadShape
 from speq.measure.picture import BUDGET, LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
@@ -210,7 +210,7 @@ def run(model: str, settings: DraftersSettings, progress: Progress | None = None
             measure(model, settings, cell, prompts, measured[cell], counted=turn > 0)
         except SpeqError as error:
             if cell.name in settings.drafters or turn:
-                raise SpeqError(f"{cell.shown}, budget {cell.budget}: {error}") from error
+                raise OptionError(f"{cell.shown}, budget {cell.budget}: {error}") from error
             left_out[cell] = str(error)
     rows = [
         row_of(cell, temperature, measured[cell], settings)
@@ -219,7 +219,7 @@ def run(model: str, settings: DraftersSettings, progress: Progress | None = None
         for temperature in settings.temperatures
     ]
     if not rows:
-        raise SpeqError(f"no drafter can be had: {next(iter(left_out.values()))}")
+        raise OptionError(f"no drafter can be had: {next(iter(left_out.values()))}")
     beside_others(rows)
     said = {f"{cell.shown}, {cell.budget}": reason for cell, reason in left_out.items()}
     return DraftersReport("drafters", model, settings.as_json(), rows, left_out=said)
@@ -294,7 +294,7 @@ def held(generator: Generator, cell: ComparedDrafter) -> dict[str, Any]:
     """What a drafter takes, and the shape of a head. Raises SpeqError where it was given up."""
     runtime = generator.runtime
     if cell.drafter not in (runtime.residency_plan.drafter, AUTO):
-        raise SpeqError(f"{cell.drafter} does not fit the budget; give a larger one")
+        raise NoRoom(f"{cell.drafter} does not fit the budget; give a larger one")
     items = runtime.plan.items
     drafter = runtime.engine.drafters[0]
     head = drafter if isinstance(drafter, HeadDrafter) else None
@@ -316,7 +316,7 @@ def without_contrast(generator: Generator) -> None:
     if not isinstance(drafter, HeadDrafter):
         raise Broken("contrast is to be left out of a run without a head")
     if not drafter.says_after:
-        raise SpeqError("the head was trained without contrast; head is the same")
+        raise OptionError("the head was trained without contrast; head is the same")
     drafter.says_after = False
 
 

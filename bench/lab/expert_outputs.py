@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.lab.budget_settings import BudgetCase
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.layers.exact_experts import ExactExperts
 from speq.layers.gates import RouterGate
 from speq.routing import Route
@@ -43,7 +43,7 @@ def order_of(
         return oracle_order(outputs, shares, exact)
     scores = shares.sum(0) if ranking == "router" else counts
     if scores is None:
-        raise SpeqError("a static ranking goes by counts, and there are none; give expert_counts")
+        raise OptionError("a static ranking goes by counts, and there are none; give expert_counts")
     return np.argsort(-scores.float().numpy(), kind="stable").tolist()
 
 

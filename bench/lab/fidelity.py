@@ -22,7 +22,7 @@ from speq.config import (
     Dtype,
     ReaderThreads,
 )
-from speq.errors import SpeqError
+from speq.errors import NoRoom, OptionError
 from speq.generator import Generator
 from speq.measure.picture import Axis, Picture, percent
 from speq.measure.report import Column, Report, read_prompts
@@ -130,7 +130,7 @@ def run(
 ) -> FidelityReport:
     """Compare on the first max_tokens tokens of each prompt. Raises SpeqError for nonsense."""
     if settings.draft == "none":
-        raise SpeqError("draft is none, and there is nothing to compare; give auto or a folder")
+        raise OptionError("draft is none, and there is nothing to compare; give auto or a folder")
     texts = read_prompts(settings.prompts, settings.num_prompts)
     generator = Generator.from_pretrained(
         model,
@@ -165,14 +165,14 @@ def compare(
     rows = draft_length + 1
     limit = generator.max_context - rows
     if limit < 1:
-        raise SpeqError(
+        raise NoRoom(
             f"draft_length is {draft_length}, and a context of {generator.max_context} tokens has "
             "no room for a text beside such a draft; give a shorter one"
         )
     texts = [token_ids[:limit] for token_ids in texts]
     generator.reserve(max(map(len, texts)) + rows)
     if runtime.draft_backend is None:
-        raise SpeqError(
+        raise NoRoom(
             f"the memory budget {format_bytes(runtime.config.memory_budget)} has no room for the "
             "draft, and there is nothing to compare; give a larger one"
         )

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.lab.format_source import WeightSource
-from speq.errors import SpeqError
+from speq.errors import FileError, NoRoom, OptionError
 from speq.experts.codec import Matrices
 from speq.experts.expert_names import PROJECTIONS
 from speq.files.published_format import (
@@ -93,7 +93,7 @@ def write(
     folders = {name: Folder(work / name, name) for name in formats}
     for folder in folders.values():
         if folder.path.exists():
-            raise SpeqError(f"{folder.path} exists already; give a folder without it")
+            raise FileError(f"{folder.path} exists already; give a folder without it")
         folder.path.mkdir(parents=True)
     layers: list[int | None] = [None, *range(source.num_layers)]
     with in_one_thread():
@@ -127,7 +127,7 @@ def check_widths(source: WeightSource) -> None:
     """Raise SpeqError for experts that are no whole blocks of MXFP4."""
     for name, size in zip(("hidden size", "expert width"), source.expert_sizes, strict=True):
         if size % MXFP4_BLOCK:
-            raise SpeqError(
+            raise OptionError(
                 f"the {name} is {size}, and blocks of MXFP4 are {MXFP4_BLOCK} weights; give a "
                 "multiple of that"
             )
@@ -138,7 +138,7 @@ def check_disk(source: WeightSource, work: Path, formats: tuple[str, ...]) -> No
     needed = sum(source.experts_weights * BITS[name] / 8 + source.rest_bytes for name in formats)
     free = shutil.disk_usage(existing(work)).free
     if needed > free:
-        raise SpeqError(
+        raise NoRoom(
             f"the checkpoints take {format_bytes(needed)} and {format_bytes(free)} of disk are "
             f"left at {work}; free some, or give another --work or smaller shapes"
         )

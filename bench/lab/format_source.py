@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speq.bench.settings import Neighbours, PromptKinds
 from speq.config import DEFAULT_READER_THREADS, Device, Dtype, ReaderThreads
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.experts.codec import Matrices
 from speq.experts.expert_names import USUAL_NAMES, ExpertNames
 from speq.experts.expert_store import expert_slot, read_matrices
@@ -346,12 +346,12 @@ def check_plain(opened: Opened) -> None:
     """
     family, path = opened.family, opened.checkpoint.path
     if (path / EXPERTS_MANIFEST).exists() or opened.checkpoint.format != WORDS:
-        raise SpeqError(
+        raise OptionError(
             f"{path} holds its experts as codes or as records; give a model published in 16 or 32 "
             "bits"
         )
     if family.biased or family.transposed or family.text_part is not None:
-        raise SpeqError(
+        raise OptionError(
             f"{path} is of family {family.model_type!r}, whose experts are published in a form of "
             "their own; give a model of another family, such as qwen3_moe"
         )

@@ -21,7 +21,7 @@ from speq.bench.kinds import texts_of
 from speq.bench.rivals import standings
 from speq.bench.rivals.contest import Contest, ContestCell, Terms
 from speq.bench.rivals.systems import SystemEntry, system
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.files.published_format import FP8, MXFP4
 from speq.measure.picture import BUDGET, LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
 from speq.measure.report import Column, Report
@@ -111,17 +111,17 @@ SHAPE = (
 def check_settings(settings: FormatSettings) -> None:
     """Raise SpeqError for shapes that no model has, and for texts without a tokenizer."""
     if len(set(settings.formats)) < len(settings.formats):
-        raise SpeqError("formats name one twice; name each once")
+        raise OptionError("formats name one twice; name each once")
     if settings.top_k > settings.experts:
-        raise SpeqError(
+        raise OptionError(
             f"top_k is {settings.top_k} and a layer has {settings.experts} experts; give fewer"
         )
     if settings.hidden_size % 64:
-        raise SpeqError(
+        raise OptionError(
             f"hidden_size is {settings.hidden_size}; give a multiple of 64, which a head has"
         )
     if settings.source is None and settings.prompts:
-        raise SpeqError(
+        raise OptionError(
             "prompts are given, and random weights have no tokenizer; give a --source, or leave "
             "them out"
         )

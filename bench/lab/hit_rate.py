@@ -14,7 +14,7 @@ from bench.lab.command import main
 from bench.lab.options import FixedLength, RecordingBudget
 from bench.lab.replay import Replay, ReplayScheduling, Times
 from speq.config import DEFAULT_READER_THREADS
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.experts.int4 import Int4Layout
 from speq.measure.link import link_bytes_per_s
@@ -87,7 +87,7 @@ PICTURES = (
 def run(model: str, settings: HitRateSettings, progress: Progress | None = None) -> Report:
     """Record and replay. Raises SpeqError for nonsense settings."""
     if (settings.beside is None) != (settings.beside_budget is None):
-        raise SpeqError("beside and beside_budget are given together or not at all")
+        raise OptionError("beside and beside_budget are given together or not at all")
     trace, times = record_routes(
         model, settings.memory_budget, settings, settings.num_prompts, progress
     )

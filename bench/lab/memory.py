@@ -39,7 +39,7 @@ from torch import Tensor
 from bench.lab.command import main
 from speq.drafts.dense_draft import DenseCodes, DenseDraft
 from speq.drafts.draft_source import dense_draft, open_draft
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.codec import codec_of, codecs_for
 from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
@@ -251,7 +251,7 @@ def sizes_of(
     """matrices: bytes of each dense matrix, by form, in the order of `ModelShape.dense`."""
     shape, itemsize = model_spec.shape, model_spec.words.itemsize
     if model_spec.draft is None:
-        raise SpeqError(
+        raise OptionError(
             f"{model_spec.name} has experts of {shape.experts.hidden_size} x "
             f"{shape.experts.expert_width}, and INT4 codes need even sizes; give another model"
         )

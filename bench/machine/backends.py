@@ -7,7 +7,7 @@ import torch
 
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
-from speq.errors import SpeqError, checked_choice
+from speq.errors import DependencyError, OptionError, checked_choice
 from speq.kernels import library
 
 
@@ -23,7 +23,7 @@ def backends_of(ops: Mapping[str, str | None], settings: Settings) -> dict[str, 
             library.Backend("torch", "") if op is None else library.backend_of(op, device.type)
         )
         if backend.name == "reference" and not settings.reference:
-            raise SpeqError(
+            raise OptionError(
                 f"{op} would run on the slow reference on {device.type}: {backend.reason}; build "
                 "the native kernels with `make setup`, or add --reference to time it anyway"
             )
@@ -42,9 +42,9 @@ def limited_isa(name: str | None, device: torch.device) -> Iterator[str | None]:
         yield library.isa() if native else None
         return
     if device.type != "cpu":
-        raise SpeqError(f"isa is {name!r}, which is for kernels on cpu; leave it out on cuda")
+        raise OptionError(f"isa is {name!r}, which is for kernels on cpu; leave it out on cuda")
     if library.MISSING["cpu"] is not None:
-        raise SpeqError(
+        raise DependencyError(
             f"isa is {name!r}, but there are no native kernels: {library.MISSING['cpu']}"
         )
     before = library.isa()

@@ -23,7 +23,7 @@ from speq.bench.machine.expert_layer import BLOCK_WEIGHTS, SEED, copies, repeat_
 from speq.bench.rotation import rotate
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
-from speq.errors import SpeqError, checked_choice
+from speq.errors import NoRoom, OptionError, checked_choice
 from speq.files.alignment import align
 from speq.kernels import dense_ops
 from speq.kernels.ops import Int4Weight, quantize_int4
@@ -127,7 +127,7 @@ def asks_for_matrices(settings: Settings) -> bool:
     """Whether shapes are those of dense matrices. Raises SpeqError where only some are."""
     dense = [name == ALL_SHAPES or MatrixShape.parse(name) is not None for name in settings.shapes]
     if any(dense) and not all(dense):
-        raise SpeqError(
+        raise OptionError(
             f"shapes are {', '.join(settings.shapes)}, of layers of experts and of dense matrices; "
             "measure them one kind at a time"
         )
@@ -178,7 +178,7 @@ def shapes_of(settings: Settings) -> list[MatrixShape]:
     for shape in shapes:
         size = settings.group_size
         if size % 2 or shape.columns % size:
-            raise SpeqError(
+            raise OptionError(
                 f"group_size is {size}; it must be even and divide the {shape.columns} columns of "
                 f"{shape}"
             )
@@ -193,7 +193,7 @@ def check_memory(shape: MatrixShape, settings: Settings, device: torch.device) -
     needed = read + len(KERNELS) * max(read, MIN_CALLS * plain)
     free = find_device(device.type).free_bytes()
     if needed > free:
-        raise SpeqError(
+        raise NoRoom(
             f"{shape} needs {format_bytes(needed)} and {format_bytes(free)} of memory are left; "
             "give smaller shapes"
         )

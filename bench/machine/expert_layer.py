@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.random_expert import random_expert
 from speq.files.alignment import align, allocate_aligned, prefer_huge_pages
@@ -51,7 +51,7 @@ class LayerShape:
     def check_group_size(self, size: int) -> None:
         """Raise SpeqError for groups that do not divide the columns."""
         if size % 2 or self.hidden_size % size or self.expert_width % size:
-            raise SpeqError(
+            raise OptionError(
                 f"group_size is {size}; it must be even and divide the {self.hidden_size} and "
                 f"{self.expert_width} columns of {self.name}"
             )

@@ -19,7 +19,7 @@ import torch
 from speq.bench.machine.expert_layer import SHAPES, Layer, LayerShape
 from speq.bench.machine.sass import Kernel, Loop, kernels
 from speq.bench.settings import KernelSettings as Settings
-from speq.errors import SpeqError, checked_choice
+from speq.errors import DependencyError, OptionError, checked_choice
 from speq.kernels import library
 from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
@@ -57,7 +57,7 @@ class Counted:
         """The kernel's code. Raises SpeqError where there is none or more than one."""
         found = [each for each in of_arch if self.function in each.name]
         if len(found) != 1:
-            raise SpeqError(f"there are {len(found)} functions like {self.function}, not one")
+            raise OptionError(f"there are {len(found)} functions like {self.function}, not one")
         return found[0]
 
 
@@ -104,7 +104,7 @@ def run(settings: Settings, progress: Progress | None = None) -> Report:
     check_nothing_is_timed(settings)
     path = library.FOLDER / "libspeq_cuda.so"
     if not path.exists():
-        raise SpeqError(f"{path} is what --sass reads, and it is not built; run `make setup`")
+        raise DependencyError(f"{path} is what --sass reads, and it is not built; run `make setup`")
     names = SHAPES if settings.shapes == ("all",) else settings.shapes
     wanted = COUNTED if settings.kernels == ("all",) else settings.kernels
     shapes = [SHAPES[checked_choice("shapes", name, tuple(SHAPES))] for name in names]
@@ -136,7 +136,7 @@ def check_nothing_is_timed(settings: Settings) -> None:
     given, defaults = settings.as_json(), Settings().as_json()
     for name in ("rows", "dtype", "device", "rounds", "isa", "memory", "reference"):
         if given[name] != defaults[name]:
-            raise SpeqError(
+            raise OptionError(
                 f"{name} is {given[name]!r}, which is for kernels that are timed; --sass computes "
                 "times of one row in bfloat16: leave it out"
             )

@@ -45,7 +45,7 @@ from speq.bench.neighbours import beside_neighbours
 from speq.bench.rotation import rotate
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
-from speq.errors import SpeqError, checked_choice
+from speq.errors import NoRoom, OptionError, checked_choice
 from speq.kernels import compact_ops, ops, scaled_ops
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.picture import Axis, Picture, percent
@@ -215,7 +215,7 @@ def experts_held(shape: LayerShape, memory_bytes: int, group_size: int) -> int:
     wanted = min(2 * shape.top_k, shape.num_experts)
     held = min(memory_bytes // one, shape.num_experts)
     if held < wanted:
-        raise SpeqError(
+        raise OptionError(
             f"memory is {format_bytes(memory_bytes)}, which holds {held} experts of {shape.name}; "
             f"at least {wanted} are needed: give {format_bytes(wanted * one)} or more"
         )
@@ -231,7 +231,7 @@ def check_memory(settings: Settings, held: dict[str, int], device: torch.device)
         one = sum(shape.most_bytes(form, settings.group_size) for form in needed_forms)
         needed = count * one + READ_BYTES[device.type]
         if needed > free:
-            raise SpeqError(
+            raise NoRoom(
                 f"{name} needs {format_bytes(needed)} and {format_bytes(free)} of memory are left; "
                 f"give less --memory than {settings.memory}, or other shapes"
             )

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from shutil import which
 
-from speq.errors import SpeqError
+from speq.errors import DependencyError
 
 # Where the packages put their programs, below the folder that Python packages lie in.
 PROGRAMS = "nvidia/cu13/bin"
@@ -107,7 +107,7 @@ class Kernel:
         found = [loop for loop in self.loops if loop.products == products]
         if not found:
             counts = sorted({loop.products for loop in self.loops} - {0})
-            raise SpeqError(
+            raise DependencyError(
                 f"{self.name} on {self.arch} has no loop of {products} products, but of {counts}; "
                 "its code is not what speq.bench.machine.issue describes"
             )
@@ -131,7 +131,9 @@ def kernels(library: Path, arch: str | None = None) -> Iterator[Kernel]:
         elif match := INSTRUCTION.match(text):
             found[of_arch, name].append(_instruction(match))
     if not found:
-        raise SpeqError(f"{library} has no machine code of {arch or 'any GPU'}; build it with nvcc")
+        raise DependencyError(
+            f"{library} has no machine code of {arch or 'any GPU'}; build it with nvcc"
+        )
     for (of_arch, name), instructions in found.items():
         yield Kernel(of_arch, name, *resources[of_arch, name], tuple(instructions))
 
@@ -155,7 +157,7 @@ def _output(library: Path, options: list[str]) -> str:
     program, other = _program("cuobjdump"), _program("nvdisasm")
     reason = missing()
     if reason is not None or program is None or other is None:
-        raise SpeqError(f"machine code of {library.name} is wanted, but {reason}")
+        raise DependencyError(f"machine code of {library.name} is wanted, but {reason}")
     # cuobjdump runs nvdisasm from the path.
     ended = subprocess.run(
         [program, *options, str(library)],
@@ -164,7 +166,7 @@ def _output(library: Path, options: list[str]) -> str:
         env={"PATH": str(Path(other).parent)},
     )
     if ended.returncode != 0:
-        raise SpeqError(f"cuobjdump cannot read {library}: {ended.stderr.strip()}")
+        raise DependencyError(f"cuobjdump cannot read {library}: {ended.stderr.strip()}")
     return ended.stdout
 
 

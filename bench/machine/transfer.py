@@ -14,7 +14,7 @@ from typing import Any
 
 from speq.bench.machine.page_cache import cached_bytes, drop
 from speq.bench.settings import TransferSettings as Settings
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.alignment import ALIGNMENT
 from speq.measure.link import LinkSample, arena_for, expert_reads, plain_reads
@@ -73,7 +73,7 @@ def run(models: Sequence[str], settings: Settings, progress: Progress | None = N
     sizes = [parse_bytes(size) for size in settings.sizes]
     for size in sizes:
         if size % ALIGNMENT:
-            raise SpeqError(f"size {size} is no multiple of {ALIGNMENT} bytes")
+            raise OptionError(f"size {size} is no multiple of {ALIGNMENT} bytes")
     sources: list[StoreSource] = []
     try:
         for model in models:

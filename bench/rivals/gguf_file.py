@@ -17,7 +17,7 @@ import torch
 
 from speq.bench.rivals.gguf_metadata import architecture_of, write_config, write_tokenizer
 from speq.bench.rivals.packages import rival_package
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, NoRoom, UnsupportedError
 from speq.files.atomic_file import replacing, writing
 from speq.files.checkpoint import Checkpoint
 from speq.models.bounds import check_sizes, check_weights
@@ -110,7 +110,7 @@ def tensors_of(checkpoint: Checkpoint) -> list[GgufTensor]:
     for name, sources in _sources(checkpoint).items():
         place = names.get_type_and_name(name, try_suffixes=SUFFIXES)
         if place is None or place[0] not in gguf.MODEL_TENSORS[architecture]:
-            raise SpeqError(
+            raise UnsupportedError(
                 f"{checkpoint.path} has tensor {name}, for which llama.cpp's {named} has no place: "
                 "compare without llama.cpp"
             )
@@ -124,7 +124,7 @@ def tensors_of(checkpoint: Checkpoint) -> list[GgufTensor]:
         for layer in range(config["num_hidden_layers"]):
             wanted = f"{gguf.TENSOR_NAMES[kind].format(bid=layer)}.weight"
             if wanted not in have:
-                raise SpeqError(
+                raise CheckpointError(
                     f"{checkpoint.path} lacks the tensor that llama.cpp calls {wanted}; give the "
                     "model as published, or download it again"
                 )
@@ -143,7 +143,7 @@ def _sources(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     wanted = config.get(architecture_of(config, checkpoint.path).num_experts)
     for name, numbered in experts.items():
         if EXPERT.search(numbered[min(numbered)]) and sorted(numbered) != [*range(wanted or 0)]:
-            raise SpeqError(
+            raise CheckpointError(
                 f"{checkpoint.path} has {len(numbered)} experts of {name} and promises {wanted}; "
                 "download it again"
             )
@@ -166,12 +166,12 @@ def _form(checkpoint: Checkpoint, sources: tuple[str, ...]) -> tuple[torch.dtype
     first = infos[0]
     for name, info in zip(sources, infos, strict=True):
         if (info.dtype, info.shape) != (first.dtype, first.shape):
-            raise SpeqError(
+            raise CheckpointError(
                 f"{checkpoint.path} has {name} of {info.dtype} {info.shape} and {sources[0]} of "
                 f"{first.dtype} {first.shape}; experts must be alike: download it again"
             )
     if first.dtype == torch.float64:
-        raise SpeqError(
+        raise UnsupportedError(
             f"{checkpoint.path} has {sources[0]} in float64, which llama.cpp does not compute; "
             "compare without llama.cpp"
         )
@@ -181,7 +181,7 @@ def _form(checkpoint: Checkpoint, sources: tuple[str, ...]) -> tuple[torch.dtype
 def _check_room(folder: Path, wanted: int) -> None:
     free = shutil.disk_usage(folder).free
     if wanted > free:
-        raise SpeqError(
+        raise NoRoom(
             f"the GGUF file takes {format_bytes(wanted)} and {format_bytes(free)} of disk are left "
             f"at {folder}; free some, or choose another place"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.bench.rivals.packages import rival_package
-from speq.errors import SpeqError, checked_int, checked_number
+from speq.errors import CheckpointError, UnsupportedError, checked_int, checked_number
 from speq.files.json_file import read_json
 from speq.text.tokenizer import TOKENIZER_AGAIN, load_tokenizer
 
@@ -47,7 +47,7 @@ def check_qwen2_moe(config: dict[str, Any], where: object) -> None:
         ("head_dim times heads", head_dim * config["num_attention_heads"], config["hidden_size"]),
     ):
         if given != wanted:
-            raise SpeqError(
+            raise UnsupportedError(
                 f"{where} has {name} {given!r}; llama.cpp computes this family with {wanted!r} "
                 "only: compare without llama.cpp"
             )
@@ -68,7 +68,7 @@ def architecture_of(config: dict[str, Any], where: object) -> Architecture:
     """The entry for a config.json. Raises SpeqError naming what is supported."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise SpeqError(
+        raise UnsupportedError(
             f"{where} is of family {family!r}, of which no GGUF file is written here; supported "
             f"are {', '.join(sorted(ARCHITECTURES))}: compare without llama.cpp"
         )
@@ -98,7 +98,7 @@ def rope_theta(config: dict[str, Any], where: object) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if kind != "default":
-        raise SpeqError(
+        raise UnsupportedError(
             f"{where} has rotary embeddings of type {kind!r}, which no GGUF file is written with "
             "here: compare without llama.cpp"
         )
@@ -112,7 +112,7 @@ def write_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     kind = read_json(folder / "tokenizer.json", TOKENIZER_AGAIN).get("model")
     kind = kind.get("type") if isinstance(kind, dict) else kind
     if kind != "BPE":
-        raise SpeqError(
+        raise UnsupportedError(
             f"{folder / 'tokenizer.json'} has a model of type {kind!r:.40}; only BPE goes into a "
             "GGUF file here: compare without llama.cpp"
         )
@@ -133,11 +133,11 @@ def write_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     try:
         special_tokens = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise SpeqError(
+        raise CheckpointError(
             f"the tokenizer in {folder} cannot be read ({error!r:.200}); {TOKENIZER_AGAIN}"
         ) from error
     if not special_tokens.merges:
-        raise SpeqError(
+        raise UnsupportedError(
             f"{folder / 'tokenizer.json'} has no merges, without which llama.cpp loads no model: "
             "compare without llama.cpp"
         )

@@ -12,7 +12,7 @@ from typing import Any
 from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.packages import rival_package
 from speq.control_groups import processors
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, DependencyError
 from speq.files.json_file import read_json
 from speq.units import Progress
 
@@ -78,7 +78,7 @@ def load(job: RivalJob) -> LlamaCpp:
     """
     library = rival_package("llama_cpp")
     if job.device == "cuda" and not library.llama_supports_gpu_offload():
-        raise SpeqError(
+        raise DependencyError(
             "llama-cpp-python was built without CUDA and the device is cuda; install it with "
             "CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall llama-cpp-python"
         )
@@ -101,7 +101,7 @@ def load(job: RivalJob) -> LlamaCpp:
             verbose=False,
         )
     except (ValueError, RuntimeError) as error:
-        raise SpeqError(
+        raise CheckpointError(
             f"llama.cpp does not load {file}: {error}; remove that file, and run this again"
         ) from error
     return LlamaCpp(

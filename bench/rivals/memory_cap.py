@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 
 V1_ROOT, V2_ROOT = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -128,7 +128,7 @@ def make_group(limit_bytes: int, roots: tuple[Path, Path], membership: Path) -> 
                 limit = limit_bytes if files.swap_holds_memory else 0
                 (folder / files.swap).write_text(f"{limit}\n")
         return MemoryCap(folder, files, limit_bytes)
-    raise SpeqError(REFUSED.format(reason=reason))
+    raise OptionError(REFUSED.format(reason=reason))
 
 
 def candidates(v1: Path, v2: Path, membership: Path) -> Iterator[tuple[Path, Files]]:

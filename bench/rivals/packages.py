@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import DependencyError
 
 # Packages that are not called as their modules are.
 CALLED = {"llama_cpp": "llama-cpp-python"}
@@ -14,7 +14,7 @@ def rival_package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise SpeqError(
+        raise DependencyError(
             f"{name} is not installed or cannot be loaded ({error}); pip install "
             f"{CALLED.get(name, name)}"
         ) from error

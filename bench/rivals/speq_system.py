@@ -6,7 +6,7 @@ from typing import Any
 from speq.bench.rivals.contestant import Contestant
 from speq.bench.rivals.generator_contestant import GeneratorContestant
 from speq.bench.rivals.job import RivalJob
-from speq.errors import SpeqError
+from speq.errors import NoRoom
 from speq.generator import Generator
 
 
@@ -19,7 +19,7 @@ def load(job: RivalJob) -> Contestant:
     fixed = generator.runtime.config.draft_length
     if fixed and not generator.runtime.residency_plan.drafts:
         generator.close()
-        raise SpeqError(
+        raise NoRoom(
             f"{job.memory_bytes} bytes leave no room for the draft of this system, which drafts "
             f"{fixed} tokens; give it a larger budget"
         )

@@ -9,7 +9,7 @@ from typing import Any
 from speq.bench.rivals.contestant import Maker
 from speq.bench.rivals.job import RivalJob
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.assignments import parse_assignments
 from speq.options.declared import declared_options
 from speq.units import Progress
@@ -136,7 +136,7 @@ class SystemEntry:
 def system(name: str) -> System:
     """Raises SpeqError for a name that none has."""
     if name not in SYSTEMS:
-        raise SpeqError(f"system {name!r} is unknown; there are {', '.join(SYSTEMS)}")
+        raise OptionError(f"system {name!r} is unknown; there are {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
 
 
@@ -150,7 +150,7 @@ def entry(label: str, shared: Mapping[str, Any], memory_bytes: int) -> SystemEnt
     own = parse_assignments(f"system {label!r}", parts, declared_options(RunConfig))
     if not found.ours:
         if own:
-            raise SpeqError(f"system {label!r} has options; {name} takes none")
+            raise OptionError(f"system {label!r} has options; {name} takes none")
         return SystemEntry(label, found, {})
     options = {**shared, **found.options, **own}
     RunConfig.of(memory_bytes, **options)

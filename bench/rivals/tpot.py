@@ -12,7 +12,7 @@ from speq.bench.rivals.memory_cap import how_capped
 from speq.bench.rivals.standings import COLUMNS, PICTURES, by_kind, kind_columns, notes_of, rows_of
 from speq.bench.rivals.systems import SYSTEMS, entry
 from speq.bench.settings import TpotSettings as Settings
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.files.checkpoint import locate
 from speq.measure.console import console
 from speq.measure.report import Report, print_table
@@ -98,16 +98,16 @@ def run(
 def arrange(model: str, settings: Settings) -> tuple[Contest, list[ContestCell]]:
     """What is run, all of it checked. Raises SpeqError for what cannot be."""
     if settings.variants:
-        raise SpeqError(
+        raise OptionError(
             "variants and systems are given; give options with a system, such as "
             "'speq draft-length=4'"
         )
     if settings.synthetic_acceptance is not None:
-        raise SpeqError(
+        raise OptionError(
             "synthetic_acceptance and systems are given; systems run as they are: leave one out"
         )
     if len(settings.neighbours) > 1:
-        raise SpeqError("neighbours are several numbers; with systems give one")
+        raise OptionError("neighbours are several numbers; with systems give one")
     shared: dict[str, Any] = dict(settings.run)
     device = shared.pop("device", "cpu")
     device = "cpu" if device == "auto" else device
@@ -120,12 +120,12 @@ def arrange(model: str, settings: Settings) -> tuple[Contest, list[ContestCell]]
     ]
     labels = [cell.entry.label for cell in cells if cell.budget == settings.budgets[0]]
     if len(set(labels)) < len(labels):
-        raise SpeqError("systems name one twice; name each once")
+        raise OptionError("systems name one twice; name each once")
     stores = settings.stores()
     for cell in cells:
         wanted = cell.entry.system.store
         if wanted is not None and wanted not in stores:
-            raise SpeqError(
+            raise OptionError(
                 f"system {cell.entry.label!r} reads the model packed as {wanted}; give --{wanted} "
                 f"FOLDER, as `speq pack --codec {wanted}` wrote it"
             )

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from speq.bench.rivals.job import RivalJob
 from speq.bench.rivals.packages import rival_package
 from speq.control_groups import processors
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, NoRoom
 from speq.files.checkpoint import Checkpoint
 from speq.layers.arguments import cache_name
 from speq.machine import available_bytes
@@ -88,7 +88,7 @@ def load(job: RivalJob) -> TransformersOffload:
     finally:
         opened.close()
     if room <= 0:
-        raise SpeqError(
+        raise NoRoom(
             f"Transformers has {format_bytes(job.memory_bytes)} of memory and takes "
             f"{format_bytes(job.memory_bytes - room)} beside the weights; give more memory, or "
             "shorter texts"
@@ -110,7 +110,7 @@ def load(job: RivalJob) -> TransformersOffload:
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise SpeqError(
+        raise CheckpointError(
             f"Transformers does not load {path}: {' '.join(str(error).split())[:300]}; compare "
             "without it"
         ) from error

@@ -18,7 +18,7 @@ from typing import Any
 from speq.bench.rivals.contestant import Contestant
 from speq.bench.rivals.job import RivalJob
 from speq.bench.stolen_time import ProcessorTime
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 
 # Told a line that the parent reads.
 Tell = Callable[[dict[str, Any]], None]
@@ -116,7 +116,7 @@ def limit_device(job: RivalJob) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise SpeqError(f"device is {job.device} and torch finds no CUDA device; give cpu")
+        raise OptionError(f"device is {job.device} and torch finds no CUDA device; give cpu")
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, job.memory_bytes / total))
 

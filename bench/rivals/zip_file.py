@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from speq.bench.rivals.zip_planes import CHUNK_WORDS, Deflater
-from speq.errors import SpeqError
+from speq.errors import FileError, OptionError, SpeqError
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
 from speq.experts.passes import map_in_order
 from speq.experts.record_writer import BATCH_BYTES, sync
@@ -87,12 +87,12 @@ def ensure_file(
     Raises SpeqError where experts are no BF16 words as published, or the folder takes no files.
     """
     if not isinstance(source, SafetensorsExpertStore):
-        raise SpeqError(
+        raise OptionError(
             "the system zipmoe compresses experts as they were published and the model is packed; "
             "give the folder that it was packed from"
         )
     if source.codec.shape.dtype != torch.bfloat16:
-        raise SpeqError(
+        raise OptionError(
             f"the system zipmoe splits words of bfloat16 and the model's experts are "
             f"{str(source.codec.shape.dtype).removeprefix('torch.')}; leave zipmoe out"
         )
@@ -119,7 +119,7 @@ def read_index(path: Path) -> dict[str, Any]:
     entries = read_json(path, remedy, remedy)
     written = {name: value for name, value in entries.items() if name != "crc32"}
     if seal(written) != entries:
-        raise SpeqError(f"{path} is not what was written; remove it and run again")
+        raise FileError(f"{path} is not what was written; remove it and run again")
     ours = entries.get("format") == FORMAT and entries.get("chunk_words") == CHUNK_WORDS
     return entries if ours else {}
 
@@ -178,7 +178,7 @@ class ZipFile:
         wanted = max(align(record.offset + record.nbytes) for record in self.records)
         if self.data.size != wanted:
             self.data.close()
-            raise SpeqError(
+            raise FileError(
                 f"{self.data.path} has {self.data.size} bytes and its index says {wanted}; remove "
                 f"{self.index_path} and run again"
             )
@@ -194,7 +194,7 @@ class ZipFile:
         return align(max(record.nbytes for record in self.records))
 
     def damaged(self, layer: int, expert: int, record: ZipRecord) -> SpeqError:
-        return SpeqError(
+        return FileError(
             f"{self.data.path}: expert {expert} in MoE layer {layer}, {record.nbytes} bytes at "
             f"{record.offset}, is not what was written; remove {self.index_path} and run again, "
             "and look after the disk"

@@ -23,7 +23,7 @@ from speq.bench.rivals.zip_file import ensure_file
 from speq.bench.rivals.zip_planes import zstandard
 from speq.bench.rivals.zip_store import ZipStore
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
 from speq.generator import Generator
@@ -65,12 +65,12 @@ def check(job: RivalJob) -> None:
     """Raise SpeqError where the job asks for what is no longer this system."""
     zstandard()
     if job.device != "cpu":
-        raise SpeqError(
+        raise OptionError(
             f"the system zipmoe runs on the cpu and device is {job.device}; leave zipmoe out"
         )
     for name, value in OPTIONS.items():
         if job.options.get(name, value) != value:
-            raise SpeqError(
+            raise OptionError(
                 f"{name} is {job.options[name]!r} and the system zipmoe has {value!r}; leave the "
                 "option or zipmoe out"
             )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speq.errors import SpeqError
+from speq.errors import DependencyError
 
 # Words of a chunk: two of ZSTD's own blocks of exponents.
 CHUNK_WORDS = 1 << 18
@@ -37,7 +37,7 @@ def zstandard() -> ModuleType:
     try:
         import zstandard
     except ImportError as error:
-        raise SpeqError(
+        raise DependencyError(
             "exponents are compressed with the package zstandard, which is not installed; "
             "pip install zstandard"
         ) from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from speq.errors import SpeqError, present
+from speq.errors import FileError, PeerError, SpeqError, present
 from speq.units import Clock
 
 WANTED = "give the base URL that `speq serve` printed, such as http://127.0.0.1:8000/v1"
@@ -24,7 +24,7 @@ class Target:
     @classmethod
     def of(cls, url: str, key: str | None, timeout_s: float) -> "Target":
         """Raises SpeqError for what is no URL of a server."""
-        wrong = SpeqError(f"{url!r:.200} is no URL of a server; {WANTED}")
+        wrong = PeerError(f"{url!r:.200} is no URL of a server; {WANTED}")
         try:
             address = urlsplit(url.rstrip("/"))
             port = address.port
@@ -59,12 +59,12 @@ class Target:
             response = self.send(connection, "/models", None)
             read = response.read()
             if response.status != 200:
-                raise SpeqError(f"{url} answers with {response.status}: {read.decode()[:200]}")
+                raise FileError(f"{url} answers with {response.status}: {read.decode()[:200]}")
             return str(json.loads(read)["data"][0]["id"])
         except SpeqError:
             raise
         except (*FAILURES, IndexError) as error:
-            raise SpeqError(f"{url} has no models to tell of ({error}); {WANTED}") from error
+            raise PeerError(f"{url} has no models to tell of ({error}); {WANTED}") from error
         finally:
             connection.close()
 

@@ -19,7 +19,7 @@ from typing import Any
 from speq.bench.kinds import texts_of
 from speq.bench.runs.http_client import AnswerTimes, Target, ask
 from speq.bench.settings import ServeBenchSettings as Settings
-from speq.errors import SpeqError
+from speq.errors import FileError, PeerError
 from speq.files.regular_file import read_text
 from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
@@ -85,7 +85,7 @@ def run(
     report.settings.pop("api_key_file")
     if not any(row["whole"] for row in rows):
         statuses = sorted({status for row in rows for status in row["statuses"]})
-        raise SpeqError(
+        raise PeerError(
             f"{url} answered none of the requests (statuses {', '.join(statuses)}; 0: it did not "
             "answer); see what the server says"
         )
@@ -98,7 +98,7 @@ def key_of(path: Path | None) -> str | None:
         return None
     lines = read_text(path, "write the server's key in its first line").split()
     if not lines:
-        raise SpeqError(f"{path} is empty; write the server's key in its first line")
+        raise FileError(f"{path} is empty; write the server's key in its first line")
     return lines[0]
 
 

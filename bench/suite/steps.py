@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speq.bench.settings import AllSettings as Settings
-from speq.errors import SpeqError
+from speq.errors import NoRoom, OptionError
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.units import format_bytes, parse_bytes
 
@@ -79,7 +79,7 @@ def steps_of(model: str, settings: Settings) -> list[SuiteStep]:
 def tensor_bytes(folder: Path) -> int:
     """Of all tensors of a published checkpoint. Raises SpeqError for a packed one."""
     if (folder / EXPERTS_MANIFEST).exists():
-        raise SpeqError(f"{folder} is packed; give the folder as it was published")
+        raise OptionError(f"{folder} is packed; give the folder as it was published")
     with closing(Checkpoint(folder)) as checkpoint:
         return sum(info.nbytes for _, info in checkpoint.tensors.values())
 
@@ -91,7 +91,7 @@ def budgets_of(settings: Settings, size: int) -> list[str]:
     reserve = parse_bytes(settings.reserve)
     budgets = [int(share * size) - reserve for share in CAPS]
     if budgets[0] < size // 8:
-        raise SpeqError(
+        raise NoRoom(
             f"the model has {format_bytes(size)} of tensors, and a cap of {CAPS[0]:.0%} of that "
             "leaves next to nothing beside a process's own memory; give --budgets"
         )

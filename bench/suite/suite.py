@@ -19,7 +19,7 @@ from typing import Any
 from speq.bench.settings import AllSettings as Settings
 from speq.bench.suite import page
 from speq.bench.suite.steps import SuiteStep, steps_of
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import parse_json
 from speq.measure.report import Column, Report, current_commit
@@ -61,7 +61,7 @@ def run(model: str, settings: Settings, quiet: bool = False) -> Report:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SpeqError(f"{folder} cannot be made: {error.strerror}; give another --out") from error
+        raise FileError(f"{folder} cannot be made: {error.strerror}; give another --out") from error
     journal = folder / JOURNAL
     done = read_journal(journal)
     code = f"{__version__} {current_commit()}"
@@ -170,7 +170,7 @@ def clear(step: SuiteStep, done: dict[str, Done]) -> None:
         return
     before = done.get(step.name)
     if before is None or before.failure not in ("", INTERRUPTED):
-        raise SpeqError(
+        raise FileError(
             f"{step.makes} is there, and this command did not make it; give another --out"
         )
     shutil.rmtree(step.makes)
@@ -189,7 +189,7 @@ def read_journal(path: Path) -> dict[str, Done]:
         found: dict[str, dict[str, Any]] = parse_json(path.read_text())
         return {name: Done(**step) for name, step in found.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise SpeqError(
+        raise FileError(
             f"{path} is no list of steps that were done: {error}; remove it, or give another --out"
         ) from error
 

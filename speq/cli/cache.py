@@ -10,7 +10,7 @@ import typer
 
 from speq.cli import options as opt
 from speq.cli.from_dataclass import Exclude, command
-from speq.errors import SpeqError
+from speq.errors import FileError, OptionError, SpeqError
 from speq.options.declared import Option, Options
 from speq.options.kinds import Switch, Text
 from speq.units import format_bytes, parse_bytes
@@ -46,7 +46,7 @@ class ClearSettings(Options):
         """Raise SpeqError unless it is said what goes."""
         if (self.of is None) != self.all:
             given = "both were" if self.all else "neither was"
-            raise SpeqError(f"give one of --of MODEL and --all; {given} given")
+            raise OptionError(f"give one of --of MODEL and --all; {given} given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def verify(settings: CacheSettings, output: Annotated[opt.Output, SAID]) -> None
         sound = "all records are what was written" if not found else f"{len(found)} are damaged"
         output.note(f"{each.path}: {sound}")
     if bad:
-        raise SpeqError(f"{bad} records are not what was written; runs that read them mend them")
+        raise FileError(f"{bad} records are not what was written; runs that read them mend them")
 
 
 def clear(settings: ClearSettings, output: Annotated[opt.Output, SAID]) -> None:
@@ -172,7 +172,7 @@ def clear(settings: ClearSettings, output: Annotated[opt.Output, SAID]) -> None:
         try:
             remove(each)
         except OSError as error:
-            raise SpeqError(f"{each.path} cannot be removed: {error.strerror}") from error
+            raise FileError(f"{each.path} cannot be removed: {error.strerror}") from error
     output.note(f"{len(things)} removed, {format_bytes(sum(each.nbytes for each in things))}")
 
 

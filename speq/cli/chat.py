@@ -14,7 +14,7 @@ from speq.cli.live import Live, check_live, text_writer
 from speq.cli.machines import ONE_MODEL, check_machines, open_generator
 from speq.cli.run_report import print_summary
 from speq.config import Model, RunConfig, SamplingParams
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
 from speq.options.kinds import Text
@@ -161,7 +161,7 @@ class Talk:
         prompt_token_ids = self.generator.encode(self.conversation.messages(question))
         room = self.generator.max_context - len(prompt_token_ids)
         if room < 1:
-            raise SpeqError(
+            raise OptionError(
                 f"the conversation takes {len(prompt_token_ids)} tokens and the model's context "
                 f"has {self.generator.max_context}"
             )

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import FileError, OptionError
 from speq.files.atomic_file import check_target, replacing
 
 # What a user may type besides questions.
@@ -73,17 +73,17 @@ class Conversation:
     def save(self, name: str) -> str:
         """Raises SpeqError where there is no name, or the file exists or cannot be written."""
         if not name:
-            raise SpeqError("/save needs the name of a file, such as /save talk.json")
+            raise OptionError("/save needs the name of a file, such as /save talk.json")
         path = Path(name)
         if os.path.exists(path):
-            raise SpeqError(f"{path} exists already; choose another name")
+            raise FileError(f"{path} exists already; choose another name")
         check_target(path, force=False)
         text = json.dumps(self.messages(), indent=1)
         try:
             with replacing(path) as file:
                 file.write(text.encode() + b"\n")
         except (OSError, ValueError) as error:
-            raise SpeqError(f"{path} cannot be written: {error}; choose another name") from error
+            raise FileError(f"{path} cannot be written: {error}; choose another name") from error
         return f"saved in {path}"
 
 

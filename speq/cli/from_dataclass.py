@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.assignments import parse_assignments
 from speq.options.declared import REQUIRED, Declared, Nested, Option, Options, build
 
@@ -95,7 +95,7 @@ def assigned(assignments: Sequence[str], options: Sequence[Declared]) -> dict[st
     known = [option.name for option in options]
     for name in found:
         if name not in known:
-            raise SpeqError(
+            raise OptionError(
                 f"--set has unknown option {name!r:.80}; give one of {', '.join(known)}"
             )
     return found

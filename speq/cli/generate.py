@@ -18,7 +18,7 @@ from speq.cli.run_report import (
     print_summary,
 )
 from speq.config import Model, RunConfig, SamplingParams
-from speq.errors import present
+from speq.errors import FileError, OptionError, present
 from speq.governor.explanation import explain
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Switch, Text
@@ -118,20 +118,19 @@ def write_timeline(run: "RunStats", path: Path, link: Literal["disk", "PCIe"]) -
 
 def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
     """The one prompt that was given. Raises SpeqError where there is none, or two."""
-    from speq.errors import SpeqError
 
     if (prompt is None) == (prompt_file is None):
         given = "neither" if prompt is None else "both"
-        raise SpeqError(f"give one of --prompt and --prompt-file; {given} was given")
+        raise OptionError(f"give one of --prompt and --prompt-file; {given} was given")
     if prompt_file is not None:
         try:
             text = prompt_file.read_bytes().decode()
         except OSError as error:
-            raise SpeqError(
+            raise FileError(
                 f"prompt file {prompt_file} cannot be read: {error.strerror}; give a text file"
             ) from error
         except UnicodeDecodeError as error:
-            raise SpeqError(
+            raise FileError(
                 f"prompt file {prompt_file} is not in UTF-8 (byte {error.start}); convert it"
             ) from error
     elif prompt == "-":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.declared import Option
 from speq.options.kinds import Switch
 
@@ -33,7 +33,7 @@ def check_live(live: bool, quiet: bool) -> bool:
     if not live:
         return False
     if quiet:
-        raise SpeqError("--live and --quiet were both given; leave one of them out")
+        raise OptionError("--live and --quiet were both given; leave one of them out")
     from speq.dashboard.status_line import is_terminal
 
     if not is_terminal():

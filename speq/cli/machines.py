@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from speq.cli import options as opt
 from speq.cli.from_dataclass import Exclude
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.pipeline.settings import StagesSettings, stage_count
 from speq.ray.settings import RayServeSettings, RaySettings
 
@@ -29,25 +29,25 @@ def check_machines(machines: StagesSettings, cluster: RaySettings, replicas: boo
     """
     if machines.stages is None:
         if cluster.ray and not replicas:
-            raise SpeqError("ray is given and stages is not; this command takes both, or neither")
+            raise OptionError("ray is given and stages is not; this command takes both, or neither")
         return
     stage_count(machines.stages)
     if not cluster.ray:
         if machines.rendezvous is None:
-            raise SpeqError(
+            raise OptionError(
                 "stages is given and rendezvous is not; give where the stages meet, or --ray"
             )
         return
     if machines.rendezvous is not None:
-        raise SpeqError(
+        raise OptionError(
             "rendezvous and ray are both given; stages that Ray places meet where it has put the "
             "first one: leave rendezvous out"
         )
     for name in ("replicas", "replica_gpus", "max_replicas"):
         if getattr(cluster, name, None) != getattr(RayServeSettings(), name):
-            raise SpeqError(f"{name} and stages are both given; a replica holds all layers")
+            raise OptionError(f"{name} and stages are both given; a replica holds all layers")
     if (cluster.ray_address or "").startswith(CLIENT):
-        raise SpeqError(
+        raise OptionError(
             f"ray_address is {cluster.ray_address} and the model runs in stages, the first of them "
             "here; run the command on a machine of the cluster, with --ray-address auto"
         )

@@ -76,12 +76,12 @@ def serve_on_ray(
     output: opt.Output,
 ) -> None:
     """The same by replicas on a Ray cluster; it prints the base URL once they can answer."""
-    from speq.errors import SpeqError
+    from speq.errors import OptionError
     from speq.ray.cluster import check_ray, cluster
 
     check_ray()
     if settings.dashboard:
-        raise SpeqError("dashboard and ray are both given; the page shows a single generator")
+        raise OptionError("dashboard and ray are both given; the page shows a single generator")
     from speq.ray.replicas import replicas_on_ray
 
     with (

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 
 from speq.dashboard.panel import Page, Panel
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.atomic_file import write_whole
 
 ASSETS = Path(__file__).parent / "assets"
@@ -51,7 +51,7 @@ def in_script(page: Page) -> str:
     try:
         return json.dumps(asdict(page), allow_nan=False).replace("<", "\\u003c")
     except ValueError as error:
-        raise SpeqError(
+        raise FileError(
             f"page {page.title!r} holds a number that is infinite or none; give None instead"
         ) from error
 
@@ -63,11 +63,11 @@ def check(page: Page) -> None:
     names = [panel.name for panel in page.panels]
     for panel in page.panels:
         if NAME.fullmatch(panel.name) is None:
-            raise SpeqError(
+            raise FileError(
                 f"a panel is named {panel.name!r}; it must be of small letters, digits and hyphens"
             )
         if names.count(panel.name) > 1:
-            raise SpeqError(f"two panels are named {panel.name}; name each differently")
+            raise FileError(f"two panels are named {panel.name}; name each differently")
         _check_table(panel)
 
 
@@ -75,7 +75,7 @@ def _check_table(panel: Panel) -> None:
     columns = len(panel.table.columns)
     for row in panel.table.rows:
         if len(row) != columns:
-            raise SpeqError(
+            raise FileError(
                 f"the table of panel {panel.name} has a row of {len(row)} cells; "
                 f"it must have {columns}, as many as columns"
             )

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
 from speq.stats import Origin
@@ -127,6 +127,6 @@ def run_of(content: Any, source: str) -> RunRecord:
         given["residency"] = Residency(**given["residency"])
         return RunRecord(**given)
     except (ValueError, KeyError, TypeError) as error:
-        raise SpeqError(
+        raise FileError(
             f"{source} is no run of format {FORMAT} ({error}); write one with `speq profile`"
         ) from error

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import DeviceError, NoRoom, SpeqError
 
 # Prefixes of torch's RuntimeErrors that have no type of their own.
 OF_THE_DEVICE = ("CUDA error: ", "CUDA driver error: ", "CUBLAS_STATUS_", "cuBLAS")
@@ -21,7 +21,7 @@ def translate_errors() -> Iterator[None]:
     except SpeqError:
         raise
     except torch.OutOfMemoryError as error:
-        raise SpeqError(
+        raise NoRoom(
             f"the GPU has no memory left ({first_sentence(error)}); give a smaller memory_budget, "
             "or end other programs that use the GPU"
         ) from error
@@ -32,7 +32,7 @@ def translate_errors() -> Iterator[None]:
             raise host_memory_error(error) from error
         if not is_device_error(error):
             raise
-        raise SpeqError(
+        raise DeviceError(
             f"the GPU failed ({first_sentence(error)}); its work is lost: start again, "
             "and see `nvidia-smi` and the system's log if it fails again"
         ) from error
@@ -46,7 +46,7 @@ def is_device_error(error: RuntimeError) -> bool:
 
 
 def host_memory_error(error: BaseException) -> SpeqError:
-    return SpeqError(
+    return NoRoom(
         f"the host has no memory left ({first_sentence(error)}); give a smaller memory_budget, or "
         "on a GPU a smaller host_budget, or end other programs"
     )

@@ -8,7 +8,7 @@ import torch
 from speq.devices.cuda import CudaDevice
 from speq.devices.device import Accelerator, Processor
 from speq.devices.failures import first_sentence
-from speq.errors import SpeqError
+from speq.errors import DeviceError
 
 logger = logging.getLogger("speq")
 
@@ -30,7 +30,7 @@ def find_device(name: str) -> Processor | Accelerator:
     if TOO_OLD in missing:
         advice = "install a newer driver, or a torch that is built for this one"
     if name == "cuda":
-        raise SpeqError(
+        raise DeviceError(
             f"device cuda was asked for, but torch sees no CUDA device: {missing}; use --device "
             f"cpu, or {advice}"
         )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, SpeqError
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.experts.int4 import GROUP_SIZE, Int4Arena
 from speq.files.atomic_file import remove_abandoned, replacing
@@ -145,13 +145,13 @@ def read(
     """
     with SafetensorsFile(path) as file:
         if file.metadata.get("format") != FORMAT:
-            raise SpeqError(f"{path} is not a draft of format {FORMAT}; remove it")
+            raise CheckpointError(f"{path} is not a draft of format {FORMAT}; remove it")
         done, total = 0, sum(part.nbytes for part in parts.values())
         for name, part in parts.items():
             info = file.tensors.get(name)
             shape = (len(part) if rows is None else rows.total, *part.shape[1:])
             if info is None or info.shape != shape or info.dtype != part.dtype:
-                raise SpeqError(f"{path} holds no {name} of shape {list(shape)}; remove it")
+                raise CheckpointError(f"{path} holds no {name} of shape {list(shape)}; remove it")
             for first, block in pieces_of(part, rows):
                 buffer = torch.empty(block.nbytes, dtype=torch.uint8)
                 file.read_into(info.offset + first * (block.nbytes // len(block)), buffer)

@@ -7,7 +7,7 @@ from speq.drafts import draft_file, kinship
 from speq.drafts.dense_draft import DenseDraft, DenseLayer
 from speq.drafts.gptq_config import has_gptq_config
 from speq.drafts.gptq_folder import GptqFolder
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, SpeqError
 from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import ExpertLayout, ExpertStore, expert_slot, read_matrices
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
@@ -115,7 +115,7 @@ def _open(
         return packed
     except SpeqError as error:
         checkpoint.close()
-        raise SpeqError(f"draft {path} does not fit the model: {error}") from error
+        raise CheckpointError(f"draft {path} does not fit the model: {error}") from error
 
 
 def dense_draft(choice: str, dense: tuple[DenseLayer, ...], source: DraftSource) -> DenseDraft:
@@ -138,7 +138,7 @@ def open_gptq(
     folder = GptqFolder(path, experts, dense, model.part)
     try:
         if experts.biased and folder.layout.permuted:
-            raise SpeqError(
+            raise CheckpointError(
                 f"draft {path} has its columns in an order of their own (desc_act), and the "
                 "model's experts have biases, which are not; give a GPTQ checkpoint without "
                 "desc_act"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.drafts.gptq_format import FORMATS
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, UnsupportedError
 from speq.experts.int4 import group_columns
 from speq.files.json_file import read_json
 
@@ -63,7 +63,7 @@ def gptq_config(path: Path, config: dict[str, Any]) -> GptqConfig:
                 continue
             known, first = said.setdefault(setting, (value, where))
             if known != value or type(known) is not type(value):
-                raise SpeqError(
+                raise CheckpointError(
                     f"{path} contradicts itself: {first} says {setting} {known!r} and {where} says "
                     f"{value!r}; download it again, or give another draft"
                 )
@@ -86,7 +86,7 @@ def _sources(path: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         found[QUANTIZE_CONFIG] = read_json(path / QUANTIZE_CONFIG)
     for where, settings in found.items():
         if not isinstance(settings, dict):
-            raise SpeqError(
+            raise CheckpointError(
                 f"{path}: {where} is a JSON {type(settings).__name__}; it must be an object"
             )
     return found
@@ -95,24 +95,26 @@ def _sources(path: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _check_method(path: Path, values: dict[str, Any]) -> None:
     method = values.get("quant_method", "gptq")
     if method != "gptq":
-        raise SpeqError(f"{path} is quantised by {method!r}, which is not read here; {REMEDY}")
+        raise UnsupportedError(
+            f"{path} is quantised by {method!r}, which is not read here; {REMEDY}"
+        )
     checkpoint_format = values.get("checkpoint_format", FORMATS[0])
     if values.get("is_marlin_format"):
         checkpoint_format = "marlin"
     if checkpoint_format not in FORMATS:
-        raise SpeqError(
+        raise UnsupportedError(
             f"{path} has the checkpoint_format {checkpoint_format!r}, which is not read here; "
             f"{REMEDY}"
         )
     bits = values.get("bits")
     if type(bits) is not int or bits != 4:
-        raise SpeqError(f"{path} has bits {bits!r}, and only 4 are read here; {REMEDY}")
+        raise UnsupportedError(f"{path} has bits {bits!r}, and only 4 are read here; {REMEDY}")
     if values.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
-        raise SpeqError(
+        raise UnsupportedError(
             f"{path} has pack_dtype {values['pack_dtype']!r}, and only int32 is read here; {REMEDY}"
         )
     if values.get("rotation"):
-        raise SpeqError(
+        raise CheckpointError(
             f"{path} has rotated weights (rotation {values['rotation']!r}), which do not go with "
             f"the model's own routers; {REMEDY} without rotation"
         )
@@ -121,7 +123,7 @@ def _check_method(path: Path, values: dict[str, Any]) -> None:
 def _group_size(path: Path, values: dict[str, Any]) -> int:
     size = values.get("group_size")
     if type(size) is not int or (size != -1 and (size < 2 or size % 2)):
-        raise SpeqError(
+        raise CheckpointError(
             f"{path} has group_size {size!r}; it must be -1, for all of a row, or a positive even "
             "number"
         )
@@ -131,5 +133,5 @@ def _group_size(path: Path, values: dict[str, Any]) -> int:
 def _flag(path: Path, values: dict[str, Any], name: str) -> bool:
     value = values.get(name)
     if not isinstance(value, bool):
-        raise SpeqError(f"{path} has {name} {value!r}; it must be true or false")
+        raise CheckpointError(f"{path} has {name} {value!r}; it must be true or false")
     return value

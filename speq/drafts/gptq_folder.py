@@ -26,7 +26,7 @@ from speq.drafts.gptq_format import (
     to_int4,
 )
 from speq.drafts.gptq_modules import ExpertFinder, PackedModule, dense_modules, file_names
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.experts.expert_store import ExpertLayout
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.files.json_file import read_json
@@ -78,7 +78,7 @@ class GptqFolder:
         hidden, width = experts.hidden_size, experts.expert_width
         for columns in (hidden, width):
             if columns % self.config.group_size_for(columns) or columns % CODES_PER_WORD:
-                raise SpeqError(
+                raise CheckpointError(
                     f"draft {self.path} has group_size {self.config.group_size}, and the model's "
                     f"experts have rows of {columns}, which must be whole groups and whole words "
                     "of eight codes; quantise with a group_size that divides them, or -1"
@@ -169,7 +169,7 @@ class GptqFolder:
             return concatenate(matrices)
         except ValueError as error:
             names = " and ".join(module.name for module in modules)
-            raise SpeqError(
+            raise CheckpointError(
                 f"{modules[0].path}: {names} {error}; quantise them together"
             ) from error
 
@@ -194,7 +194,7 @@ class GptqFolder:
             if bias is not None and bool(bias.any()):
                 raise ValueError("is not zero, and the model's experts have no bias")
         except ValueError as error:
-            raise SpeqError(f"{module.path}: {module.name}.{at} {error}; {remedy}") from error
+            raise CheckpointError(f"{module.path}: {module.name}.{at} {error}; {remedy}") from error
         return GptqMatrix(torch.empty(0), parts["qzeros"], parts["scales"], g_idx)
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 from speq.drafts.dense_draft import DenseLayer
 from speq.drafts.gptq_config import OF_THIS_MODEL, GptqConfig
 from speq.drafts.gptq_format import CODES_PER_WORD
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import ExpertLayout
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
@@ -129,7 +129,7 @@ class ExpertFinder:
         ]
         for key, extra in self._found.items():
             if key not in self._used:
-                raise SpeqError(
+                raise CheckpointError(
                     f"draft {self._path} does not fit the model: it has {extra.name} "
                     f"besides {self._experts.num_experts} experts in each of "
                     f"{len(self._experts.layers)} layers: {OF_THIS_MODEL}"
@@ -158,7 +158,7 @@ class ExpertFinder:
                 stacked = () if key[1] is not None else (count,)
                 check_module(self._path, self._config, module, rows, columns, stacked)
                 return module.of_expert(expert) if stacked else module
-        raise SpeqError(
+        raise CheckpointError(
             f"draft {self._path} does not fit the model: it lacks {projection} of expert {expert} "
             f"in layer {layer}; the model has {count} experts in each such layer: {OF_THIS_MODEL}"
         )
@@ -172,7 +172,7 @@ class ExpertFinder:
             if match is None:
                 continue
             if match["part"] == "weight":
-                raise SpeqError(
+                raise CheckpointError(
                     f"draft {self._path} has experts that are not quantised, {name} among them; "
                     "quantise all routed experts"
                 )
@@ -181,7 +181,7 @@ class ExpertFinder:
             key = (int(match["layer"]), expert, projection)
             module = found.setdefault(key, PackedModule(match["module"], {}))
             if module.name != match["module"]:
-                raise SpeqError(
+                raise CheckpointError(
                     f"draft {self._path} holds both {module.name} and {match['module']}; leave one"
                 )
             if info.nbytes or match["part"] in REQUIRED:
@@ -233,7 +233,7 @@ def check_module(
     for part in needed:
         if part not in module.parts:
             why = ", which desc_act true calls for" if part == "g_idx" else ""
-            raise SpeqError(
+            raise CheckpointError(
                 f"draft {path} lacks {module.name}.{part}{why}; download it again"
                 ", or give another draft"
             )
@@ -248,7 +248,7 @@ def check_module(
         shape = (*stacked, *wanted[part])
         if held.info.shape != shape or held.info.dtype not in DTYPES[part]:
             dtypes = " or ".join(str(dtype) for dtype in DTYPES[part])
-            raise SpeqError(
+            raise CheckpointError(
                 f"draft {path} does not fit the model: {module.name}.{part} is "
                 f"{held.info.dtype} {list(held.info.shape)}; the model's sizes, bits 4 and "
                 f"group_size {config.group_size} make it {dtypes} {list(shape)}: {OF_THIS_MODEL}"
@@ -263,13 +263,15 @@ def file_names(path: Path) -> tuple[str, str]:
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
-        raise SpeqError(f"{path} cannot be read: {error.strerror}; {OF_THIS_MODEL}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; {OF_THIS_MODEL}"
+        ) from error
     if INDEX in names or SINGLE in names:
         return INDEX, SINGLE
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
     singles = [name for name in names if name.endswith(".safetensors")]
     if len(indexes) > 1 or (not indexes and len(singles) > 1):
-        raise SpeqError(
+        raise CheckpointError(
             f"{path} holds several checkpoints, {', '.join((indexes or singles)[:2])} among them; "
             "leave the one to read"
         )

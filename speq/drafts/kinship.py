@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speq.drafts.gptq_config import OF_THIS_MODEL
 from speq.drafts.gptq_folder import GptqFolder
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.files.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ def check_sizes(path: Path, config: dict[str, Any], model: Checkpoint) -> None:
         given = [name for name in names if name in theirs]
         wanted = [name for name in names if name in ours]
         if given and wanted and theirs[given[0]] != ours[wanted[0]]:
-            raise SpeqError(
+            raise CheckpointError(
                 f"draft {path} does not fit the model: its config.json has {given[0]} "
                 f"{theirs[given[0]]!r} and the model's has {ours[wanted[0]]!r}; "
                 f"{OF_THIS_MODEL}"
@@ -65,13 +65,13 @@ def check_weights(path: Path, tensors: Tensors, model: Checkpoint, names: Expert
             if info.shape != own.shape or not equal_up_to_rounding(
                 _sample(file, info), _sample(own_file, own)
             ):
-                raise SpeqError(
+                raise CheckpointError(
                     f"draft {path} was made from another model: its {name}, which is not "
                     f"quantised, differs from the model's; {OF_THIS_MODEL}"
                 )
         if shared:
             return
-    raise SpeqError(
+    raise CheckpointError(
         f"draft {path} has no router and no embedding in common with the model, so it cannot be "
         "compared with it; quantise without changing either"
     )
@@ -88,7 +88,7 @@ def check_experts(draft: GptqFolder, store: ExpertStore) -> None:
     exact = torch.cat([part.float().flatten() for part in rows])
     error = float((draft.sample(0, count) - exact).square().sum())
     if not error <= MAX_ERROR * float(exact.square().sum()):
-        raise SpeqError(
+        raise CheckpointError(
             f"draft {draft.path} was made from another model, or has gate and up in another order: "
             "its first expert is nowhere near the model's; give a draft of this very checkpoint"
         )

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from speq.errors import SpeqError, checked_int, checked_token_ids
+from speq.errors import UnsupportedError, checked_int, checked_token_ids
 
 # Fields without a meaning here, or with the meaning of our own behaviour.
 WITHOUT_EFFECT = {
@@ -73,7 +73,7 @@ def options_of(config: GenerationConfig, prompt_tokens: int) -> dict[str, Any]:
         if name not in HONOURED | WITHOUT_EFFECT and HARMLESS.get(name, ...) != value
     ]
     if refused:
-        raise SpeqError(
+        raise UnsupportedError(
             f"generation_config sets {', '.join(sorted(refused))}, which speq does not support; "
             f"supported are {', '.join(sorted(HONOURED))}"
         )

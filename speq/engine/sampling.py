@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speq.config import SamplingParams
 from speq.engine.request import Request
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, SpeqError
 
 # Lower temperatures choose the same, but would divide logits beyond the range of float32.
 MIN_TEMPERATURE = 1e-20
@@ -39,7 +39,7 @@ def check_finite(logits: Tensor) -> Tensor:
 
 
 def not_numbers() -> SpeqError:
-    return SpeqError(
+    return CheckpointError(
         "the model's logits are not numbers (NaN or infinite): its weights are damaged, or "
         "their dtype overflows; check the checkpoint, or choose another dtype"
     )

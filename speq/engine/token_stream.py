@@ -27,6 +27,8 @@ class End:
 class QueueFull(SpeqError):
     """No more requests may wait. retry_after_s: when it may be worth to ask again."""
 
+    code = "queue_full"
+
     def __init__(self, sentence: str, retry_after_s: int) -> None:
         super().__init__(sentence)
         self.retry_after_s = retry_after_s
@@ -35,9 +37,13 @@ class QueueFull(SpeqError):
 class Unavailable(SpeqError):
     """The engine has died, or ends."""
 
+    code = "unavailable"
+
 
 class EngineFailed(SpeqError):
     """The engine failed at a request that was sound."""
+
+    code = "engine_failed"
 
 
 class TokenStream:

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
@@ -305,7 +305,7 @@ class ResidualCodec(CompactCodec):
 def require_base(base: Base | None) -> Base:
     """Return a draft's codes. Raises SpeqError without them."""
     if base is None:
-        raise SpeqError(
+        raise OptionError(
             "these experts are packed as residuals, which only decode with their draft; give "
             "the model they were packed from"
         )
@@ -319,7 +319,7 @@ def codec_of(name: str, shape: ExpertShape) -> ExpertCodec:
         given = str(shape.dtype).removeprefix("torch.")
         if shape.published != WORDS:
             given = f"published in {shape.published}"
-        raise SpeqError(
+        raise OptionError(
             f"codec {name} codes {made.takes} and the model's experts are {given}; use codec "
             f"{' or '.join(codecs_for(shape))}"
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.experts.codec import codec_of
 from speq.experts.expert_store import ExpertLayout, SafetensorsExpertStore
 from speq.experts.packed_store import PackedExpertStore
@@ -75,7 +75,7 @@ class CopySource:
         entries = read_json(path, "the copy is made anew", "the copy is made anew")
         crc32 = entries.pop("crc32", None)
         if entries.get("format") != FORMAT or seal(entries)["crc32"] != crc32:
-            raise SpeqError(f"{path} is damaged, or of another version: the copy is made anew")
+            raise FileError(f"{path} is damaged, or of another version: the copy is made anew")
         del entries["format"]
         return cls(**entries)
 
@@ -99,7 +99,7 @@ class CopiedExperts(PackedExpertStore):
         self._mending = threading.Lock()  # one at a time: it takes memory for an expert's weights
         if len(source.words_crc32s) != len(self.manifest.records):
             self.close()
-            raise SpeqError(f"{folder / SOURCE_FILE} does not have as many experts as the copy")
+            raise FileError(f"{folder / SOURCE_FILE} does not have as many experts as the copy")
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
         try:
@@ -113,7 +113,7 @@ class CopiedExperts(PackedExpertStore):
         wanted = self.manifest.records[at]
         words = words_slot(self._words)
         if read_words(self._words, at, words) != self._source.words_crc32s[at]:
-            raise SpeqError(
+            raise FileError(
                 f"{self._file.path} holds a damaged record of {self._describe(at)}, and the "
                 f"model in {self._source.model} has other weights now than the copy was made of; "
                 "start again, which makes the copy anew"
@@ -122,7 +122,7 @@ class CopiedExperts(PackedExpertStore):
         room = allocate_aligned(1, codec.slot_bytes)[0]
         record = room[: codec.encode(self._words.codec.decode(words), None, room)]
         if record.nbytes != wanted.nbytes or crc32_of(record) != wanted.crc32:
-            raise SpeqError(
+            raise FileError(
                 f"{self._file.path} holds a damaged record of {self._describe(at)} and was written "
                 "by a version of speq that encodes it otherwise; `speq cache clear` removes it"
             ) from reason

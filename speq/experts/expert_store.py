@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, own_codec
 from speq.experts.expert_names import (
     FUSED,
@@ -185,7 +185,7 @@ class SafetensorsExpertStore:
             turned = layout.transposed and matrix.expert is None
             wanted = stored_shape(layout.shape(matrix), shape.published, turned)
             if info.shape != wanted or info.dtype != stored:
-                raise SpeqError(
+                raise CheckpointError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
                     f"and the other experts make it {stored} {list(wanted)}; {OTHER_VERSION}"
                 )
@@ -193,7 +193,7 @@ class SafetensorsExpertStore:
             nbytes = info.nbytes // len(held)
             scales = checkpoint.scales_of(name)
             if (scales is None) != (shape.published == WORDS):
-                raise SpeqError(
+                raise CheckpointError(
                     f"{file.path}: tensor {name} is {info.dtype}, and other experts are published "
                     f"in {shape.published}; {OTHER_VERSION}"
                 )
@@ -223,7 +223,7 @@ class SafetensorsExpertStore:
                     scaled = ExpertShape(*sizes, torch.bfloat16, checkpoint.format)
                     return info.dtype, scaled
                 return info.dtype, ExpertShape(*sizes, info.dtype)
-        raise SpeqError(
+        raise CheckpointError(
             f"{checkpoint.path} holds no expert tensors such as "
             f"{layout.names.module(layout.layers[0], 0, PROJECTIONS[0])}.weight; download the "
             "model as its authors published it"
@@ -242,13 +242,13 @@ class SafetensorsExpertStore:
                 projections = FUSED if GATE_UP in parts else PROJECTIONS
                 for projection in projections:
                     if projection not in parts:
-                        raise SpeqError(
+                        raise CheckpointError(
                             f"{checkpoint.path} lacks {projection} of expert {expert} in layer "
                             f"{layout.layers[layer]}; config.json has {self.num_experts} "
                             f"experts in each such layer; {OTHER_VERSION}"
                         )
                 if len(parts) > len(projections):
-                    raise SpeqError(
+                    raise CheckpointError(
                         f"{checkpoint.path} has experts of layer {layout.layers[layer]} twice, "
                         f"alone and in one tensor of all; {OTHER_VERSION}"
                     )

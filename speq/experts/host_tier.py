@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from speq.devices.device import Accelerator
-from speq.errors import SpeqError
+from speq.errors import NoRoom, SpeqError
 from speq.experts.codec import ExpertCodec
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
@@ -249,7 +249,7 @@ class HostTier:
 def too_small_error(limit_bytes: int, records: int, record_bytes: int) -> SpeqError:
     """Error for a host budget that leaves too little for experts that come from disk."""
     short_bytes = records * record_bytes - max(limit_bytes, 0)
-    return SpeqError(
+    return NoRoom(
         f"the host budget leaves {format_bytes(max(limit_bytes, 0))} for exact experts, and at "
         f"least {records} of {format_bytes(record_bytes)} each are held at a time; give a "
         f"host_budget that is larger by {short_bytes} bytes ({format_bytes(short_bytes)})"

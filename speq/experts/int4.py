@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speq.errors import Broken, SpeqError
+from speq.errors import Broken, UnsupportedError
 from speq.files.alignment import prefer_huge_pages
 from speq.kernels.ops import Int4Slots, quantize_int4
 
@@ -21,7 +21,7 @@ def group_size_of(columns: int) -> int:
     """Group size of a dimension: 128, or the largest power of two that divides it."""
     size = min(GROUP_SIZE, columns & -columns)
     if size < 2:
-        raise SpeqError(
+        raise UnsupportedError(
             f"experts with a dimension of {columns}, an odd number, cannot be packed two codes to "
             "the byte; run with draft none"
         )

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import FileError, NoRoom
 from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.packed_dense import DENSE_FILE, names_in, write_dense
@@ -69,10 +69,10 @@ def pack(
         # Checked under the lock: another process may have completed the model.
         begun = (out / EXPERTS_JOURNAL).exists()
         if (out / "config.json").exists() and not begun:
-            raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
+            raise FileError(f"{out} is a model already; give a folder that is not there yet")
         remove_abandoned(out)
         if not begun and any(out.iterdir()):
-            raise SpeqError(
+            raise FileError(
                 f"{out} exists and holds other files; give a folder that is not there yet"
             )
         source, before = checkpoint.fingerprint(), stamp(checkpoint)
@@ -128,7 +128,7 @@ def check_room(checkpoint: Checkpoint, names: ExpertNames, records_bytes: int, o
     needed = records_bytes + others
     free = shutil.disk_usage(out).free
     if needed > free:
-        raise SpeqError(
+        raise NoRoom(
             f"packing takes {format_bytes(needed)} and {format_bytes(free)} of disk are left at "
             f"{out}; free some, or pack to another disk"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.experts.packed_store import Record, end_of
 from speq.experts.passes import map_in_order
 from speq.files.alignment import align, allocate_aligned
@@ -92,7 +92,7 @@ class PackedDense:
         end = end_of(record for record in records.values() if record is not None)
         if self._file.size != end:
             self._file.close()
-            raise SpeqError(
+            raise FileError(
                 f"{self._file.path} has {self._file.size} bytes and its manifest says {end}; pack "
                 "the model again"
             )
@@ -119,7 +119,7 @@ class PackedDense:
         record = torch.empty(wanted.nbytes, dtype=torch.uint8)
         self._file.read_scattered(wanted.offset, record, allocate_aligned(1, ENDS_BYTES)[0])
         if crc32_of(record) != wanted.crc32:
-            raise SpeqError(
+            raise FileError(
                 f"{self._file.path}: the record of {name}, {wanted.nbytes} bytes at "
                 f"{wanted.offset}, is not what was packed; {PACK_AGAIN}"
             )
@@ -139,13 +139,13 @@ def _check(checkpoint: Checkpoint, name: str, record: Record | None) -> None:
     """Raise SpeqError for a record that cannot be of the named tensor."""
     _, info = checkpoint.tensors.get(name, (None, None))
     if info is None or not can_pack(info):
-        raise SpeqError(
+        raise FileError(
             f"{checkpoint.path} has a record of {name}, not a bfloat16 matrix of its shards; "
             "pack the model again"
         )
     fewest = CompactLayout.of_matrix(info.shape, lossless=True).fixed_bytes
     if record is not None and not fewest <= record.nbytes < info.nbytes:
-        raise SpeqError(
+        raise FileError(
             f"{checkpoint.path} has a record of {record.nbytes} bytes of {name}; one of a matrix "
             f"{list(info.shape)} has {fewest} or more, and fewer than its {info.nbytes} unpacked: "
             "pack the model again"

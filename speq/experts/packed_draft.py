@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout, expert_of, group_columns
 from speq.files.range_file import RangeFile
 from speq.units import Done
@@ -69,7 +69,7 @@ class TiedDraft:
 
 
 def _other_draft(path: Path) -> SpeqError:
-    return SpeqError(
+    return FileError(
         f"{path} holds residuals of another draft, or its {DRAFT_FILE} is damaged; leave the draft "
         "to be auto, which is the one it was packed with, or pack the model again"
     )
@@ -86,7 +86,7 @@ class PackedDraft:
         self._file = RangeFile(folder / DRAFT_FILE)
         if self._file.size != count * self.layout.nbytes:
             self._file.close()
-            raise SpeqError(
+            raise FileError(
                 f"{self._file.path} has {self._file.size} bytes and {count} experts take "
                 f"{count * self.layout.nbytes}; pack the model again"
             )

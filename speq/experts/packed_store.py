@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
 from speq.experts.packed_draft import TiedDraft
@@ -103,7 +103,7 @@ class Manifest:
         """Read a manifest. Raises SpeqError if it is damaged or of another version."""
         entries = read_json(path, "pack the model again")
         if entries.get("format") != FORMAT:
-            raise SpeqError(
+            raise FileError(
                 f"{path} has format {entries.get('format')!r}; this version reads {FORMAT}: pack "
                 "the model again"
             )
@@ -123,7 +123,7 @@ class Manifest:
                 for name, entry in entries.get("dense", {}).items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise SpeqError(f"{path} is damaged ({error!r}); pack the model again") from error
+            raise FileError(f"{path} is damaged ({error!r}); pack the model again") from error
         manifest = cls(
             records=records,
             draft=draft,
@@ -143,24 +143,24 @@ class Manifest:
                 if record is None:
                     continue
                 if record.offset != end or not record.nbytes:
-                    raise SpeqError(
+                    raise FileError(
                         f"{path} puts a record of {record.nbytes} bytes at {record.offset}, where "
                         f"the one before ends at {end}; pack the model again"
                     )
                 end = end_of([record])
         wanted = self.num_layers * self.num_experts
         if len(self.records) != wanted or not wanted or self.alignment != ALIGNMENT:
-            raise SpeqError(
+            raise FileError(
                 f"{path} has {len(self.records)} records aligned to {self.alignment} bytes; it "
                 f"must have {wanted}, aligned to {ALIGNMENT}: pack the model again"
             )
         if self.codec not in CODECS or self.dtype not in DTYPES:
-            raise SpeqError(
+            raise FileError(
                 f"{path} has codec {self.codec!r} and dtype {self.dtype!r}; this version reads "
                 f"{', '.join(CODECS.names)}: pack the model again"
             )
         if CODECS[self.codec].needs_draft != (self.draft is not None):
-            raise SpeqError(
+            raise FileError(
                 f"{path} has codec {self.codec} and {'a' if self.draft else 'no'} draft; residual "
                 "records have one, and no others: pack the model again"
             )
@@ -207,7 +207,7 @@ class PackedExpertStore:
         given = [getattr(self.manifest, name) for name in SIZES[:4]]
         wanted = [layout.hidden_size, layout.expert_width, len(layout.layers), layout.num_experts]
         if given != wanted:
-            raise SpeqError(
+            raise FileError(
                 f"{path} holds hidden size, expert width, layers and experts {given}; config.json "
                 f"makes them {wanted}: pack the model again"
             )
@@ -216,7 +216,7 @@ class PackedExpertStore:
         sizes = [record.nbytes for record in self.manifest.records]
         odd = [nbytes for nbytes in sizes if not fewest <= nbytes <= most]
         if odd:
-            raise SpeqError(
+            raise FileError(
                 f"{path} has a record of {odd[0]} bytes; {codec.name} experts of "
                 f"{codec.shape.dtype} have {fewest if fewest == most else f'{fewest} to {most}'}: "
                 "pack the model again"
@@ -225,7 +225,7 @@ class PackedExpertStore:
         self._file = RangeFile(folder / RECORDS_FILE)
         if self._file.size != self.manifest.end:
             self._file.close()
-            raise SpeqError(
+            raise FileError(
                 f"{self._file.path} has {self._file.size} bytes and its manifest says "
                 f"{self.manifest.end}; pack the model again"
             )
@@ -268,7 +268,7 @@ class PackedExpertStore:
             sound = crc32_of(slot[: wanted.nbytes]) == wanted.crc32
             self.verified.add(wanted.nbytes, time.perf_counter() - begun_s)
             if not sound:
-                raise SpeqError(
+                raise FileError(
                     f"{self._file.path}: the record of {self._describe(at)}, {wanted.nbytes} bytes "
                     f"at {wanted.offset}, is not what was packed; {PACK_AGAIN}"
                 )

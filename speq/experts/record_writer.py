@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError, present
+from speq.errors import FileError, SpeqError, present
 from speq.experts.codec import ExpertCodec
 from speq.experts.draft_codes import DraftSource
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
@@ -67,7 +67,7 @@ class Packing:
         wanted = self.header(source)
         for name, what in (("source", "model"), ("codec", "kind"), ("draft", "draft")):
             if header.get(name, ...) != wanted[name]:
-                raise SpeqError(f"{out} holds an unfinished pack of another {what}; remove it")
+                raise FileError(f"{out} holds an unfinished pack of another {what}; remove it")
 
     def base(self, at: int) -> Int4Expert | None:
         """Codes that expert `at` is encoded over, if any."""

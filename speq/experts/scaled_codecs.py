@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.codec import ExpertShape, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
@@ -88,7 +88,7 @@ class ScaledCodec:
             for ours, words in zip(found, exact, strict=True)
         )
         if not all(same):
-            raise SpeqError(
+            raise OptionError(
                 f"codec {self.name} codes {self.takes}, and these weights are not codes times a "
                 "scale; use codec raw"
             )

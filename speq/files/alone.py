@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 
 
-class FolderTaken(SpeqError):
+class FolderTaken(FileError):
     """Another process is writing to the folder."""
+
+    code = "folder_taken"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.files.regular_file import check_regular
 
 # Name of a file of `replacing` until it is complete: target name, process and thread.
@@ -87,11 +87,11 @@ def writing(path: Path, remedy: str = ANOTHER_PLACE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SpeqError(f"{path} cannot be written: {error.strerror}; {remedy}") from error
+        raise FileError(f"{path} cannot be written: {error.strerror}; {remedy}") from error
     except ValueError as error:  # a path that no file can have
         if isinstance(error, SpeqError):
             raise
-        raise SpeqError(f"{path} cannot be written: {error}; {remedy}") from error
+        raise FileError(f"{path} cannot be written: {error}; {remedy}") from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -126,14 +126,14 @@ def check_target(path: Path | None, force: bool) -> None:
     try:
         target = Path(os.path.realpath(path))
     except ValueError as error:  # a path that no file can have
-        raise SpeqError(f"{path} cannot be written: {error}; choose another name") from error
+        raise FileError(f"{path} cannot be written: {error}; choose another name") from error
     folder = next(parent for parent in target.parents if os.path.exists(parent))
     sentence = f"{path} cannot be written; choose a file in a folder of yours"
     if os.path.isdir(target) or not os.path.isdir(folder):
-        raise SpeqError(sentence)
+        raise FileError(sentence)
     try:
         check_writable(folder)
     except OSError as error:
-        raise SpeqError(sentence) from error
+        raise FileError(sentence) from error
     if exists and not force:
-        raise SpeqError(f"{path} exists already; choose another name or add --force")
+        raise FileError(f"{path} exists already; choose another name or add --force")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, UnsupportedError
 from speq.files.checksums import Checksums, TensorCheck, check_seal, warn_unchecked
 from speq.files.json_file import read_json
 from speq.files.model_folder import recognise
@@ -60,21 +60,21 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
     name = str(model)
     path = Path(os.path.expanduser(name))
     if not name:
-        raise SpeqError(f"{what} is empty; give {instead}a folder or a hub id")
+        raise CheckpointError(f"{what} is empty; give {instead}a folder or a hub id")
     if is_gguf(path):
-        raise SpeqError(
+        raise CheckpointError(
             f"{what} {name!r} is in GGUF, whose weights mostly differ from the published ones "
             f"and have other names; give {instead}the folder of the safetensors checkpoint that "
             "it was made from"
         )
     if os.path.isdir(path):
         if os.path.exists(path / EXPERTS_JOURNAL):
-            raise SpeqError(
+            raise CheckpointError(
                 f"{what} {name!r} is not packed completely; run the same `speq pack` again, which "
                 "continues from there"
             )
         if os.path.exists(path / QUANTIZE_JOURNAL):
-            raise SpeqError(
+            raise CheckpointError(
                 f"model {name!r} is not quantised completely; run the same `speq quantize` again, "
                 "which continues from there"
             )
@@ -82,9 +82,9 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
             _check_instead(path, f"{what} {name!r}")
         return path
     if os.path.exists(path):
-        raise SpeqError(f"{what} {name!r} is a file; give the folder that holds config.json")
+        raise CheckpointError(f"{what} {name!r} is a file; give the folder that holds config.json")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise SpeqError(
+        raise CheckpointError(
             f"{what} folder {name!r} does not exist; give {instead}a folder, or a hub id such as "
             "Qwen/Qwen1.5-MoE-A2.7B"
         )
@@ -95,10 +95,10 @@ def locate(model: str | Path, what: str = "model", instead: str = "") -> Path:
 def _check_instead(path: Path, model: str) -> None:
     """Raise SpeqError if a folder without config.json is recognised as something else."""
     if not os.listdir(path):
-        raise SpeqError(f"{model} is an empty folder; download the model into it")
+        raise CheckpointError(f"{model} is an empty folder; download the model into it")
     found = recognise(path)
     if found is not None:
-        raise SpeqError(f"{model} holds no config.json, but {found[0]}; {found[1]}")
+        raise CheckpointError(f"{model} holds no config.json, but {found[0]}; {found[1]}")
 
 
 def locate_config(model: str | Path) -> Path:
@@ -139,7 +139,7 @@ def _hub(failed: str) -> Iterator[None]:
         yield
     except Exception as error:  # the hub client's errors have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SpeqError(f"{failed}: {reason}; {FROM_THE_HUB}") from error
+        raise CheckpointError(f"{failed}: {reason}; {FROM_THE_HUB}") from error
 
 
 def is_gguf(path: Path) -> bool:
@@ -175,7 +175,7 @@ class Checkpoint:
             read_json(path / "generation_config.json")  # transformers ignores a damaged one
         self.format = format_of(self.config, path)
         if "transformers_weights" in self.config:
-            raise SpeqError(
+            raise UnsupportedError(
                 f"{path / 'config.json'} names its weights in transformers_weights, which is not "
                 f"supported; give a folder with {SINGLE} or {INDEX}, and without that field"
             )
@@ -225,7 +225,9 @@ class Checkpoint:
         try:
             checksums = Checksums.of(entries["checksums"])
         except (KeyError, TypeError, ValueError) as error:
-            raise SpeqError(f"{manifest} is damaged ({error!r}); pack the model again") from error
+            raise CheckpointError(
+                f"{manifest} is damaged ({error!r}); pack the model again"
+            ) from error
         checksums.check_files(self.path)
         return checksums
 
@@ -243,7 +245,7 @@ class Checkpoint:
             if self.is_coded(name):
                 self._check_scales(name, file, info)
             elif info.dtype not in WORD_DTYPES and not self._is_scales(name):
-                raise SpeqError(
+                raise CheckpointError(
                     f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
                     "bfloat16, float16, float32 or float64: convert it to bfloat16, or download "
                     "the original model"
@@ -264,7 +266,7 @@ class Checkpoint:
         """Raise SpeqError unless codes have scales for their blocks."""
         of_scales = scales_name(name)
         if of_scales not in self.tensors:
-            raise SpeqError(
+            raise CheckpointError(
                 f"{file.path}: tensor {name} lacks its scales, {of_scales}; {OTHER_VERSION}"
             )
         holder, scales = self.tensors[of_scales]
@@ -277,7 +279,7 @@ class Checkpoint:
             wanted = [-(-size // block) for size, block in zip(info.shape, FP8_BLOCK, strict=False)]
         if not known or list(scales.shape) != wanted or scales.dtype not in dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise SpeqError(
+            raise CheckpointError(
                 f"{holder.path}: tensor {of_scales} is {scales.dtype} {list(scales.shape)}; of "
                 f"{self.format} codes {list(info.shape)} it must be {names} {wanted}; "
                 f"{OTHER_VERSION}"

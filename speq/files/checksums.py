@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.range_file import RangeFile, bytes_of
 from speq.files.regular_file import read_bytes
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
@@ -73,13 +73,13 @@ class Checksums:
         """Raise SpeqError unless every file is unchanged."""
         for name, crc32 in self.files.items():
             if zlib.crc32(read_bytes(folder / name, PACK_AGAIN)) != crc32:
-                raise SpeqError(f"{folder / name} is not what was packed; {PACK_AGAIN}")
+                raise FileError(f"{folder / name} is not what was packed; {PACK_AGAIN}")
 
     def check_headers(self, files: dict[str, SafetensorsFile]) -> None:
         """Raise SpeqError unless the headers of a folder's open files, by name, are unchanged."""
         for name, file in files.items():
             if zlib.crc32(file.header) != self.headers.get(name):
-                raise SpeqError(f"the header of {file.path} is not what was packed; {PACK_AGAIN}")
+                raise FileError(f"the header of {file.path} is not what was packed; {PACK_AGAIN}")
 
 
 class TensorCheck:
@@ -126,7 +126,7 @@ class TensorCheck:
 
     def _judge(self, name: str, file: RangeFile, crc32: int, nbytes: int) -> None:
         if crc32 != self._wanted.get(name):
-            raise SpeqError(f"{file.path}: tensor {name} is not what was packed; {PACK_AGAIN}")
+            raise FileError(f"{file.path}: tensor {name} is not what was packed; {PACK_AGAIN}")
         self._done_bytes += nbytes
 
 
@@ -139,7 +139,7 @@ def check_crc32(path: Path, wanted: Any) -> None:
             file.read_into(at, part)
             crc32 = zlib.crc32(bytes_of(part), crc32)
     if crc32 != wanted:
-        raise SpeqError(f"{path} is not what was written")
+        raise FileError(f"{path} is not what was written")
 
 
 def seal(entries: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def check_seal(path: Path, entries: dict[str, Any]) -> None:
         return
     written = {name: value for name, value in entries.items() if name != "crc32"}
     if seal(written)["crc32"] != entries.get("crc32"):
-        raise SpeqError(f"{path} is damaged: it is not what was packed; {PACK_AGAIN}")
+        raise FileError(f"{path} is damaged: it is not what was packed; {PACK_AGAIN}")
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, SpeqError
 from speq.files.atomic_file import write_whole
 from speq.files.cache_folder import DIGESTS, cache_folder
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
@@ -50,7 +50,7 @@ def stamp(checkpoint: Checkpoint) -> str:
 def check_unchanged(checkpoint: Checkpoint, before: str) -> None:
     """Raise SpeqError if a shard was touched since its checkpoint had this stamp."""
     if stamp(checkpoint) != before:
-        raise SpeqError(
+        raise CheckpointError(
             f"the files of {checkpoint.path} were changed or replaced while they were read; run "
             "the same again, which compares what is there with them"
         )
@@ -93,7 +93,7 @@ def _digests(checkpoint: Checkpoint, progress: Done | None) -> dict[str, str]:
     )
     found |= _read(left, total, progress)
     if {name: file.stamp() for name, file in checkpoint.files.items()} != stamps:
-        raise SpeqError(
+        raise CheckpointError(
             f"the files of {checkpoint.path} were changed or replaced while they were read; run "
             "the same again"
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.atomic_file import replacing
 from speq.files.json_file import parse_json
 from speq.files.regular_file import read_bytes
@@ -74,7 +74,7 @@ class Journal:
         folder = self.path.parent
         others = sorted(name for name in os.listdir(folder) if not is_ours(name))
         if others:
-            raise SpeqError(
+            raise FileError(
                 f"{self.path} is damaged, and {folder} holds {others[0]}; remove the folder if it "
                 "is not needed, or choose another"
             )

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.regular_file import check_link, check_own, read_bytes
 
 # Deeper than any config, and far below Python's recursion limit.
@@ -42,9 +42,9 @@ def read_json(
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise SpeqError(f"{path} is not valid JSON: {error}; {remedy}") from error
+        raise FileError(f"{path} is not valid JSON: {error}; {remedy}") from error
     if not isinstance(value, dict):
-        raise SpeqError(
+        raise FileError(
             f"{path} holds a JSON {type(value).__name__}; it must hold an object: {remedy}"
         )
     return value

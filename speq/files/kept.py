@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.files.alone import FolderTaken, lock_folder
 from speq.files.atomic_file import PARTIAL_NAME, write_whole
 from speq.files.cache_folder import (
@@ -166,7 +166,7 @@ def limit_bytes() -> int | None:
     remedy = "set it again with `speq cache limit`"
     limit = read_json(folder / LIMIT_FILE, remedy, remedy).get("limit_bytes")
     if type(limit) is not int or limit < 0:
-        raise SpeqError(f"{folder / LIMIT_FILE} has no number of bytes; {remedy}")
+        raise FileError(f"{folder / LIMIT_FILE} has no number of bytes; {remedy}")
     return limit
 
 
@@ -174,7 +174,7 @@ def set_limit(nbytes: int | None) -> None:
     """Set the limit of the cache folder; None: no limit. Raises SpeqError."""
     folder = cache_folder()
     if folder is None:
-        raise SpeqError("there is no home folder, and so no cache folder; set HOME")
+        raise FileError("there is no home folder, and so no cache folder; set HOME")
     if nbytes is None:
         (folder / LIMIT_FILE).unlink(missing_ok=True)
         return

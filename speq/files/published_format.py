@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, UnsupportedError
 from speq.files.json_file import read_json
 
 WORDS = "words"
@@ -57,12 +57,12 @@ def format_of(config: dict[str, Any], where: Path) -> str:
     }
     if len(set(named.values())) > 1:
         said = " and ".join(f"{field} ({name})" for field, name in named.items())
-        raise SpeqError(f"{where / 'config.json'} names two formats, in {said}; {ORIGINAL}")
+        raise CheckpointError(f"{where / 'config.json'} names two formats, in {said}; {ORIGINAL}")
     found = next(iter(named.values()), WORDS)
     for file_name in QUANTISERS_FILES:
         method = _quantiser(where / file_name)
         if method is not None and method.lower() != found:
-            raise SpeqError(
+            raise UnsupportedError(
                 f"{where} is quantised ({method}), as {file_name} says and config.json does not; "
                 f"{ORIGINAL}"
             )
@@ -94,10 +94,10 @@ def _method(settings: dict[str, Any]) -> str | None:
 def _format_of(settings: Any, field: str, where: Path) -> str:
     """Determine the format by one field, otherwise as `format_of`."""
     if not isinstance(settings, dict):
-        raise SpeqError(f"{where} is quantised ({settings}); {ORIGINAL}")
+        raise UnsupportedError(f"{where} is quantised ({settings}); {ORIGINAL}")
     method = _method(settings)
     if field != QUANTISED_FIELDS[0] or method not in FORMATS:
-        raise SpeqError(f"{where} is quantised ({method or field}); {ORIGINAL}")
+        raise UnsupportedError(f"{where} is quantised ({method or field}); {ORIGINAL}")
     if method == MXFP4:
         return MXFP4
     wanted = {
@@ -107,7 +107,7 @@ def _format_of(settings: Any, field: str, where: Path) -> str:
     }
     for name, (known, value) in wanted.items():
         if not known:
-            raise SpeqError(
+            raise UnsupportedError(
                 f"{where} is quantised (fp8) with {name} {settings.get(name)!r}, and fp8 is read "
                 f"with {value!r}; {ORIGINAL}"
             )

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from speq.errors import Broken, SpeqError
+from speq.errors import Broken, FileError
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.regular_file import check_regular
 
@@ -77,7 +77,7 @@ class RangeFile:
             self._check()
         except OSError as error:
             self.close()
-            raise SpeqError(f"{path} cannot be read: {error.strerror}; {WHOLE_FILE}") from error
+            raise FileError(f"{path} cannot be read: {error.strerror}; {WHOLE_FILE}") from error
         except BaseException:
             self.close()
             raise
@@ -196,12 +196,12 @@ class RangeFile:
             try:
                 count = os.preadv(descriptor, drop_bytes(views, start), offset + start)
             except OSError as error:
-                raise SpeqError(
+                raise FileError(
                     f"reading {wanted} bytes at {offset} of {self.path} failed: {error.strerror}; "
                     "check the disk and run again"
                 ) from error
             if start + count <= done:
-                raise SpeqError(
+                raise FileError(
                     f"{self.path} ended at byte {offset + done} while it was read; it held "
                     f"{self.size} bytes when it was opened: {WHOLE_FILE}"
                 )

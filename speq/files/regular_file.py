@@ -5,7 +5,7 @@ import stat
 from fnmatch import fnmatch
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.units import format_bytes
 
 KINDS = (
@@ -40,7 +40,7 @@ def check_regular(path: Path, remedy: str = "put the file itself there") -> None
     mode = os.stat(path).st_mode
     for is_kind, name in KINDS:
         if is_kind(mode):
-            raise SpeqError(f"{path} is {name} and must be a regular file; {remedy}")
+            raise FileError(f"{path} is {name} and must be a regular file; {remedy}")
 
 
 def check_own(path: Path, beginning: bytes) -> None:
@@ -48,13 +48,13 @@ def check_own(path: Path, beginning: bytes) -> None:
     text = beginning[:80].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     for known, what, remedy in STAND_INS:
         if text.startswith(known):
-            raise SpeqError(f"{path} is not the file itself but {what}; {remedy}")
+            raise FileError(f"{path} is not the file itself but {what}; {remedy}")
 
 
 def check_link(path: Path) -> None:
     """Raise SpeqError for a link whose target is gone, as one into a hub cache that was emptied."""
     if os.path.islink(path) and not os.path.exists(path):
-        raise SpeqError(
+        raise FileError(
             f"{path} is a link to {os.readlink(path)}, which is gone; download the model again"
         )
 
@@ -66,7 +66,7 @@ def read_bytes(path: Path, remedy: str, max_bytes: int | None = None) -> bytes:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if max_bytes is not None and size > max_bytes:
-                raise SpeqError(
+                raise FileError(
                     f"{path} has {format_bytes(size)} and is read up to "
                     f"{format_bytes(max_bytes)}; {remedy}"
                 )
@@ -76,7 +76,7 @@ def read_bytes(path: Path, remedy: str, max_bytes: int | None = None) -> bytes:
             raise
         # A ValueError means an impossible path.
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise SpeqError(f"{path} cannot be read: {reason}; {remedy}") from error
+        raise FileError(f"{path} cannot be read: {reason}; {remedy}") from error
 
 
 def read_text(path: Path, remedy: str, max_bytes: int | None = None) -> str:
@@ -84,7 +84,7 @@ def read_text(path: Path, remedy: str, max_bytes: int | None = None) -> str:
     try:
         return read_bytes(path, remedy, max_bytes).decode()
     except UnicodeDecodeError as error:
-        raise SpeqError(f"{path} cannot be read: it is not UTF-8 ({error}); {remedy}") from error
+        raise FileError(f"{path} cannot be read: it is not UTF-8 ({error}); {remedy}") from error
 
 
 def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:
@@ -104,7 +104,7 @@ def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:
         check_regular(path, "download the model again")
         size = os.path.getsize(path)
         if size > min(limits):
-            raise SpeqError(
+            raise FileError(
                 f"{path} has {format_bytes(size)} and files of its kind at most "
                 f"{format_bytes(min(limits))}; download the model again, or give another one"
             )

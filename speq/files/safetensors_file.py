@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, SpeqError, UnsupportedError
 from speq.files.json_file import parse_json
 from speq.files.range_file import RangeFile
 from speq.files.regular_file import check_own
@@ -73,7 +73,9 @@ class SafetensorsFile(RangeFile):
         self.tensors = {name: tensors[stored] for name, stored in self.stored.items()}
         if len(self.tensors) < len(tensors):
             twice = sorted(tensors.keys() - self.stored.values())[0]
-            raise SpeqError(f"{self.path} holds tensor {twice} under two names; download it again")
+            raise CheckpointError(
+                f"{self.path} holds tensor {twice} under two names; download it again"
+            )
 
     def tensor(self, name: str) -> Tensor:
         info = self.tensors[name]
@@ -86,7 +88,7 @@ class SafetensorsFile(RangeFile):
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(self.size - 8, MAX_HEADER_BYTES):
             check_own(self.path, os.pread(self._fd, 80, 0))
-            raise SpeqError(
+            raise CheckpointError(
                 f"{self.path} is not a complete safetensors file: its header should take {length} "
                 f"bytes and the file has {self.size}; download it again"
             )
@@ -112,7 +114,7 @@ class SafetensorsFile(RangeFile):
             raise self._corrupt(f"tensor {name} is a {type(entry).__name__}, not an object")
         dtype_name, shape, offsets = (entry.get(k) for k in ("dtype", "shape", "data_offsets"))
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-            raise SpeqError(
+            raise UnsupportedError(
                 f"{self.path}: tensor {name} has dtype {dtype_name}, which is not supported; "
                 f"supported are {', '.join(DTYPES)}: download it again, or convert it"
             )
@@ -130,7 +132,7 @@ class SafetensorsFile(RangeFile):
                 f"{begin} to {end}"
             )
         if start + end > self.size:
-            raise SpeqError(
+            raise CheckpointError(
                 f"{self.path} is truncated: tensor {name} ends at byte {start + end} and the file "
                 f"has {self.size}; download it again"
             )
@@ -151,7 +153,7 @@ class SafetensorsFile(RangeFile):
             raise self._corrupt(f"its tensors end at byte {at} and the file has {self.size}")
 
     def _corrupt(self, reason: str) -> SpeqError:
-        return SpeqError(
+        return CheckpointError(
             f"{self.path} has a corrupt safetensors header: {reason}; download it again"
         )
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.files.json_file import read_json
 from speq.files.model_folder import recognise
 from speq.files.regular_file import check_link
@@ -49,12 +49,12 @@ class Shards:
             file = self.files[file_name]
             name = stored if self._called is None else self._called(stored)
             if file.stored.get(name) != stored:
-                raise SpeqError(
+                raise CheckpointError(
                     f"{file.path} lacks tensor {stored}, which {index} says it holds; download "
                     "both again"
                 )
             if name in self.tensors:
-                raise SpeqError(
+                raise CheckpointError(
                     f"{self.path} holds tensor {stored} under two names; download it again"
                 )
             self.tensors[name] = (file, file.tensors[name])
@@ -70,7 +70,7 @@ class Shards:
         if not (self.path / single).exists():
             found = recognise(self.path)
             what, remedy = found or ("", "download or convert the model to those")
-            raise SpeqError(
+            raise CheckpointError(
                 f"{self.path} holds neither {single} nor {index}{', but ' if what else ''}{what}; "
                 f"only safetensors checkpoints are read: {remedy}"
             )
@@ -84,7 +84,7 @@ class Shards:
         for file_name in sorted(set(names.values())):
             check_link(self.path / file_name)
             if not os.path.isfile(self.path / file_name):
-                raise SpeqError(
+                raise CheckpointError(
                     f"{self.path / index} names shard {file_name}, which is absent; download it"
                 )
         return names
@@ -116,11 +116,11 @@ def read_weight_map(index: Path) -> dict[str, str]:
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise SpeqError(f"{index} has no weight_map; download it again")
+        raise CheckpointError(f"{index} has no weight_map; download it again")
     for file_name in names.values():
         named = isinstance(file_name, str) and file_name not in ("", "..")
         if not named or Path(file_name).name != file_name:
-            raise SpeqError(
+            raise CheckpointError(
                 f"{index} names {file_name!r}, not a file of that folder; download the index again"
             )
     return names

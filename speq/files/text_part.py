@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 
 # Prefix of a text model's tensors, except its head.
 MODEL = "model."
@@ -35,7 +35,7 @@ class TextModelPart:
             return config
         found = config.get(self.field)
         if not isinstance(found, dict):
-            raise SpeqError(
+            raise CheckpointError(
                 f"{where / 'config.json'} has {self.field} {found!r:.40}; it must describe the "
                 "text model: download it again"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.json_file import read_json
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import INDEX, SINGLE, Shards
@@ -93,7 +93,7 @@ def check_safetensors(path: Path) -> None:
         return
     pickles = sorted(each.name for each in path.iterdir() if each.suffix in (".bin", ".pt", ".pth"))
     if pickles:
-        raise SpeqError(
+        raise FileError(
             f"head {path} has its weights in {pickles[0]}, a pickle, which may run code and is not "
             f"read; give a {SINGLE} in its place: others have published one, or make it with "
             "torch.load(weights_only=True) and safetensors.torch.save_file"
@@ -117,20 +117,20 @@ def check_tensors(found: HeadTensors, shape: EagleShape) -> None:
     wanted = dict(wanted_parts(shape))
     for name, size in wanted.items():
         if name not in found.tensors:
-            raise SpeqError(
+            raise FileError(
                 f"head {found.path} lacks tensor {name}; an EAGLE-3 head of one layer has it: "
                 "download the head again, or give another one"
             )
         info = found.tensors[name][1]
         if info.shape != size or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-            raise SpeqError(
+            raise FileError(
                 f"head {found.path}: tensor {found.called[name]} is {info.dtype} "
                 f"{list(info.shape)}; by its config.json it must be {list(size)}, of dtypes of 16 "
                 "bits or more: download the head again, or give another one"
             )
     other = sorted(found.tensors.keys() - wanted.keys() - {TARGETS, SAID})
     if other:
-        raise SpeqError(
+        raise FileError(
             f"head {found.path} has a tensor {found.called[other[0]]}, which an EAGLE-3 head of "
             "one layer does not have; give another head"
         )
@@ -141,7 +141,7 @@ def said_tokens(found: HeadTensors, shape: EagleShape) -> Tensor:
     invalid map.
     """
     if TARGETS not in found.tensors:
-        raise SpeqError(
+        raise FileError(
             f"head {found.path} predicts {shape.draft_vocab_size} of {shape.vocab_size} tokens and "
             f"lacks tensor {TARGETS}, which maps them; download the head again"
             ", or give another one"
@@ -154,7 +154,7 @@ def said_tokens(found: HeadTensors, shape: EagleShape) -> Tensor:
     if not shape.maps:  # it predicts all tokens, by the same ids
         inside = torch.equal(said, own)
     if not inside or len(said.unique()) != len(said):
-        raise SpeqError(
+        raise FileError(
             f"head {found.path}: tensor {TARGETS} does not map its {shape.draft_vocab_size} tokens "
             f"to different ones of the model's {shape.vocab_size}; {OTHER_HEAD}"
         )
@@ -163,7 +163,7 @@ def said_tokens(found: HeadTensors, shape: EagleShape) -> Tensor:
         flags[said] = True
         given = found.read(SAID)
         if given.shape != flags.shape or not torch.equal(given.bool(), flags):
-            raise SpeqError(
+            raise FileError(
                 f"head {found.path}: tensors {TARGETS} and {SAID} do not have the same tokens; "
                 "download the head again, or give another one"
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.models.shape import ModelShape
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -138,7 +138,7 @@ def eagle_shape(
         ("vocab_size", vocab_size, model.vocab_size),
     ):
         if given != wanted:
-            raise SpeqError(
+            raise FileError(
                 f"{where} is of a head for a model of {name} {given} and this model's is {wanted}; "
                 f"{OTHER_HEAD}"
             )
@@ -172,7 +172,7 @@ def check_kind(config: dict[str, Any], where: Path) -> None:
         "eagle3" in str(name).lower() or str(name) == "LlamaForCausalLM" for name in names
     )
     if not known:
-        raise SpeqError(
+        raise FileError(
             f"{where} has architectures {names!r:.80}; speq reads EAGLE-3 heads with a "
             "Llama layer: give the folder of one"
         )
@@ -186,7 +186,7 @@ def check_kind(config: dict[str, Any], where: Path) -> None:
     }
     for name, (given, only) in wanted.items():
         if given != only:
-            raise SpeqError(
+            raise FileError(
                 f"{where} has {name} {given!r:.40}; speq reads heads of EAGLE-3 where it is "
                 f"{only!r}: give another head"
             )
@@ -195,24 +195,24 @@ def check_kind(config: dict[str, Any], where: Path) -> None:
 def check_whole(shape: EagleShape, where: Path) -> None:
     """Raise SpeqError for inconsistent sizes."""
     if shape.num_heads % shape.num_kv_heads or shape.head_width % 2:
-        raise SpeqError(
+        raise FileError(
             f"{where} has {shape.num_heads} heads of {shape.head_width} over "
             f"{shape.num_kv_heads} of keys; heads of keys must divide those of queries, and a "
             "head's width must be even: download it again, or give another head"
         )
     if shape.draft_vocab_size > shape.vocab_size:
-        raise SpeqError(
+        raise FileError(
             f"{where} has draft_vocab_size {shape.draft_vocab_size} and vocab_size "
             f"{shape.vocab_size}; it must not be larger than vocab_size: download it again"
             ", or give another head"
         )
     if not shape.own_head and shape.draft_vocab_size != shape.vocab_size:
-        raise SpeqError(
+        raise FileError(
             f"{where} has draft_vocab_size {shape.draft_vocab_size}, but the head has no tensor "
             "lm_head.weight of that size; download the head again, or give another one"
         )
     if shape.hidden_size != shape.target_size and not (shape.own_embedding and shape.own_head):
-        raise SpeqError(
+        raise FileError(
             f"{where} has hidden_size {shape.hidden_size} for a model of {shape.target_size}; such "
             "a head needs embed_tokens.weight and lm_head.weight of its own: download it again"
             ", or give another head"
@@ -231,7 +231,7 @@ def tapped_layers(config: dict[str, Any], num_layers: int, where: Path) -> tuple
         given = [2, num_layers // 2, num_layers - 3]
     numbers = isinstance(given, list) and all(type(at) is int for at in given)
     if not numbers or given != sorted(set(given)) or not 0 <= given[0] <= given[-1] < num_layers:
-        raise SpeqError(
+        raise FileError(
             f"{where} takes the inputs of layers {given!r:.60}; in a model of {num_layers} "
             f"layers they must be different, in rising order: {OTHER_HEAD}"
         )
@@ -254,7 +254,7 @@ def rotary(
         if rope.rope_type in MOVING_ROPES:
             raise ValueError(f"rotary embeddings of type {rope.rope_type}")
     except Exception as error:  # transformers raises many kinds for a bad config
-        raise SpeqError(
+        raise FileError(
             f"{where} has rotary embeddings that speq lacks: {' '.join(str(error).split())[:200]}; "
             "give another head, or correct that value"
         ) from error
@@ -266,7 +266,7 @@ def whole(config: dict[str, Any], name: str, where: Path, default: int | None = 
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or not 1 <= value <= MOST:
-        raise SpeqError(
+        raise FileError(
             f"{where} has {name} {value!r:.40}; it must be a whole number from 1 to {MOST}: "
             "download it again, or give another head"
         )
@@ -277,7 +277,7 @@ def number(config: dict[str, Any], name: str, where: Path, default: float) -> fl
     """Read a number between 0 and 1. Raises SpeqError for an invalid one."""
     value = config.get(name, default)
     if type(value) not in (int, float) or not 0 < value < 1:
-        raise SpeqError(
+        raise FileError(
             f"{where} has {name} {value!r:.40}; it must be above 0 and below 1: download it again"
             ", or give another head"
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.experts.expert_names import ExpertNames
 from speq.files.atomic_file import ANOTHER_PLACE, replacing, writing
 from speq.files.checkpoint import Checkpoint
@@ -119,7 +119,7 @@ def read_head(path: Path, model: str, hidden_size: int) -> MoEHead:
         label = _label_in(file, model, hidden_size)
         weights = {name: file.tensor(name) for name, _ in label.shape.tensors()}
     if file.metadata.get("sha256") != sum_of(weights):
-        raise SpeqError(
+        raise FileError(
             f"{path} is damaged: its weights are not those of its checksum; {TRAIN_AGAIN}"
         )
     return MoEHead(label.shape, weights, label.acceptance_rates).requires_grad_(False)
@@ -144,13 +144,13 @@ def copy_head(source: Path, target: Path) -> bool:
 def _open(path: Path) -> Iterator[SafetensorsFile]:
     """Open a head file of this version."""
     if not os.path.exists(path):
-        raise SpeqError(
+        raise FileError(
             f"there is no head at {path}; train one with `speq train-head`, name another place "
             "with --head, or choose another drafter"
         )
     with SafetensorsFile(path) as file:
         if file.metadata.get("format") != FORMAT:
-            raise SpeqError(f"{path} is not a head of this version of speq; {TRAIN_AGAIN}")
+            raise FileError(f"{path} is not a head of this version of speq; {TRAIN_AGAIN}")
         yield file
 
 
@@ -158,7 +158,7 @@ def _label_in(file: SafetensorsFile, model: str, hidden_size: int) -> HeadLabel:
     path, metadata = file.path, file.metadata
     shape = _shape_in(path, metadata)
     if metadata.get("model") != model or shape.hidden_size != hidden_size:
-        raise SpeqError(
+        raise FileError(
             f"head {path} was trained on another model: its digest of embedding, head and "
             "routers is not this model's; give the head of this model, or train one with "
             "`speq train-head`"
@@ -166,7 +166,7 @@ def _label_in(file: SafetensorsFile, model: str, hidden_size: int) -> HeadLabel:
     found = {name: info.shape for name, info in file.tensors.items()}
     floats = all(info.dtype.is_floating_point for info in file.tensors.values())
     if found != dict(shape.tensors()) or not floats:
-        raise SpeqError(
+        raise FileError(
             f"{path} is damaged: its tensors are not those of a head of its sizes; {TRAIN_AGAIN}"
         )
     return HeadLabel(shape, _acceptance_rates_in(path, metadata))
@@ -177,7 +177,7 @@ def _shape_in(path: Path, metadata: Mapping[str, str]) -> HeadShape:
         return HeadShape.of_json(parse_json(metadata.get("shape", "")))
     except (ValueError, TypeError) as error:  # from JSON, or SpeqError
         reason = str(error).split(";")[0]
-        raise SpeqError(f"{path} is damaged: {reason}; {TRAIN_AGAIN}") from error
+        raise FileError(f"{path} is damaged: {reason}; {TRAIN_AGAIN}") from error
 
 
 def _acceptance_rates_in(path: Path, metadata: Mapping[str, str]) -> tuple[float, ...]:
@@ -188,7 +188,7 @@ def _acceptance_rates_in(path: Path, metadata: Mapping[str, str]) -> tuple[float
         shares = None
     numbers = isinstance(shares, list) and all(type(each) in (int, float) for each in shares)
     if not numbers or not all(0 <= share <= 1 for share in shares):
-        raise SpeqError(
+        raise FileError(
             f"{path} is damaged: its acceptance rates are {metadata['stand']:.80}; {TRAIN_AGAIN}"
         )
     return tuple(map(float, shares))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 
 # Widest heads of the attention; narrower ones if it does not divide the hidden size.
 HEAD_WIDTH = 64
@@ -33,12 +33,12 @@ class NamedLayers:
         whole = all(type(number) is int for number in numbers)
         ascending = all(a < b for a, b in zip(self.layers, self.layers[1:], strict=False))
         if not whole or not self.layers or self.layers[0] < 0 or not ascending:
-            raise SpeqError(
+            raise FileError(
                 f"a head predicts experts of layers {list(self.layers)!r:.80}; they must be layer "
                 "numbers, ascending"
             )
         if not 1 <= self.top_k <= self.num_experts:
-            raise SpeqError(
+            raise FileError(
                 f"a head predicts {self.top_k} of {self.num_experts} experts; it must be from 1 "
                 "to all of them"
             )
@@ -48,7 +48,7 @@ class NamedLayers:
         """Parse the JSON of `asdict`. Raises SpeqError for anything else."""
         known = isinstance(value, dict) and value.keys() == cls.__dataclass_fields__.keys()
         if not known or not isinstance(value["layers"], list):
-            raise SpeqError(
+            raise FileError(
                 f"a head predicts experts of {value!r:.80}; it must be {list(cls.__slots__)}"
             )
         return cls(**value | {"layers": tuple(value["layers"])})
@@ -77,16 +77,16 @@ class HeadShape:
         for name, least in (("hidden_size", 2), ("width", 1), ("branches", 1), ("window", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise SpeqError(f"a head's {name} is {value!r}; it must be at least {least}")
+                raise FileError(f"a head's {name} is {value!r}; it must be at least {least}")
         if self.branches not in BRANCHES or type(self.contrast) is not bool:
-            raise SpeqError(
+            raise FileError(
                 f"a head has {self.branches} branches and contrast {self.contrast!r}; branches "
                 "must be 1 or 2, and contrast true or false"
             )
         if self.contrast and self.branches < 2:
-            raise SpeqError("a head of one branch has no contrast; leave one of the two out")
+            raise FileError("a head of one branch has no contrast; leave one of the two out")
         if self.hidden_size % 2:
-            raise SpeqError(
+            raise FileError(
                 f"a head's hidden_size is {self.hidden_size}; rotary embeddings need an even one"
             )
 
@@ -95,7 +95,7 @@ class HeadShape:
         """Parse the output of `as_json`. Raises SpeqError for anything else."""
         known = set(cls.__dataclass_fields__)
         if not isinstance(value, dict) or value.keys() | {"named"} != known:
-            raise SpeqError(f"a head's sizes are {value!r:.80}; they must be {list(cls.__slots__)}")
+            raise FileError(f"a head's sizes are {value!r:.80}; they must be {list(cls.__slots__)}")
         if "named" in value:
             value = value | {"named": NamedLayers.of_json(value["named"])}
         return cls(**value)

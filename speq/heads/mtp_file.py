@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.experts.codec import ExpertCodec
 from speq.experts.expert_store import ExpertLayout, SafetensorsExpertStore
 from speq.files.alignment import allocate_aligned
@@ -92,7 +92,7 @@ def mtp_of(opened: Opened) -> MtpSource:
     layer = layer_of(opened, predictor)
     first = names.tensor("eh_proj.weight")
     if first not in checkpoint.tensors:
-        raise SpeqError(
+        raise CheckpointError(
             f"head is {MTP} and {checkpoint.path} has no tensor {first}, of an "
             "MTP layer; download the model as its authors published it, or choose another head"
         )
@@ -122,7 +122,7 @@ def predictor_of(opened: Opened) -> MtpLayerKind:
     family = opened.family
     if family.predictor is None:
         known = sorted(each.model_type for each in FAMILIES.values() if each.predictor)
-        raise SpeqError(
+        raise CheckpointError(
             f"head is {MTP} and the model is of family {family.model_type}, whose MTP layer speq "
             f"does not read; it reads those of {', '.join(known)}: choose "
             "another head"
@@ -159,13 +159,13 @@ def has_experts(layer: MtpLayer) -> bool:
 def check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
     """Raise SpeqError unless a checkpoint has a tensor of that shape."""
     if name not in checkpoint.tensors:
-        raise SpeqError(
+        raise CheckpointError(
             f"{checkpoint.path} lacks tensor {name} of its layer that predicts tokens ahead; "
             f"{OTHER_VERSION}, or choose another head"
         )
     file, info = checkpoint.tensors[name]
     if info.shape != shape:
-        raise SpeqError(
+        raise CheckpointError(
             f"{file.path}: tensor {name} has shape {list(info.shape)}; config.json makes it "
             f"{list(shape)}; {OTHER_VERSION}, or choose another head"
         )
@@ -206,7 +206,7 @@ def store_of(opened: Opened, names: PartNames) -> SafetensorsExpertStore:
     of_experts = replace(experts.names, parent=parent)
     matrices = (of_experts.matrix(name) for name in checkpoint.tensors)
     if not any(matrix is not None and matrix.layer == number for matrix in matrices):
-        raise SpeqError(
+        raise CheckpointError(
             f"head is {MTP} and {checkpoint.path} holds no experts of {names.decoder}, which "
             "predicts tokens ahead, as packs leave them out; give the model as its authors "
             "published it, or choose another head"

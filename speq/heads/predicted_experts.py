@@ -5,7 +5,7 @@ layer.
 import logging
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.heads.draft_head import HeadSource
 from speq.heads.eagle_file import CONFIG, read_eagle
 from speq.heads.head_file import NAME, head_path, model_digest, read_acceptance_rates, read_head
@@ -45,7 +45,7 @@ def open_head(name: str, opened: Opened) -> HeadSource:
 def check_whole(opened: Opened, name: str) -> None:
     """Raise SpeqError for a head that needs layers of other machines."""
     if opened.part is not None:
-        raise SpeqError(
+        raise FileError(
             f"head {name} needs layers of the whole model, which runs in stages; give a head of "
             "`speq train-head` that predicts no experts"
         )

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import NoRoom
 from speq.kernels import library, reference_compact
 from speq.kernels.checks import activation_code, check_int4, check_rows, check_tensor
 from speq.kernels.compact_layout import CompactLayout
@@ -159,7 +159,7 @@ def _residual_layout(
 def _encode_into_slot(op: str, layout: CompactLayout, slot: Tensor, *parts: Tensor) -> int:
     nbytes = encode_into(op, layout, slot, *parts)
     if nbytes > len(slot):
-        raise SpeqError(
+        raise NoRoom(
             f"an expert takes {nbytes} bytes encoded, and slots were made for {len(slot)}; pack "
             "the model with `speq pack`, which measures every expert"
         )

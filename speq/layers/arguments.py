@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import UnsupportedError
 from speq.version import TESTED, transformers_version
 
 # Names of the KV cache: from transformers 5.24 on, before that, and before that for layers that
@@ -50,7 +50,7 @@ def refuse_unknown(taker: str, given: Iterable[str], known: Collection[str]) -> 
     """
     unknown = sorted(set(given).difference(known))
     if unknown:
-        raise SpeqError(
+        raise UnsupportedError(
             f"transformers {transformers_version()} passes {', '.join(unknown)} to {taker}, "
             f"which speq does not know; install {TESTED}"
         )
@@ -59,7 +59,7 @@ def refuse_unknown(taker: str, given: Iterable[str], known: Collection[str]) -> 
 def _refuse_names(taker: str, does: str, names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
-    raise SpeqError(
+    raise UnsupportedError(
         f"{taker} of transformers {transformers_version()} {does} the KV cache by "
         f"{' and '.join(names) or 'no name that speq knows'}; it must be one of "
         f"{', '.join(CACHE_NAMES)}: install {TESTED}"

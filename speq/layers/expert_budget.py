@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speq.config import ExpertBudgetOptions
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import RouterGate
 from speq.routing import Route, RoutePrediction
@@ -76,7 +76,7 @@ def rules_of(
     asked = options.expert_budget
     most = math.ceil(asked * experts) if isinstance(asked, float) else asked
     if most is not None and not top_k <= most <= experts:
-        raise SpeqError(
+        raise OptionError(
             f"expert_budget is {asked if isinstance(asked, int) else f'{asked:.0%}'}, which is "
             f"{most} of {experts} experts; each token chooses {top_k}: give {top_k} to {experts}"
         )

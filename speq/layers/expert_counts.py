@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError, checked_int, checked_text
+from speq.errors import FileError, SpeqError, checked_int, checked_text
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
 
@@ -45,9 +45,9 @@ class ExpertCounts:
         checked_int("top_k", self.top_k, 1)
         rows = self.counts
         if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
-            raise SpeqError("counts must be a list of layers, each a list of whole numbers")
+            raise FileError("counts must be a list of layers, each a list of whole numbers")
         if len({len(row) for row in rows}) != 1 or len(rows[0]) < self.top_k:
-            raise SpeqError(
+            raise FileError(
                 f"counts have layers of {', '.join(str(len(row)) for row in rows[:8])} experts; "
                 f"all must have the same number, at least {self.top_k}"
             )
@@ -55,7 +55,7 @@ class ExpertCounts:
             for expert, count in enumerate(row):
                 checked_int(f"counts[{layer}][{expert}]", count, 0, self.tokens)
             if sum(row) != self.tokens * self.top_k:
-                raise SpeqError(
+                raise FileError(
                     f"counts[{layer}] add up to {sum(row)}; {self.tokens} tokens with "
                     f"{self.top_k} experts each make {self.tokens * self.top_k}"
                 )
@@ -76,7 +76,7 @@ class ExpertCounts:
     def check_sizes(self, source: Path, num_layers: int, num_experts: int, top_k: int) -> None:
         """Raise SpeqError if a model has other sizes. source: the file of these counts."""
         if (self.num_layers, self.num_experts, self.top_k) != (num_layers, num_experts, top_k):
-            raise SpeqError(
+            raise FileError(
                 f"expert counts {source} are of {self.model}, with {self.top_k} of "
                 f"{self.num_experts} experts in {self.num_layers} MoE layers, and this model has "
                 f"{top_k} of {num_experts} in {num_layers}; {COUNT_AGAIN}"
@@ -91,7 +91,7 @@ class ExpertCounts:
         """Read a file of counts. Raises SpeqError, naming the file, if it is not one."""
         content = read_json(path, COUNT_AGAIN, INSTEAD)
         if content.get("format") != FORMAT:
-            raise SpeqError(
+            raise FileError(
                 f"{path} has the format {content.get('format')!r:.60}, and expert counts have "
                 f"{FORMAT!r}; {INSTEAD}"
             )
@@ -100,11 +100,11 @@ class ExpertCounts:
     @classmethod
     def _of(cls, path: Path, fields: dict[str, Any]) -> "ExpertCounts":
         if set(fields) != set(cls.__slots__):
-            raise SpeqError(
+            raise FileError(
                 f"{path} has the fields {sorted(fields)!r:.200} besides its format; expert "
                 f"counts have {sorted(cls.__slots__)}; {COUNT_AGAIN}"
             )
         try:
             return cls(**fields)
         except SpeqError as error:
-            raise SpeqError(f"{path} holds no expert counts: {error}; {COUNT_AGAIN}") from error
+            raise FileError(f"{path} holds no expert counts: {error}; {COUNT_AGAIN}") from error

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import FileError, NoRoom
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
@@ -171,7 +171,7 @@ def run_on_pack(model: str, progress: Progress) -> tuple[Report, CheckResult]:
     opened = open_model(model)
     try:
         if not isinstance(opened.store, PackedExpertStore):
-            raise SpeqError(f"{model} is not a pack; give a folder that `speq pack` wrote")
+            raise FileError(f"{model} is not a pack; give a folder that `speq pack` wrote")
         row = pack_check.compare(opened, opened.store, progress)
     finally:
         opened.close()
@@ -213,7 +213,7 @@ def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> No
     if checkpoint.format != WORDS and dtype != torch.bfloat16:
         needed += weights * torch.bfloat16.itemsize  # dequantised to bfloat16 first
     if needed > free:
-        raise SpeqError(
+        raise NoRoom(
             f"plain transformers needs {format_bytes(needed)} for the whole model "
             f"in {str(dtype).removeprefix('torch.')} and {format_bytes(free)} of "
             "memory are left; check a model that fits, or in a smaller dtype"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from speq.engine.offload import fetch_from, moved_from
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.expert_store import ExpertStore, mean_moved_bytes
 from speq.files.alignment import allocate_aligned
 from speq.files.range_file import RangeFile
@@ -67,7 +67,7 @@ def plain_reads(
     try:
         blocks = [(f, at) for f in files for at in range(0, f.size - size + 1, size)]
         if not blocks:
-            raise SpeqError(f"{paths[0]} is smaller than a read of {format_bytes(size)}")
+            raise OptionError(f"{paths[0]} is smaller than a read of {format_bytes(size)}")
         wanted = max(volume // size, readers)
         blocks = random.Random(seed).sample(blocks, min(wanted, len(blocks)))
         todo: SimpleQueue[tuple[RangeFile, int]] = SimpleQueue()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.experts.expert_store import expert_slot
 from speq.experts.packed_draft import DRAFT_FILE
 from speq.experts.packed_store import PackedExpertStore
@@ -54,6 +54,6 @@ def compare_draft(opened: Opened, digest: str, progress: Progress) -> None:
             file.read_into(at, part)
             found.update(bytes_of(part))
         if found.hexdigest() != digest:
-            raise SpeqError(
+            raise FileError(
                 f"{file.path} is not what was packed; pack the model again, and check the disk"
             )

@@ -12,7 +12,7 @@ import torch
 from speq.config import COUNTS_ALONE, DEFAULT_READER_THREADS, SamplingParams
 from speq.devices.allocator import overhead_bytes
 from speq.devices.named import find_device
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.files.checkpoint import has_weights, locate_config
 from speq.governor.profile import Profile
 from speq.heads.head_file import HeadLabel, head_path, model_digest, read_label
@@ -109,14 +109,14 @@ def check_exclusions(settings: PlanSettings) -> None:
     """Raise SpeqError for options that exclude each other."""
     by_file = settings.profile not in ("auto", "none")
     if by_file and (settings.preset is not None or settings.memory_bandwidth is not None):
-        raise SpeqError(
+        raise OptionError(
             "profile is given with preset or memory_bandwidth; a profile says how fast the machine "
             "computes: give one of them"
         )
     if settings.draft_counts is not None and settings.draft_experts is None:
-        raise SpeqError(COUNTS_ALONE)
+        raise OptionError(COUNTS_ALONE)
     if settings.locality is not None and settings.routes is not None:
-        raise SpeqError("locality and routes are given together; give one of them")
+        raise OptionError("locality and routes are given together; give one of them")
 
 
 def model_spec_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Opened | None]:
@@ -127,7 +127,7 @@ def model_spec_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Op
     path = locate_config(model)
     if not has_weights(path):
         if head_name != AUTO:
-            raise SpeqError(
+            raise OptionError(
                 f"head is {head_name} and {path} holds no weights, which are needed to plan for a "
                 "head; give the folder of the whole model, or leave head out"
             )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from speq.errors import SpeqError
+from speq.errors import FileError, OptionError
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import parse_json
 from speq.files.regular_file import read_text
@@ -92,7 +92,7 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
     """Read `count` prompts, spread evenly over a JSON Lines file or over the bundled one."""
     source = path or Path(__file__).parent / "prompts" / "mixed.jsonl"
     if count < 1:
-        raise SpeqError(f"num_prompts is {count}; it must be at least 1")
+        raise OptionError(f"num_prompts is {count}; it must be at least 1")
     lines = read_text(source, "give JSON Lines with a `prompt` in each row").splitlines()
     prompts = []
     for number, line in enumerate(lines, start=1):
@@ -101,16 +101,16 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
         try:
             prompt = parse_json(line)["prompt"]
         except (ValueError, KeyError, TypeError) as error:
-            raise SpeqError(
+            raise FileError(
                 f"{source}:{number} is no JSON object with a prompt; write one in each row"
             ) from error
         if not isinstance(prompt, str) or not prompt:
-            raise SpeqError(f"{source}:{number} has the prompt {prompt!r}; it must be a text")
+            raise FileError(f"{source}:{number} has the prompt {prompt!r}; it must be a text")
         prompts.append(prompt)
     if not prompts:
-        raise SpeqError(f"{source} holds no prompts; write a JSON object with one in each row")
+        raise FileError(f"{source} holds no prompts; write a JSON object with one in each row")
     if count > len(prompts):
-        raise SpeqError(f"num_prompts is {count} and {source} holds {len(prompts)}; ask for fewer")
+        raise FileError(f"num_prompts is {count} and {source} holds {len(prompts)}; ask for fewer")
     # Files are sorted by kind.
     return [prompts[at * len(prompts) // count] for at in range(count)]
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError, checked_int, present
+from speq.errors import FileError, checked_int, present
 from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
 from speq.generator import Generator
@@ -103,7 +103,7 @@ class RouteTrace:
             trace = cls(steps=steps, **content)
             trace.check()
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise SpeqError(
+            raise FileError(
                 f"{path} is no trace of format {FORMAT}: {error!r}; {RECORD_AGAIN}"
             ) from error
         return trace

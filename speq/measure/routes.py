@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.governor.roofline import Points
 from speq.governor.speedup_model import distinct_of_routes
 from speq.layers.expert_counts import ExpertCounts
@@ -20,7 +20,7 @@ def curve_of(trace: RouteTrace) -> RouteCurve:
     routes = [[step.used[layer][0] for step in steps] for layer in range(trace.num_layers)]
     points = distinct_points(routes, trace.num_experts)
     if len(points) < 2:
-        raise SpeqError(
+        raise FileError(
             f"the trace of {trace.model} has {len(steps)} tokens; record at least some dozens"
         )
     return RouteCurve(trace.model, trace.num_experts, trace.top_k, points)

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any, Unpack
 
 from speq.devices.named import find_device
-from speq.errors import SpeqError, checked_int
+from speq.errors import OptionError, checked_int
 from speq.experts.codec import codec_of, codecs_for
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.atomic_file import check_target
@@ -98,7 +98,7 @@ def place_of(model: str | Path, settings: TuneSettings, force: bool) -> Path:
         device = find_device(settings.run.get("device", "auto")).torch.type
         path = profiles.profile_path(profiles.key_of(opened, device, settings.memory_budget))
     if path is None:
-        raise SpeqError("this user has no home folder for the profile; name a file with --out")
+        raise OptionError("this user has no home folder for the profile; name a file with --out")
     check_target(path, force=True)
     return path
 

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 
 # Several times what any model has. A larger one is a damaged number, and would take hours or all
@@ -44,7 +44,7 @@ def check_sizes(config: dict[str, Any], where: object) -> None:
     for name, most in MOST.items():
         value = config.get(name)
         if isinstance(value, int | float) and not -most <= value <= most:
-            raise SpeqError(
+            raise CheckpointError(
                 f"{where} has {name} {value!r:.40}; it must be at most {most}: download it again"
                 ", or correct that value"
             )
@@ -62,7 +62,7 @@ def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
     layers = {int(m[1]) for m in map(LAYER.search, own) if m is not None}
     promised = config.get("num_hidden_layers")
     if layers and isinstance(promised, int) and promised > len(layers):
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has num_hidden_layers {promised} and {checkpoint.path} holds weights of "
             f"{len(layers)} layers; {OTHER_VERSION}"
         )
@@ -71,7 +71,7 @@ def check_weights(config: dict[str, Any], checkpoint: Checkpoint) -> None:
         if not EMBEDDING.search(name) or not isinstance(vocab_size, int) or not info.shape:
             continue
         if info.shape[0] != vocab_size:
-            raise SpeqError(
+            raise CheckpointError(
                 f"{file.path}: tensor {name} has shape {list(info.shape)}; config.json makes it "
                 f"{[vocab_size, *info.shape[1:]]}; "
                 f"{OTHER_VERSION}"

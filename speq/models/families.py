@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import __version__ as transformers_version
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, DependencyError, UnsupportedError
 from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
 from speq.files.text_part import TextModelPart
 from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT, CLAMPED
@@ -88,7 +88,7 @@ def check_groups(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError unless a token's experts can be chosen within some of equal groups."""
     groups, kept = getattr(config, "n_group", None) or 0, getattr(config, "topk_group", None) or 0
     if not (1 <= kept <= groups and num_experts % groups == 0):
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has n_group {groups} and topk_group {kept}; n_group must divide the "
             f"{num_experts} experts of a layer, and topk_group must be from 1 to n_group"
         )
@@ -98,7 +98,7 @@ def check_deepseek_v2(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for a topk_method that is unknown, or lacks its groups."""
     method = getattr(config, "topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has topk_method {method!r}; it must be greedy or group_limited_greedy"
         )
     if method != "greedy":
@@ -110,7 +110,7 @@ def check_clamped(config: Any, num_experts: int, where: object) -> None:
     for name, wanted in (("swiglu_limit", CLAMP_LIMIT), ("swiglu_alpha", CLAMP_ALPHA)):
         given = getattr(config, name, wanted)
         if given != wanted:
-            raise SpeqError(
+            raise CheckpointError(
                 f"{where} has {name} {given!r}; experts of family gpt_oss run with {wanted}: give "
                 "a model that was published with it"
             )
@@ -124,12 +124,12 @@ def check_gemma4(config: Any, num_experts: int, where: object) -> None:
     ):
         given = getattr(config, name)
         if given:
-            raise SpeqError(
+            raise UnsupportedError(
                 f"{where} has {name} {given!r}, {what}, which speq does not run; give a model "
                 "without them, such as Gemma-4-26B-A4B"
             )
     if config.use_bidirectional_attention == "all":
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has use_bidirectional_attention 'all', with which tokens see later ones; "
             "give a model that generates text"
         )
@@ -142,7 +142,7 @@ def check_pairs(config: Any, num_experts: int, where: object) -> None:
     check_groups(config, num_experts, where)
     size, top_k = num_experts // config.n_group, config.num_experts_per_tok
     if size < 2 or config.topk_group * size < top_k:
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has n_group {config.n_group} and topk_group {config.topk_group}, which "
             f"leave {config.topk_group} groups of {size} experts to choose from; a group must "
             f"have at least 2, and those chosen from at least num_experts_per_tok, {top_k}"
@@ -225,7 +225,7 @@ class Family:
         except ModuleNotFoundError:
             found = False
         if not found:
-            raise SpeqError(
+            raise DependencyError(
                 f"{where} is of family {self.model_type!r}, which transformers "
                 f"{transformers_version} lacks; install transformers {self.since} or later"
             )
@@ -473,7 +473,7 @@ def family_of(config: dict[str, Any], where: object) -> Family:
     model_type = config.get("model_type")
     family = next((each for each in FAMILIES.values() if model_type in each.model_types), None)
     if family is None:
-        raise SpeqError(
+        raise UnsupportedError(
             f"{where} is of family {model_type!r}, which is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )

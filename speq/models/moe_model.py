@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from speq.devices.device import Accelerator, Processor
 from speq.devices.staged import Uploads
-from speq.errors import Broken, SpeqError, present
+from speq.errors import Broken, CheckpointError, present
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.ops import MAX_LINEAR_ROWS
@@ -468,19 +468,19 @@ def load(
                 output_loading_info=True,
             )
     except Exception as error:  # transformers' loader has no error type of its own
-        raise SpeqError(
+        raise CheckpointError(
             f"transformers cannot load {checkpoint.path}: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}; {OTHER_VERSION}"
         ) from error
     if info["mismatched_keys"]:
         name, given, wanted = sorted(info["mismatched_keys"], key=str)[0]
-        raise SpeqError(
+        raise CheckpointError(
             f"{checkpoint.path}: tensor {name} has shape {list(given)}; config.json makes it "
             f"{list(wanted)}; {OTHER_VERSION}"
         )
     missing = sorted(info["missing_keys"])
     if missing:
-        raise SpeqError(
+        raise CheckpointError(
             f"{checkpoint.path} lacks {len(missing)} tensors that config.json requires, "
             f"{missing[0]} among them; download it again, or choose another checkpoint"
         )

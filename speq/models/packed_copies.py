@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from speq.config import ExpertOptions
 from speq.devices.device import Accelerator, Processor
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.packed_copy import PackedCopy, copy_codec, copy_folder, open_copy
 from speq.models.opened import Opened
@@ -22,7 +22,7 @@ def read_copy(opened: Opened, options: ExpertOptions, device: Processor | Accele
             copy.verify_reads = options.verify_reads
             return replace(opened, store=copy)
     if options.verify_reads and store.published:
-        raise SpeqError(
+        raise CheckpointError(
             f"{opened.checkpoint.path} has no checksums to verify reads by, nor a packed copy in "
             "the cache folder, which has some; `speq pack` writes a model that has"
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from speq.devices.device import Processor
-from speq.errors import SpeqError
+from speq.errors import UnsupportedError
 from speq.kernels import decoder_ops, ops
 from speq.kernels.ops import MAX_LINEAR_ROWS, ExpertBiases
 from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
@@ -108,7 +108,7 @@ def check_transformers(family: Family, config: Any) -> None:
                 break
     if found is not None:
         kind = f"layer of kind {types[layers - 1]}" if types else "layer"
-        raise SpeqError(
+        raise UnsupportedError(
             f"with transformers {version}, a {kind} of family {family.model_type} does not compute "
             f"what transformers' own does ({found}), and tokens would be wrong; install {TESTED}"
         )

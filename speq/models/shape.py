@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, UnsupportedError
 from speq.experts.expert_store import ExpertLayout
 from speq.files.checkpoint import Checkpoint
 from speq.files.json_file import read_json
@@ -218,7 +218,7 @@ def config_in(path: Path) -> Any:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = " ".join(str(error).split())
-        raise SpeqError(
+        raise CheckpointError(
             f"{path / 'config.json'} is refused by transformers: {reason[:300]}; {CONFIG_AGAIN}"
         ) from error
     config = whole.get_text_config()
@@ -241,7 +241,7 @@ def skeleton(
                 deepcopy(config), dtype=SKELETON_DTYPE, attn_implementation=family.attention_by
             )
     except Exception as error:  # an impossible config can fail anywhere in the model's code
-        raise SpeqError(
+        raise CheckpointError(
             f"no {family.model_type} model can be built from {where}{_nulls(config, error)}: "
             f"{type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}; {CONFIG_AGAIN}"
@@ -277,18 +277,18 @@ def shape_of(
     model = skeleton(family, config, where, part)
     layers = tuple(family.moe_blocks(model))
     if not layers and part is not None:
-        raise SpeqError(
+        raise CheckpointError(
             f"layers {part.first} to {part.last - 1} of {where} have no routed experts: give that "
             "stage more layers"
         )
     if not layers:
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} describes a model without routed experts, so there is nothing to offload; "
             "give a Mixture-of-Experts model"
         )
     hidden_act = "silu" if family.hidden_act is None else getattr(config, family.hidden_act)
     if hidden_act not in HIDDEN_ACTS:
-        raise SpeqError(
+        raise UnsupportedError(
             f"{where} has the activation {hidden_act!r}; supported are {', '.join(HIDDEN_ACTS)}"
         )
     dense: dict[int, tuple[int, int]] = {}
@@ -354,7 +354,7 @@ def one_top_k(config: Any, name: str, where: object) -> Any:
     given = getattr(config, name)
     layers = set(given[: config.num_hidden_layers]) if isinstance(given, list) else {given}
     if len(layers) != 1:
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} gives layers different numbers of experts for a token, {sorted(layers)}; "
             "speq runs models that have one number for all: give another model"
         )
@@ -367,15 +367,15 @@ def check_config(config: Any, num_experts: Any, top_k: Any, name: str, where: ob
     name  name of top_k in the config
     """
     if not isinstance(num_experts, int) or num_experts < 1:
-        raise SpeqError(f"{where} has {num_experts} experts a layer; it must be at least 1")
+        raise CheckpointError(f"{where} has {num_experts} experts a layer; it must be at least 1")
     if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has {name} {top_k!r}; it must be from 1 to the {num_experts} "
             "experts of a layer"
         )
     window = getattr(config, "sliding_window", None)
     if window is not None and window < 0:
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has sliding_window {window}; it must be 0, which is none, or more"
         )
 
@@ -395,5 +395,5 @@ def max_context(config: Any, where: object) -> int:
     if rope.get("rope_type") == "yarn" and rope.get("factor"):
         limit = max(limit, int(original * rope["factor"]))
     if limit < 1:
-        raise SpeqError(f"{where} allows a context of {limit} tokens; it must be at least 1")
+        raise CheckpointError(f"{where} allows a context of {limit} tokens; it must be at least 1")
     return limit

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.kernels.convolution import convolve
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.arguments import find_cache
@@ -133,12 +133,12 @@ def check_short_conv(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError unless each layer is of a known kind, and convolutions have taps."""
     kinds, layers = config.layer_types, config.num_hidden_layers
     if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {CONV, ATTENTION}:
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has layer_types {kinds!r:.80}; it must name each of {layers} layers "
             f"{CONV!r} or {ATTENTION!r}: download config.json again, or correct that value"
         )
     if not isinstance(config.conv_L_cache, int) or config.conv_L_cache < 1:
-        raise SpeqError(
+        raise CheckpointError(
             f"{where} has conv_L_cache {config.conv_L_cache!r}; it must be at least 1: download "
             "config.json again, or correct that value"
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, replacing, writing
 from speq.files.journal import Journal
@@ -61,7 +61,7 @@ class AnswerFolder:
             journal = Journal(folder / JOURNAL, header, (JOURNAL, ANSWERS).__contains__)
             differing = differences(journal.header, header)
             if differing:
-                raise SpeqError(
+                raise FileError(
                     f"{folder} holds answers that were made with other {', '.join(differing)}; "
                     "give the same to go on with them, or remove that folder to begin anew"
                 )

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from speq.config import SamplingParams
 from speq.engine.request import Request
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.generator import Generator, Token
 from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
@@ -86,12 +86,12 @@ class PlainFormat:
     def read_request(self, request: RequestLine, given: dict[str, Any]) -> PlainRequest:
         refuse_unknown(given, (*FIELDS, *SAMPLING))
         if ("prompt" in given) == ("messages" in given):
-            raise SpeqError("prompt or messages must be given, and not both")
+            raise OptionError("prompt or messages must be given, and not both")
         prompt: Any = given.get("prompt", given.get("messages"))
         if "messages" in given and not (
             isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)
         ):
-            raise SpeqError("messages must be a list of objects with role and content")
+            raise OptionError("messages must be a list of objects with role and content")
         own = {name: given[name] for name in SAMPLING if name in given}
         options: Any = asdict(self.sampling) | own
         made = self.generator.prepare(prompt, None, options)

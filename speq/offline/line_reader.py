@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speq.config import SamplingParams
-from speq.errors import EngineLost, SpeqError
+from speq.errors import EngineLost, OptionError, SpeqError
 from speq.files.json_file import parse_json
 from speq.generator import Generator
 from speq.offline.answer_line import AnswerLine
@@ -70,7 +70,7 @@ def object_of(line: RequestLine) -> dict[str, Any]:
     try:
         given = parse_json(line.content)
     except ValueError as error:
-        raise SpeqError(f"line {line.line} is no JSON: {error}; give an object") from error
+        raise OptionError(f"line {line.line} is no JSON: {error}; give an object") from error
     if not isinstance(given, dict):
-        raise SpeqError(f"line {line.line} holds a JSON {type(given).__name__}; give an object")
+        raise OptionError(f"line {line.line} holds a JSON {type(given).__name__}; give an object")
     return given

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.engine.token_stream import End
-from speq.errors import Broken, SpeqError, checked_choice, checked_text
+from speq.errors import Broken, OptionError, SpeqError, checked_choice, checked_text
 from speq.generator import Generator, Token
 from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
@@ -84,7 +84,7 @@ class OpenAIFormat:
         refuse_unknown(given, FIELDS)
         missing = [name for name in FIELDS if name not in given]
         if missing:
-            raise SpeqError(f"{', '.join(missing)} must be given")
+            raise OptionError(f"{', '.join(missing)} must be given")
         checked_text("custom_id", given["custom_id"])
         checked_choice("method", given["method"], ("POST",))
         checked_choice("url", given["url"], (CHAT, COMPLETION))
@@ -102,7 +102,7 @@ class OpenAIFormat:
         except ValidationError as error:
             raise error_of_fields(error.errors()) from error
         if body.stream:
-            raise SpeqError("stream is true, and a file of answers has no streams; leave it out")
+            raise OptionError("stream is true, and a file of answers has no streams; leave it out")
         if isinstance(body, ChatBody):
             return asyncio.run(self._service.chat(body))
         if not isinstance(body, CompletionBody):

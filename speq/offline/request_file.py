@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.files.regular_file import check_regular
 
 REMEDY = "give a file of JSON Lines with a request in each"
@@ -53,9 +53,9 @@ class RequestFile:
             if isinstance(error, SpeqError):
                 raise
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise SpeqError(f"{path} cannot be read: {reason}; {REMEDY}") from error
+            raise FileError(f"{path} cannot be read: {reason}; {REMEDY}") from error
         if not lines:
-            raise SpeqError(f"{path} holds no request; {REMEDY}")
+            raise FileError(f"{path} holds no request; {REMEDY}")
         return cls(path, digest.hexdigest(), lines, offsets)
 
     def __len__(self) -> int:

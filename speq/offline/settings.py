@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Text
 
@@ -53,6 +53,6 @@ class BatchFileSettings(Options):
         """Raise SpeqError for answers that would replace what is asked."""
         for path in (self.answers, self.failed):
             if path.exists() and self.requests.exists() and path.samefile(self.requests):
-                raise SpeqError(
+                raise OptionError(
                     f"requests and answers are both {path}; give another file for the answers"
                 )

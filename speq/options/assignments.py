@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.declared import Declared
 
 SWITCH = {"true": True, "false": False}
@@ -26,13 +26,13 @@ def parse_assignments(
         written, equals, value = assignment.partition("=")
         name = written.strip().replace("-", "_")
         if not equals or not name:
-            raise SpeqError(f"{whose} has {assignment!r:.80}; give NAME=VALUE")
+            raise OptionError(f"{whose} has {assignment!r:.80}; give NAME=VALUE")
         if name in found:
-            raise SpeqError(f"{whose} has {name} twice; give it once")
+            raise OptionError(f"{whose} has {name} twice; give it once")
         typed = types.get(name, str)
         try:
             found[name] = SWITCH[value.lower()] if typed is bool else typed(value)
         except (ValueError, KeyError):
             wanted = "true or false" if typed is bool else "a number"
-            raise SpeqError(f"{whose} has {assignment!r:.80}; {name} takes {wanted}") from None
+            raise OptionError(f"{whose} has {assignment!r:.80}; {name} takes {wanted}") from None
     return found

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.kinds import OptionType
 
 # The default of an option that must be given.
@@ -135,7 +135,7 @@ def build(config: type[Config], given: Mapping[str, Any], known: tuple[str, ...]
     refuse_unknown(given, (*(each.name for each in options), *known))
     missing = [each.name for each in options if each.required and each.name not in given]
     if missing:
-        raise SpeqError(f"{', '.join(missing)} must be given")
+        raise OptionError(f"{', '.join(missing)} must be given")
     values: dict[str, Any] = {}
     for each in options:
         if each.name in given and each.inside is None:
@@ -161,7 +161,9 @@ def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raise SpeqError for names that are none of `known`."""
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise SpeqError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        raise OptionError(
+            f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from speq.errors import SpeqError, checked_choice, checked_int, format_value
+from speq.errors import OptionError, checked_choice, checked_int, format_value
 from speq.registries import Registry
 from speq.units import format_bytes, parse_bytes, parse_rate
 
@@ -63,7 +63,7 @@ class Text(OptionType):
 
     def check(self, name: str, value: Any) -> str:
         if not isinstance(value, str | Path if self.path else str):
-            raise SpeqError(f"{name} is {value!r}; give {self.wanted or 'a text'}")
+            raise OptionError(f"{name} is {value!r}; give {self.wanted or 'a text'}")
         return str(value) if self.wanted is None else _sound(name, value, self.wanted)
 
 
@@ -88,12 +88,12 @@ class File(OptionType):
     def check(self, name: str, value: Any) -> Path:
         wanted = f"{self.wanted}, or - to print" if self.printed else self.wanted
         if not isinstance(value, str | Path):
-            raise SpeqError(f"{name} is {value!r}; give {wanted}")
+            raise OptionError(f"{name} is {value!r}; give {wanted}")
         path = Path(_sound(name, value, wanted))
         if self.printed and str(path).startswith("-") and str(path) != "-":
-            raise SpeqError(f"{name} is {str(path)!r}; give {wanted}")
+            raise OptionError(f"{name} is {str(path)!r}; give {wanted}")
         if self.readable and path.is_dir():
-            raise SpeqError(f"{name} is {str(path)!r}, a folder; give {wanted}")
+            raise OptionError(f"{name} is {str(path)!r}, a folder; give {wanted}")
         return path
 
 
@@ -107,7 +107,7 @@ class Switch(OptionType):
 
     def check(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise SpeqError(f"{name} is {value!r}; it must be True or False")
+            raise OptionError(f"{name} is {value!r}; it must be True or False")
         return value
 
     def text(self, value: Any) -> Any:
@@ -166,14 +166,14 @@ class Whole(OptionType):
                 return None
             if isinstance(value, str):
                 if not re.fullmatch(r"[+-]?\d{1,18}", value):
-                    raise SpeqError(
+                    raise OptionError(
                         f"{name} is {value!r}; it must be {self.word} or a whole number"
                     )
                 value = int(value)
         if not self.among:
             return checked_int(name, value, self.minimum, self.maximum)
         if type(value) is not int or value not in self.among:
-            raise SpeqError(
+            raise OptionError(
                 f"{name} is {value!r}; it must be one of {', '.join(map(str, self.among))}"
             )
         return value
@@ -202,10 +202,10 @@ class Number(OptionType):
 
     def check(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise SpeqError(f"{name} is {value!r}; it must be {self._wanted}")
+            raise OptionError(f"{name} is {value!r}; it must be {self._wanted}")
         above = value > self.minimum if self.without_minimum else value >= self.minimum
         if not above or not value <= self.maximum:
-            raise SpeqError(f"{name} is {format_value(value)}; it must be {self._bounds}")
+            raise OptionError(f"{name} is {format_value(value)}; it must be {self._bounds}")
         return value
 
     @property
@@ -244,16 +244,16 @@ class Amount(OptionType):
         if isinstance(value, str):
             number = value.removesuffix("%").strip()
             if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", number):
-                raise SpeqError(f"{name} is {value[:40]!r}; {self._wanted}")
+                raise OptionError(f"{name} is {value[:40]!r}; {self._wanted}")
             if value.endswith("%"):
                 if not 0 < float(number) <= 100:
-                    raise SpeqError(f"{name} is {value[:40]!r}; {self._wanted}")
+                    raise OptionError(f"{name} is {value[:40]!r}; {self._wanted}")
                 return float(number) / 100
             if "." in number:
-                raise SpeqError(f"{name} is {value[:40]!r}; {self._wanted}")
+                raise OptionError(f"{name} is {value[:40]!r}; {self._wanted}")
             value = int(number)
         if isinstance(value, bool) or not isinstance(value, int) or value < self.minimum:
-            raise SpeqError(f"{name} is {value!r}; {self._wanted}")
+            raise OptionError(f"{name} is {value!r}; {self._wanted}")
         return value
 
     @property
@@ -279,7 +279,7 @@ class Size(OptionType):
     def check(self, name: str, value: Any) -> Any:
         size = parse_bytes(value)
         if size > MOST_BYTES:
-            raise SpeqError(
+            raise OptionError(
                 f"{name} is {str(value)[:40]!r}; it must be at most {format_bytes(MOST_BYTES)}"
             )
         return str(value) if self.kept else size
@@ -299,7 +299,7 @@ class Rate(OptionType):
         if isinstance(value, str):
             value = parse_rate(name, value)
         if not isinstance(value, int | float) or not 0 < value <= MOST_BYTES:
-            raise SpeqError(
+            raise OptionError(
                 f"{name} is {value!r}; it must be above 0 and at most "
                 f"{format_bytes(MOST_BYTES)}/s, such as 25GB/s"
             )
@@ -345,7 +345,7 @@ class ListOf(OptionType):
         elif isinstance(value, list | tuple | set | frozenset):
             values = value
         else:
-            raise SpeqError(f"{name} is {value!r}; it must be {self.wanted}")
+            raise OptionError(f"{name} is {value!r}; it must be {self.wanted}")
         return tuple(self._one(name, each, value) for each in values)
 
     def _one(self, name: str, each: Any, value: Any) -> Any:
@@ -353,9 +353,9 @@ class ListOf(OptionType):
             try:
                 each = self.each.typed(each)
             except ValueError:
-                raise SpeqError(f"{name} is {value!r}; it must be {self.wanted}") from None
+                raise OptionError(f"{name} is {value!r}; it must be {self.wanted}") from None
             if not math.isfinite(each):
-                raise SpeqError(f"{name} is {value!r}; it must be {self.wanted}")
+                raise OptionError(f"{name} is {value!r}; it must be {self.wanted}")
         return self.each.check(name, each)
 
     def text(self, value: Any) -> Any:
@@ -366,7 +366,7 @@ def _sound(name: str, value: str | Path, wanted: str) -> str:
     """A name as files have it. Raises SpeqError where no file could."""
     text = str(value)
     if text == "":
-        raise SpeqError(f"{name} is empty; give {wanted}")
+        raise OptionError(f"{name} is empty; give {wanted}")
     if "\0" in text:
-        raise SpeqError(f"{name} is {text!r}, with a character 0 in it; give {wanted}")
+        raise OptionError(f"{name} is {text!r}, with a character 0 in it; give {wanted}")
     return text

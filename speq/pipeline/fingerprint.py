@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from speq.config import RunConfig
-from speq.errors import SpeqError, checked_choice
+from speq.errors import OptionError, PeerError, checked_choice
 from speq.files.contents import content_digest
 from speq.files.json_file import parse_json
 from speq.models.layer_range import LayerRange, layer_ranges
@@ -46,17 +46,17 @@ class ModelFingerprint:
     def check(self, theirs: "ModelFingerprint", who: str) -> None:
         """Raise SpeqError if another stage's fingerprint differs. who: that stage"""
         if self.versions != theirs.versions:
-            raise SpeqError(
+            raise PeerError(
                 f"{who} runs {format_versions(theirs.versions)} and this one "
                 f"{format_versions(self.versions)}; install the same on all machines"
             )
         if self.model != theirs.model:
-            raise SpeqError(
+            raise PeerError(
                 f"{who} has another checkpoint (digest {theirs.model[:12]}, here "
                 f"{self.model[:12]}); give all stages the same model"
             )
         if self.counts != theirs.counts:
-            raise SpeqError(
+            raise PeerError(
                 f"{who} divides the layers into {format_counts(theirs.counts)} and this one into "
                 f"{format_counts(self.counts)}; give all stages the same --stages"
             )
@@ -76,7 +76,7 @@ class ModelFingerprint:
             if not known or not all(type(count) is int for count in counts):
                 raise ValueError("other types")
         except (KeyError, TypeError, ValueError) as error:
-            raise SpeqError(
+            raise PeerError(
                 f"{who} sent a fingerprint that this version does not understand; run the same "
                 "version of speq on all machines"
             ) from error
@@ -112,7 +112,7 @@ class RunSettings:
             checked_choice("drafter", content["drafter"], DRAFTERS_WITHOUT_PASSES)
             return cls(**{name: options[name].check(content[name]) for name in names})
         except ValueError as error:  # a SpeqError is one
-            raise SpeqError(
+            raise PeerError(
                 f"the first stage sent settings that this version does not understand ({error}); "
                 "run the same version of speq on all machines"
             ) from error
@@ -146,7 +146,7 @@ def part_for(stages: str, layers: int, number: int) -> tuple[list[int], LayerRan
     """
     counts = counts_of(stages, layers)
     if number > len(counts):
-        raise SpeqError(f"stage is {number} and there are {len(counts)} stages; give one of them")
+        raise OptionError(f"stage is {number} and there are {len(counts)} stages; give one of them")
     return counts, layer_ranges(counts)[number - 1]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speq.config import RunConfig
-from speq.errors import EngineLost, SpeqError
+from speq.errors import CheckpointError, EngineLost, OptionError, PeerError, SpeqError
 from speq.files.checkpoint import locate
 from speq.files.json_file import read_json
 from speq.models.families import family_of
@@ -98,7 +98,7 @@ class RingStages:
             if answer.content.get("ended"):
                 raise self._lose(sentence)
             self._lost = None
-            raise SpeqError(sentence)
+            raise PeerError(sentence)
         if answer.kind != message.kind:
             raise self._lose(OTHER_ANSWER)
         self._lost = None
@@ -143,13 +143,13 @@ def open_stage(
     config = read_json(path / "config.json")
     layers = family_of(config, path).config(config, path).get("num_hidden_layers")
     if type(layers) is not int:
-        raise SpeqError(f"{path / 'config.json'} has no num_hidden_layers; download it again")
+        raise CheckpointError(f"{path / 'config.json'} has no num_hidden_layers; download it again")
     counts, part = part_for(stages, layers, number)
     opened = open_model(path, verify_reads, part)
     codec = opened.store.codec
     if codec.needs_draft:
         opened.close()
-        raise SpeqError(
+        raise OptionError(
             f"{path} is packed with codec {codec.name}, whose records need a draft's codes, and "
             "pipeline stages have no draft; give the folder that was packed, or pack it with "
             "--codec lossless"
@@ -173,7 +173,7 @@ def open_first(
     rendezvous  to wait at; None: the one of `settings`
     """
     if settings.stages is None or (rendezvous is None and settings.rendezvous is None):
-        raise SpeqError("stages is given and rendezvous is not; pipeline parallelism needs both")
+        raise OptionError("stages is given and rendezvous is not; pipeline parallelism needs both")
     check_gloo()
     config = with_stages(config)
     opened, fingerprint = open_stage(model, settings.stages, 1, config.verify_reads, progress)

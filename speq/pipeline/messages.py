@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError, checked_int, format_value
+from speq.errors import PeerError, SpeqError, checked_int, format_value
 from speq.models.kv_cache import KVCache
 from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
@@ -80,7 +80,7 @@ class ForwardPass:
                 f"a prompt of {count} rows and {len(sequences)} sequences in one pass"
             )
         if message.rows.numel() != count * width * dtype.itemsize:
-            raise SpeqError(f"a pass came with other rows than it says; {OTHER_PROTOCOL}")
+            raise PeerError(f"a pass came with other rows than it says; {OTHER_PROTOCOL}")
         return cls(sequences, message.rows.view(dtype).view(count, width), prefill)
 
 
@@ -117,7 +117,7 @@ def tokens_of_entry(entry: Any, caches: list[KVCache]) -> SequenceTokens:
     cache = caches[check_int("a cache", number, 0, len(caches) - 1)]
     count = check_int("rows of a sequence", count, 1)
     if count > cache.capacity - cache.length:
-        raise SpeqError(f"a pass has more rows than the KV cache can take; {OTHER_PROTOCOL}")
+        raise PeerError(f"a pass has more rows than the KV cache can take; {OTHER_PROTOCOL}")
     tree = None
     if parents is not None:
         root, *others = check_list("parents", parents, count)
@@ -128,7 +128,7 @@ def tokens_of_entry(entry: Any, caches: list[KVCache]) -> SequenceTokens:
 
 
 def invalid_message(what: str) -> SpeqError:
-    return SpeqError(f"a stage sent an invalid message ({what}); {OTHER_PROTOCOL}")
+    return PeerError(f"a stage sent an invalid message ({what}); {OTHER_PROTOCOL}")
 
 
 def fields_of(message: StageMessage, *names: str) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from speq.errors import SpeqError
+from speq.errors import DependencyError, PeerError, SpeqError
 from speq.listening import listening_on
 from speq.pipeline.fingerprint import ModelFingerprint, RunSettings
 from speq.pipeline.settings import address_of
@@ -30,7 +30,7 @@ ALL_CAME = "all came"
 def check_gloo() -> None:
     """Raise SpeqError if torch was built without gloo."""
     if not dist.is_available() or not dist.is_gloo_available():
-        raise SpeqError(
+        raise DependencyError(
             "this torch has no gloo, which pipeline stages need; install one of PyTorch's builds"
         )
 
@@ -83,7 +83,7 @@ def open_ring(
         while not store.check([arrival_key(number)]):
             meeting_point.look()
             if time.monotonic() > deadline_s:
-                raise SpeqError(
+                raise PeerError(
                     f"stage {number} of {count} did not come to {rendezvous} within {wait_s:g} s; "
                     f"start it there with `speq stage` and --stage {number}"
                 )
@@ -115,7 +115,7 @@ def join_ring(
         if not taken:
             store.set(arrival_key(number), fingerprint.to_json())
     if taken:
-        raise SpeqError(
+        raise PeerError(
             f"another process joined {rendezvous} as stage {number} before; give each its own "
             "number"
         )
@@ -161,7 +161,7 @@ def local_address(rendezvous: str, wait_s: float) -> str:
                 return str(connection.getsockname()[0])
         except OSError as error:
             if time.monotonic() > deadline_s:
-                raise SpeqError(
+                raise PeerError(
                     f"nobody listens on rendezvous {rendezvous} ({error.strerror or error}) after "
                     f"{wait_s:g} s; start the first stage, with --rendezvous {rendezvous}"
                 ) from error
@@ -179,7 +179,7 @@ def translate_store_errors(rendezvous: str) -> Iterator[None]:
         reason = ""
         with contextlib.suppress(IndexError):
             reason = str(error).strip().splitlines()[0][:200]
-        raise SpeqError(
+        raise PeerError(
             f"the pipeline stages did not connect at {rendezvous}: {reason}; look at the output of "
             "the others"
         ) from error

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.declared import Option, Options
 from speq.options.kinds import Number, Text, Whole
 from speq.registries import CODECS
@@ -45,7 +45,7 @@ class StagesSettings(Options):
     def check_together(self) -> None:
         """Raise SpeqError for a rendezvous without stages."""
         if self.stages is None and self.rendezvous is not None:
-            raise SpeqError(
+            raise OptionError(
                 "rendezvous is given and stages is not; pipeline parallelism needs both"
             )
         if self.rendezvous is not None:
@@ -82,11 +82,11 @@ def address_of(rendezvous: str) -> tuple[str, int]:
     host = host[1:-1] if bracketed else host
     named = bool(host) and bracketed == (":" in host)
     if not named or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise SpeqError(
+        raise OptionError(
             f"rendezvous is {rendezvous!r:.80}; it must be HOST:PORT, or [HOST]:PORT of IPv6"
         )
     if host in ("0.0.0.0", "*", "::"):
-        raise SpeqError(
+        raise OptionError(
             f"rendezvous is {rendezvous!r}, which is every address of the machine; give the one "
             "that the other machines reach it by"
         )
@@ -97,7 +97,7 @@ def numbers_of(stages: str) -> list[int]:
     """Parse the option: a number of stages, or layers of each. Raises SpeqError otherwise."""
     given = [each.strip() for each in stages.split(",")]
     if not all(each.isdecimal() and len(each) < 6 for each in given):
-        raise SpeqError(f"stages is {stages!r:.80}; it must be a number, or numbers of layers")
+        raise OptionError(f"stages is {stages!r:.80}; it must be a number, or numbers of layers")
     return [int(each) for each in given]
 
 
@@ -106,7 +106,7 @@ def stage_count(stages: str) -> int:
     numbers = numbers_of(stages)
     count = numbers[0] if len(numbers) == 1 else len(numbers)
     if not 2 <= count <= MOST_STAGES:
-        raise SpeqError(f"stages is {stages!r:.80}; give from 2 to {MOST_STAGES}")
+        raise OptionError(f"stages is {stages!r:.80}; give from 2 to {MOST_STAGES}")
     return count
 
 
@@ -116,7 +116,7 @@ def counts_of(stages: str, layers: int) -> list[int]:
     if len(numbers) == 1:
         return even_counts(layers, numbers[0])
     if len(numbers) > MOST_STAGES or min(numbers) < 1 or sum(numbers) != layers:
-        raise SpeqError(
+        raise OptionError(
             f"stages is {stages!r:.80}, which is {sum(numbers)} layers, and the model has "
             f"{layers}; give 2 to {MOST_STAGES} numbers from 1 on that add up to it"
         )
@@ -127,7 +127,7 @@ def even_counts(layers: int, stages: int) -> list[int]:
     """Divide layers evenly; the first stages take the remainder."""
     most = min(layers, MOST_STAGES)
     if not 2 <= stages <= most:
-        raise SpeqError(
+        raise OptionError(
             f"stages is {stages} and the model has {layers} layers; give from 2 to {most}"
         )
     each, more = divmod(layers, stages)
@@ -158,7 +158,7 @@ def with_stages(config: RunConfig) -> RunConfig:
         if given not in choices:
             *first, last = [str(each) for each in choices]
             wanted = f"{', '.join(first)} or {last}" if first else last
-            raise SpeqError(
+            raise OptionError(
                 f"{name} is {given} and the model runs in pipeline stages, which accept {wanted}"
             )
     drafter = "none" if config.drafter == "auto" else config.drafter

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import PeerError
 from speq.files.json_file import parse_json
 from speq.pipeline.waiting import Waiter
 
@@ -60,7 +60,7 @@ def sizes_of(head: Tensor, most_row_bytes: int) -> tuple[MessageKind, int, int]:
     magic, kind, text_bytes, row_bytes = head.tolist()
     known = magic == MAGIC and kind in list(MessageKind)
     if not known or not 0 < text_bytes <= MAX_JSON_BYTES or not 0 <= row_bytes <= most_row_bytes:
-        raise SpeqError(f"a stage sent a message of another version; {OTHER_PROTOCOL}")
+        raise PeerError(f"a stage sent a message of another version; {OTHER_PROTOCOL}")
     return MessageKind(kind), text_bytes, row_bytes
 
 
@@ -69,9 +69,9 @@ def unpack(kind: MessageKind, text_bytes: int, payload: Tensor) -> StageMessage:
     try:
         content = parse_json(bytes(payload[:text_bytes].numpy()))
     except ValueError as error:
-        raise SpeqError(f"a stage sent invalid JSON ({error}); {OTHER_PROTOCOL}") from error
+        raise PeerError(f"a stage sent invalid JSON ({error}); {OTHER_PROTOCOL}") from error
     if not isinstance(content, dict):
-        raise SpeqError(f"a stage sent JSON that is not an object; {OTHER_PROTOCOL}")
+        raise PeerError(f"a stage sent JSON that is not an object; {OTHER_PROTOCOL}")
     # A copy: bytes after the JSON are not aligned for wider types.
     return StageMessage(kind, content, payload[text_bytes:].clone())
 
@@ -169,7 +169,7 @@ class GlooRing:
         except RuntimeError as error:
             late = "Timed out" in str(error)
             what = f"was silent for {wait_s:g} s" if late else "has ended, or cannot be reached"
-            raise SpeqError(
+            raise PeerError(
                 f"stage {rank + 1} of {self.count} {what}; look at its output, and start all "
                 "stages again"
             ) from error

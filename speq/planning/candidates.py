@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 from speq.config import DraftOptions
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.expert_store import ExpertStore
 from speq.planning.cost.residency_plan import ResidencyPlan
@@ -84,7 +84,7 @@ def check_codec(store: ExpertStore, codec: str) -> None:
     """Raise SpeqError where a packed model is wanted in another codec than it is packed with."""
     given = store.codec.name
     if not store.published and codec not in ("auto", given):
-        raise SpeqError(
+        raise OptionError(
             f"codec {codec} was asked for and the model is packed with codec {given}; leave it to "
             f"be auto, or pack the published model with --codec {codec}"
         )
@@ -101,7 +101,7 @@ def check_parts(parts: Sequence[DraftPart], codec: ExpertCodec, wanted: str = "a
     asked = codec if wanted == "auto" else codec_of(wanted, codec.shape)
     for each in (codec, asked):
         if each.needs_draft:
-            raise SpeqError(
+            raise OptionError(
                 f"draft_experts is {parts[0].count} and experts of codec {each.name} are read over "
                 "the INT4 codes of all experts; leave draft_experts out, or take another codec"
             )
@@ -114,7 +114,7 @@ def drafter_of(drafts: DraftOptions) -> str:
     if drafts.drafter == "auto":
         return "none" if drafts.draft == "none" else "int4"
     if drafts.draft == "none" and drafts.drafter != "none" and DRAFTERS[drafts.drafter].needs_int4:
-        raise SpeqError(
+        raise OptionError(
             f"drafter {drafts.drafter} drafts with the INT4 copy and draft is none; leave draft to "
             "be auto, or choose another drafter"
         )

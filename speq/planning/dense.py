@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.files.alignment import allocate_aligned
 from speq.files.checkpoint import Checkpoint
 from speq.files.range_file import ENDS_BYTES
@@ -138,13 +138,13 @@ def choose_dense_form(
         logger.info("dense layers %s: %s", chosen, reason)
         return room.with_dense(model_spec, chosen)
     if not codes:
-        raise SpeqError(
+        raise OptionError(
             f"dense {form} codes bfloat16 and the run computes in "
             f"{str(model_spec.dtype).removeprefix('torch.')}; use dense raw"
         )
     drafts = any(way.drafter == "int4" for way in room.candidates(model_spec))
     if form == "residual" and not (drafts and model_spec.dense_draft.bases):
-        raise SpeqError(
+        raise OptionError(
             "dense residual is read over a draft's INT4 codes of dense layers, and this run has "
             "no such draft; use dense lossless"
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from speq.errors import SpeqError
+from speq.errors import NoRoom
 from speq.units import format_bytes
 
 MIN_SLOTS = 2
@@ -48,7 +48,7 @@ class Demand:
     state_bytes: int = 0
 
 
-class BudgetTooSmall(SpeqError):
+class BudgetTooSmall(NoRoom):
     """needed_bytes: the smallest budget that would do for that context."""
 
     def __init__(self, sentence: str, needed_bytes: int) -> None:

@@ -8,7 +8,7 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.atomic_file import write_whole
 from speq.files.cache_folder import PROFILES, cache_folder
 from speq.files.json_file import read_json
@@ -56,7 +56,7 @@ def read_kept(key: ProfileKey) -> Profile | None:
         return None
     profile = read(path)
     if profile.key != key:
-        raise SpeqError(f"profile {path} is of {profile.key}, not of {key}; remove it")
+        raise FileError(f"profile {path} is of {profile.key}, not of {key}; remove it")
     return profile
 
 
@@ -74,12 +74,12 @@ def find(option: str, opened: Opened, device: str, budget_bytes: int) -> Profile
     profile = read(Path(option))
     theirs = profile.key
     if theirs.model != key.model:
-        raise SpeqError(
+        raise FileError(
             f"profile {option} is of another model than {opened.checkpoint.path}, by the digest of "
             "its weights; run `speq tune` on this one, or give profile none"
         )
     if theirs.device != key.device:
-        raise SpeqError(
+        raise FileError(
             f"profile {option} was measured on {theirs.device} and this is {key.device}; run "
             "`speq tune` here, or give profile none"
         )

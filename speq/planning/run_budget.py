@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from speq.config import DraftOptions, MemoryOptions
 from speq.devices.device import Accelerator, Processor
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.governor.draft_length import LONGEST, LONGEST_SECONDARY
 from speq.machine import default_host_bytes
 from speq.planning.demand import Budget, DeviceOverhead
@@ -60,7 +60,7 @@ def longest_draft(drafts: DraftOptions) -> int:
 def check_host_budget(host_budget: int | None, on_cpu: bool) -> None:
     """Raise SpeqError for a host budget where there is one memory, and one budget."""
     if on_cpu and host_budget is not None:
-        raise SpeqError(
+        raise OptionError(
             "host_budget is given and the device is cpu, where experts lie in the memory of "
             "memory_budget or on the disk; leave it out"
         )
@@ -73,7 +73,7 @@ def first_context(fixed: int | None, longest: int, wanted: int, draft_nodes: int
     wanted  tokens of the first request; 0 where that is not known
     """
     if fixed is not None and fixed > longest:
-        raise SpeqError(f"context_length is {fixed}; the model's limit is {longest}")
+        raise OptionError(f"context_length is {fixed}; the model's limit is {longest}")
     return min(fixed or (wanted or CONTEXT_STEP) + draft_nodes, longest)
 
 
@@ -85,7 +85,7 @@ def check_context(context: int, fixed: int | None, longest: int) -> int:
     limit = fixed or longest
     if context > limit:
         source = "context_length" if fixed else "the model's limit"
-        raise SpeqError(
+        raise OptionError(
             f"the prompt and max_new_tokens need a context of {context} tokens and {source} is "
             f"{limit}; shorten one of them"
         )
@@ -104,7 +104,7 @@ def check_free_memory(plan: MemoryPlan, budget_bytes: int, device: Processor | A
             f"{format_bytes(free)} are free {where}; give a smaller budget"
         )
         if not on_cpu:
-            raise SpeqError(sentence)
+            raise OptionError(sentence)
         logger.warning("%s, or the system may end the run", sentence)
     elif budget_bytes > free:
         logger.warning(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from speq.config import DraftOptions
 from speq.drafts.dense_draft import DenseDraft
 from speq.drafts.draft_source import RoundedDraft, dense_draft, open_draft
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.experts.draft_codes import DraftSource
 from speq.heads.draft_head import HeadSource
 from speq.heads.predicted_experts import head_worth_weighing, open_head
@@ -73,7 +73,7 @@ def draft_source(opened: Opened, drafts: DraftOptions, codec: str) -> DraftSourc
     if drafts.draft == "none" and int4:
         drafter_of(drafts)  # refuses one that has nothing to draft with
         named = store.codec.name if codec == "auto" else codec
-        raise SpeqError(
+        raise OptionError(
             f"draft is none, and experts of codec {named} are read over a draft's codes; leave "
             "draft to be auto"
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speq.drafts.draft_file import FOLDER
-from speq.errors import Broken, SpeqError
+from speq.errors import Broken, OptionError, SpeqError
 from speq.files.cache_folder import COUNTS, cache_folder
 from speq.files.checkpoint import Checkpoint
 from speq.layers.expert_counts import ExpertCounts
@@ -81,7 +81,7 @@ class UsedExperts:
             return WHOLE
         count = math.ceil(asked * self.num_experts) if isinstance(asked, float) else asked
         if count > self.num_experts:
-            raise SpeqError(
+            raise OptionError(
                 f"draft_experts is {asked} and a layer has {self.num_experts} experts; give "
                 f"0 to {self.num_experts}, or a share such as 50%"
             )

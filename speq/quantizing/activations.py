@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.checksums import SummedFile
 from speq.files.range_file import bytes_of
 
@@ -92,7 +92,7 @@ class FileRows:
             move = os.pwritev if writing else os.preadv
             count = move(self._fd, [view[done:]], offset + done)
             if not count:
-                raise SpeqError(
+                raise FileError(
                     "a file of activations became shorter while it was read; run the same "
                     "command again"
                 )
@@ -133,7 +133,7 @@ def load(rows: ActivationRows, count: int, width: int, path: Path) -> None:
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != count * width * 4:
-                raise SpeqError(
+                raise FileError(
                     f"{path} does not hold the {count} rows that were journalled; remove "
                     f"{path.parent} and quantise again"
                 )
@@ -142,6 +142,6 @@ def load(rows: ActivationRows, count: int, width: int, path: Path) -> None:
                 file.readinto(bytes_of(block.view(-1).view(torch.uint8)))
                 rows.write(start, block)
     except OSError as error:
-        raise SpeqError(
+        raise FileError(
             f"{path} cannot be read: {error.strerror}; remove {path.parent} and quantise again"
         ) from error

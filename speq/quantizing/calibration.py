@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.json_file import parse_json
 from speq.files.regular_file import read_text
 from speq.quantizing.settings import QuantizeSettings
@@ -45,7 +45,7 @@ def read_texts(path: Path) -> list[str]:
     Raises SpeqError if the file is absent, not text, or empty.
     """
     if not path.is_file():
-        raise SpeqError(
+        raise FileError(
             f"calibration {str(path)!r} is not a file; give JSON Lines (.jsonl) with a `prompt` or "
             "`text` in each row, or a text file; a data set of the hub must be saved as one first"
         )
@@ -55,7 +55,7 @@ def read_texts(path: Path) -> list[str]:
         lines = enumerate(content.split("\n"), start=1)
         texts = [_text_of(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not any(text.strip() for text in texts):
-        raise SpeqError(f"calibration {path} holds no text; give some pages of it")
+        raise FileError(f"calibration {path} holds no text; give some pages of it")
     return texts
 
 
@@ -63,10 +63,10 @@ def _text_of(line: str, where: str) -> str:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise SpeqError(f"{where} is not JSON: {error}; write an object in each row") from error
+        raise FileError(f"{where} is not JSON: {error}; write an object in each row") from error
     found = [row[field] for field in FIELDS if field in row] if isinstance(row, dict) else []
     if not found or not isinstance(found[0], str):
-        raise SpeqError(
+        raise FileError(
             f"{where} is not a JSON object with a string under `prompt` or `text`; write one there"
         )
     return found[0]
@@ -81,7 +81,7 @@ def tokenise(texts: list[str], encode: Encode, vocab_size: int, end_id: int | No
             ids.append(end_id)
     tokens = torch.tensor(ids, dtype=torch.int64)
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise SpeqError(
+        raise FileError(
             f"the tokenizer makes token {int(tokens.max())} of the calibration text and the model "
             f"knows {vocab_size}; give the model's own tokenizer"
         )
@@ -97,7 +97,7 @@ def calibration_of(tokens: Tensor, settings: QuantizeSettings) -> Calibration:
     windows = tokens[: len(tokens) // length * length].view(-1, length)
     found = len(windows)
     if not found:
-        raise SpeqError(
+        raise FileError(
             f"the calibration text has {len(tokens)} tokens and a sequence length of {length} was "
             "asked for; give more text or a shorter --sequence-length"
         )

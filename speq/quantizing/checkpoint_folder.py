@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.experts.expert_store import ExpertLayout
 from speq.experts.int4 import group_columns
 from speq.experts.pack import COPY_BYTES, copy_whole, replace_synced
@@ -172,10 +172,10 @@ class QuantizeFolder:
         self._shard_crc32: int | None = None
         begun = (out / QUANTIZE_JOURNAL).exists()
         if (out / "config.json").exists() and not begun:
-            raise SpeqError(f"{out} is a model already; give a folder that is not there yet")
+            raise FileError(f"{out} is a model already; give a folder that is not there yet")
         remove_abandoned(out)
         if out.exists() and not begun and (not out.is_dir() or any(out.iterdir())):
-            raise SpeqError(f"{out} exists and holds other files; give a folder that is not there")
+            raise FileError(f"{out} exists and holds other files; give a folder that is not there")
         header = {
             "format": FORMAT,
             "source": content_digest(
@@ -213,7 +213,7 @@ class QuantizeFolder:
             ("settings", "other settings"),
         ):
             if self._journal.header.get(key) != wanted[key]:
-                raise SpeqError(
+                raise FileError(
                     f"{self.out} was begun with {what}; give the same ones to go on, or remove it"
                 )
 
@@ -282,7 +282,7 @@ class QuantizeFolder:
         needed += sum(path.stat().st_size for path in copied_files(checkpoint.path))
         free = shutil.disk_usage(self.out).free
         if needed > free:
-            raise SpeqError(
+            raise FileError(
                 f"quantising takes up to {format_bytes(needed)} of disk and {format_bytes(free)} "
                 f"are left at {self.out}; free some, write to another disk, or use fewer samples"
             )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.layers.dense_linear import DenseLinear
 from speq.layers.dense_matrix import RawMatrix
 from speq.quantizing.expert import quantise_matrix, round_matrix
@@ -114,7 +114,7 @@ class DenseLayers:
         inputs = self._inputs[name]
         for values in (matrix, inputs.hessian):
             if not bool(torch.isfinite(values).all()):
-                raise SpeqError(
+                raise CheckpointError(
                     f"{name} holds or is given values that are not finite; is the checkpoint "
                     "whole, and does it run in its own dtype?"
                 )

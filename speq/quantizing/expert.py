@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.experts.int4 import group_columns
 from speq.kernels.ops import ACTIVATIONS
 from speq.quantizing.activations import ActivationRows
@@ -122,7 +122,7 @@ def quantise_expert(
     """
     for values in (expert.gate_up_proj, expert.down_proj, hessians.gate_up, hessians.down):
         if not bool(torch.isfinite(values).all()):
-            raise SpeqError(
+            raise CheckpointError(
                 f"{where} holds or makes values that are not finite; is the checkpoint whole, and "
                 "does it run in its own dtype?"
             )

@@ -2,7 +2,7 @@
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.int4 import group_columns
 from speq.models.dense_parts import DenseShape
 from speq.quantizing.settings import GROUP_SIZES, QuantizeSettings
@@ -17,7 +17,7 @@ def check_dtype(settings: QuantizeSettings, dtype: torch.dtype) -> None:
     """Raise SpeqError for decodable codes of a checkpoint that is not in bfloat16."""
     if settings.codes == "decodable" and dtype != torch.bfloat16:
         found = str(dtype).removeprefix("torch.")
-        raise SpeqError(
+        raise OptionError(
             f"codes decodable is for checkpoints in bfloat16 and this one is in {found}; quantise "
             "with codes free"
         )
@@ -33,7 +33,7 @@ def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int)
     """Raise SpeqError if the format cannot hold experts of these dimensions."""
     for name, size in (("hidden size", hidden_size), ("expert width", expert_width)):
         if size % 8:
-            raise SpeqError(
+            raise OptionError(
                 f"the model's {name} is {size}; a GPTQ checkpoint packs eight codes to a word and "
                 "needs a multiple of 8"
             )
@@ -44,7 +44,7 @@ def check_sizes(settings: QuantizeSettings, hidden_size: int, expert_width: int)
 
     if not holds(group):
         fit = [size for size in GROUP_SIZES if holds(size)]
-        raise SpeqError(
+        raise OptionError(
             f"group size {group} does not divide both the hidden size {hidden_size} and the expert "
             f"width {expert_width}; give --group-size {' or '.join(map(str, fit))}"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from speq.drafts.draft_source import gptq_path, open_draft
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.codec import codec_of, own_codec
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack as write_pack
@@ -64,7 +64,7 @@ def pack_with(
     with closing(open_model(model)) as opened:
         store = opened.store
         if not isinstance(store, SafetensorsExpertStore):
-            raise SpeqError(
+            raise OptionError(
                 f"model {str(model)!r} is packed already; give the one it was packed from"
             )
         packing = packing_of(opened, settings.codec, settings.draft)
@@ -85,7 +85,7 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
     made = own_codec(shape) if codec == "auto" else codec_of(codec, shape)
     if not made.needs_draft:
         if draft != "auto":
-            raise SpeqError(
+            raise OptionError(
                 f"draft {draft!r} cannot be used with codec {codec}; only residual takes one"
             )
         model, dense = opened.checkpoint.path, opened.shape.dense_names
@@ -96,7 +96,7 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
             draft_folder=beside.relative_to(model) if (beside / "config.json").exists() else None,
         )
     if draft == "none":
-        raise SpeqError(f"codec {codec} needs a draft; give one, or auto")
+        raise OptionError(f"codec {codec} needs a draft; give one, or auto")
     source = open_draft(draft, opened.checkpoint, opened.store, opened.shape.experts)
     return Packing(made, source, opened.shape.dense_names)
 
@@ -126,18 +126,18 @@ def quantize_with(
     """Quantise a model with parsed settings; otherwise as `quantize`."""
     with closing(open_model(model)) as opened:
         if opened.checkpoint.format != WORDS:
-            raise SpeqError(
+            raise OptionError(
                 f"model {str(model)!r} is published in {opened.checkpoint.format}; speq quantize "
                 "takes weights of 16 or 32 bits: give a checkpoint of those"
             )
         if opened.shape.experts.normed:
-            raise SpeqError(
+            raise OptionError(
                 f"model {str(model)!r} is of family {opened.family.model_type}, which norms the "
                 "output of experts; speq quantize adds it without a norm: leave the draft to be "
                 "rounded, or give a GPTQ checkpoint"
             )
         if opened.store.codec.needs_draft:
-            raise SpeqError(
+            raise OptionError(
                 f"model {str(model)!r} is packed as residuals of a draft; give the one it was "
                 "packed from"
             )

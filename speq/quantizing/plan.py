@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import NoRoom
 from speq.experts.expert_store import ExpertStore
 from speq.files.alignment import ALIGNMENT
 from speq.models.dense_parts import DenseShape
@@ -73,7 +73,7 @@ def plan_of(
     needed = max(sum(items.values()), items["non_expert_weights"] + loading_bytes)
     if needed > budget:
         listed = ", ".join(f"{n.replace('_', ' ')} {format_bytes(b)}" for n, b in items.items())
-        raise SpeqError(
+        raise NoRoom(
             f"memory budget {format_bytes(budget)} is too small to quantise this model, which "
             f"takes {listed}; the smallest workable budget is {needed} bytes "
             f"({format_bytes(needed)}), or less with fewer samples or shorter ones"

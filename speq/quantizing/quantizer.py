@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Processor
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.experts.expert_store import (
     expert_slot,
     read_matrices,
@@ -74,7 +74,7 @@ def quantize(
     check_sizes(settings, layout.hidden_size, layout.expert_width)
     check_dtype(settings, source.store.codec.shape.dtype)
     if settings.sequence_length > source.shape.max_context:
-        raise SpeqError(
+        raise OptionError(
             f"sequence_length is {settings.sequence_length}; the model's limit is "
             f"{source.shape.max_context}: give a shorter --sequence-length"
         )

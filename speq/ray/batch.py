@@ -9,7 +9,7 @@ from typing import Any
 
 from speq.config import SamplingParams
 from speq.engine.token_stream import EngineFailed, Unavailable
-from speq.errors import SpeqError, present
+from speq.errors import PeerError, SpeqError, present
 from speq.offline.answer_line import AnswerLine
 from speq.offline.line_reader import LineReader, is_machine_failure
 from speq.offline.request_file import RequestLine
@@ -91,9 +91,9 @@ class ReplicaAnswerer:
                 reason = str(error).strip().partition("\n")[0].rstrip(".")
                 continue
             if isinstance(answer, str):
-                raise SpeqError(answer)
+                raise PeerError(answer)
             return answer
-        raise SpeqError(
+        raise PeerError(
             f"{MOST_LOSSES} replicas were lost while they answered the request in line {line.line} "
             f"({reason}); see whether they have memory enough, and give the command again: answers "
             "so far are kept"

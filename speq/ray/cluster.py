@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from speq.control_groups import processors
-from speq.errors import SpeqError
+from speq.errors import DependencyError, PeerError
 from speq.ray.settings import RaySettings
 
 # From 2.59 on a cluster of this machine's own asks whoever reaches its ports for a token.
@@ -17,11 +17,11 @@ LEAST = (2, 60)
 def check_ray() -> None:
     """Raise SpeqError where Ray is not installed, or an older one than we know."""
     if importlib.util.find_spec("ray") is None:
-        raise SpeqError("Ray is not installed here; pip install 'ray[serve]'")
+        raise DependencyError("Ray is not installed here; pip install 'ray[serve]'")
     version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < LEAST:
         wanted = ".".join(map(str, LEAST))
-        raise SpeqError(
+        raise DependencyError(
             f"Ray {version} is installed and {wanted} or newer is needed; "
             "pip install -U 'ray[serve]'"
         )
@@ -46,7 +46,7 @@ def cluster(settings: RaySettings) -> Iterator[None]:
             ray.init(settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray's own, of a cluster that does not start, is no other
         where = settings.ray_address or "this machine"
-        raise SpeqError(
+        raise PeerError(
             f"there is no Ray cluster at {where}: {' '.join(str(error).split())}; start one with "
             "`ray start --head`, or leave --ray-address out"
         ) from error

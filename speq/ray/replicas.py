@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import OptionError, PeerError
 from speq.generator import Generator
 from speq.ray.settings import RayServeSettings, RaySettings
 from speq.server.access import Access, Keys
@@ -53,7 +53,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise SpeqError where the engine has died: `GET /health` would say 503."""
         if self._served.thread.failure is not None:
-            raise SpeqError(self._served.thread.failure)
+            raise PeerError(self._served.thread.failure)
 
     def __del__(self) -> None:
         # Not there where the model could not be loaded.
@@ -151,7 +151,7 @@ def run_application(bound: Any, name: str, route: str | None, ends_serve: bool) 
         try:
             handle = serve.run(bound, name=name, route_prefix=route)
         except RuntimeError as error:
-            raise SpeqError(f"no replica could be made: {startup_error(name)}") from error
+            raise PeerError(f"no replica could be made: {startup_error(name)}") from error
         yield handle
     finally:
         # It would end all applications, and Serve may have got others meanwhile.
@@ -183,7 +183,7 @@ class RunningServe:
     def check(self, host: str, port: int) -> None:
         """Raise SpeqError unless its proxy listens there, and has room for our application."""
         if (self.host, self.port) != (host, port):
-            raise SpeqError(
+            raise OptionError(
                 f"Ray Serve runs on this cluster already and listens on {self.host} port "
                 f"{self.port}, and host and port say {host} and {port}; give --host and --port of "
                 "that, with --api-key-file where other machines reach it, or end it by `serve "
@@ -191,7 +191,7 @@ class RunningServe:
             )
         for name, route in self.routes.items():
             if name == APP_NAME or route == ROUTE:
-                raise SpeqError(
+                raise PeerError(
                     f"application {name!r} of Ray Serve is at {route} already, and speq would take "
                     "its place; end it, or give another cluster"
                 )

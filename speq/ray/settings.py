@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from speq.control_groups import processors
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.declared import Option, Options
 from speq.options.kinds import Switch, Text, Whole
 
@@ -63,7 +63,7 @@ class RaySettings(Options):
         """Raise SpeqError for options of a cluster where there is none."""
         for name in ("replicas", "replica_cpus", "replica_gpus", "ray_address"):
             if not self.ray and getattr(self, name) != getattr(RaySettings(), name):
-                raise SpeqError(f"{name} is given and ray is not; give --ray too")
+                raise OptionError(f"{name} is given and ray is not; give --ray too")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class RayServeSettings(RaySettings):
         if self.max_replicas is None:
             return
         if not self.ray:
-            raise SpeqError("max_replicas is given and ray is not; give --ray too")
+            raise OptionError("max_replicas is given and ray is not; give --ray too")
         if self.max_replicas < self.replicas:
-            raise SpeqError(
+            raise OptionError(
                 f"max_replicas is {self.max_replicas} and replicas is {self.replicas}; give as "
                 "many at most as at least, or more"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import NoRoom, PeerError, SpeqError
 from speq.listening import listening_on
 from speq.pipeline.later_stage import run_stage
 from speq.pipeline.rendezvous import Rendezvous
@@ -92,7 +92,7 @@ class PlacementGroup:
         try:
             while not group.wait(LOOK_S):
                 if time.monotonic() > deadline_s:
-                    raise SpeqError(
+                    raise NoRoom(
                         f"the Ray cluster had no room for {count - 1} stages of {cpus} cores "
                         f"within {wait_s:g} s; give a smaller --replica-cpus, or add machines"
                     )
@@ -144,7 +144,7 @@ def ray_stages(
                 ended, _ = ray.wait(running, num_returns=len(running), timeout=0)
                 for ref in ended:
                     number = running.index(ref) + 2
-                    raise SpeqError(
+                    raise PeerError(
                         f"stage {number} of {count} has ended on Ray: {end_reason(ref)}"
                     )
 

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 
 from starlette.types import Scope
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.regular_file import read_text
 from speq.server.api_error import ApiError
 
@@ -42,11 +42,11 @@ class Keys:
         check_private(path)
         keys = [line for line in lines if line]
         if not keys:
-            raise SpeqError(f"{path} holds no key; {wanted}")
+            raise FileError(f"{path} holds no key; {wanted}")
         for number, line in enumerate(lines, start=1):
             if line and (len(line) < LEAST_CHARACTERS or not line.isascii() or " " in line):
                 # Without the key: logs are no place for it.
-                raise SpeqError(
+                raise FileError(
                     f"{path}:{number} is no key of {LEAST_CHARACTERS} or more ASCII characters "
                     f"without spaces; {wanted}"
                 )
@@ -66,7 +66,7 @@ def check_private(path: Path) -> None:
     """
     status = os.stat(path)
     if status.st_uid == os.getuid() and status.st_mode & 0o077:
-        raise SpeqError(
+        raise FileError(
             f"{path} may be read or changed by other users (its mode is "
             f"{stat.S_IMODE(status.st_mode):04o}), and it holds keys; run `chmod 600 {path}`"
         )

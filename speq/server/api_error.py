@@ -48,11 +48,11 @@ def error_of(error: SpeqError) -> ApiError:
     sentence = str(error)
     if isinstance(error, QueueFull):
         headers = {"retry-after": str(error.retry_after_s)}
-        return ApiError(429, sentence, code="queue_full", headers=headers)
+        return ApiError(429, sentence, code=error.code, headers=headers)
     if isinstance(error, Unavailable):
-        return ApiError(503, sentence, code="unavailable", headers={"retry-after": "1"})
+        return ApiError(503, sentence, code=error.code, headers={"retry-after": "1"})
     if isinstance(error, EngineFailed):
-        return ApiError(500, sentence, code="engine_failed")
+        return ApiError(500, sentence, code=error.code)
     # Sentences about an option begin with its name.
     first = sentence.partition(" ")[0]
     return ApiError(400, sentence, param=first if first in FIELD_NAMES else None)

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from speq.engine.engine_thread import EngineThread
 from speq.engine.request import Request as EngineRequest
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
 from speq.server.answer_formats import AnswerFormat
 from speq.server.api_error import ApiError, error_of
@@ -124,7 +124,7 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
 def check_stream(body: SampledBody) -> None:
     """Raises SpeqError for options of a stream where there is none."""
     if body.stream_options is not None and not body.stream:
-        raise SpeqError("stream_options are given and stream is not true; give both")
+        raise OptionError("stream_options are given and stream is not true; give both")
 
 
 def refusal(error: ApiError) -> Response:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import OptionError, UnsupportedError
 from speq.server.fields import ChatMessage, TextContent, Tool
 
 # What a template that calls tools in Hermes' form has in it, and what other forms have.
@@ -20,7 +20,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 def template_message(name: str, message: ChatMessage) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
-        raise SpeqError(f"{name}.content is null; give a text")
+        raise OptionError(f"{name}.content is null; give a text")
     made: dict[str, Any] = {
         # OpenAI's newer name of it.
         "role": "system" if message.role == "developer" else message.role,
@@ -49,7 +49,7 @@ def check_arguments(name: str, text: str) -> None:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise SpeqError(f"{name}.function.arguments is {text!r:.80}; give an object as JSON")
+        raise OptionError(f"{name}.function.arguments is {text!r:.80}; give an object as JSON")
 
 
 def template_tools(tokenizer: Any, tools: list[Tool] | None) -> list[dict[str, Any]]:
@@ -62,12 +62,14 @@ def template_tools(tokenizer: Any, tools: list[Tool] | None) -> list[dict[str, A
     try:
         template = tokenizer.get_chat_template(tools=made)
     except ValueError as error:
-        raise SpeqError(f"tools are given and the model has no chat template: {error}") from error
+        raise OptionError(f"tools are given and the model has no chat template: {error}") from error
     if HERMES in template and not any(each in template for each in OTHERS):
         return made
     if "tools" not in template:
-        raise SpeqError("tools are given and the model's chat template has no place for them")
-    raise SpeqError(
+        raise UnsupportedError(
+            "tools are given and the model's chat template has no place for them"
+        )
+    raise UnsupportedError(
         "tools are given and the model calls them in a form that speq does not parse; only "
         f"that of Hermes and Qwen is parsed, {HERMES}{{...}}</tool_call>"
     )

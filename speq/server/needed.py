@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from speq.errors import SpeqError
+from speq.errors import DependencyError
 
 SERVE = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -11,7 +11,7 @@ def check_serve(names: tuple[str, ...] = SERVE) -> None:
     """Raise SpeqError where packages of the extra `serve` are not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise SpeqError(
+        raise DependencyError(
             f"pages and answers are served by {', '.join(missing)}, not installed here; "
             f"pip install {' '.join(missing).replace('_', '-')}"
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from speq.config import SamplingParams
 from speq.engine.request import Request
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.generator import Generator
 from speq.options.declared import build
 from speq.server.answer_formats import ChatFormat, CompletionFormat, Heading
@@ -56,9 +56,9 @@ class Service:
         """Raises ApiError and SpeqError for what cannot be asked for."""
         self.check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
-            raise SpeqError("top_logprobs is given and logprobs is not true; give both")
+            raise OptionError("top_logprobs is given and logprobs is not true; give both")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise SpeqError("max_tokens and max_completion_tokens are both given; give one")
+            raise OptionError("max_tokens and max_completion_tokens are both given; give one")
         called = body.tools if body.tool_choice != "none" else None
         ids = await self.chat_ids(body.messages, called)
         wanted = body.max_completion_tokens or body.max_tokens
@@ -88,11 +88,11 @@ class Service:
         if body.model is not None:
             self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise SpeqError("prompt or messages must be given, and not both")
+            raise OptionError("prompt or messages must be given, and not both")
         if body.messages is not None:
             return await self.chat_ids(body.messages, body.tools)
         if body.tools:
-            raise SpeqError("tools are given without messages; give messages")
+            raise OptionError("tools are given without messages; give messages")
         return await self._encode(body.prompt or "")
 
     async def chat_ids(self, messages: list[ChatMessage], tools: list[Tool] | None) -> list[int]:

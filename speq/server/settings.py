@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.options.declared import Option, Options
 from speq.options.kinds import File, Number, Size, Switch, Text, Whole
 
@@ -69,12 +69,12 @@ class ServerSettings(Options):
     def check_together(self) -> None:
         """Raise SpeqError for an address that is none, and for an open one without keys."""
         if not self.loopback and self.api_key_file is None:
-            raise SpeqError(
+            raise OptionError(
                 f"host is {self.host}, which other machines reach, and there is no key; give "
                 f"--api-key-file, or leave --host out to listen on {LOOPBACK}"
             )
         if self.dashboard_port and not self.dashboard:
-            raise SpeqError("dashboard_port is given and dashboard is not; give --dashboard too")
+            raise OptionError("dashboard_port is given and dashboard is not; give --dashboard too")
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -82,6 +82,6 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
         return ipaddress.ip_address(host)
     except ValueError:
-        raise SpeqError(
+        raise OptionError(
             f"host is {host!r}; it must be an address, such as {LOOPBACK}, ::1 or 0.0.0.0"
         ) from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import OptionError, UnsupportedError
 from speq.text.render_process import RENDERER, RenderError
 
 # Marker words that no template contains.
@@ -79,11 +79,15 @@ class ChatTemplate:
         for tools and calls that it would not render.
         """
         if tools and not self.takes_tools:
-            raise SpeqError("tools are given and the model's chat template has no place for them")
+            raise UnsupportedError(
+                "tools are given and the model's chat template has no place for them"
+            )
         try:
             return self._render([self._message(message) for message in messages], tools)
         except RenderError as error:
-            raise SpeqError(f"the model's chat template refuses these messages: {error}") from error
+            raise OptionError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
 
     @cached_property
     def takes_tools(self) -> bool:
@@ -124,7 +128,7 @@ class ChatTemplate:
         made = {key: value for key, value in message.items() if value is not None}
         if made.get("tool_calls"):
             if self.calls is None:
-                raise SpeqError(
+                raise OptionError(
                     "messages hold calls of tools, which the model's chat template drops"
                 )
             made = self.calls.message(made)

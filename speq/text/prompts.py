@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.text.chat_template import ChatTemplate
 from speq.text.tokenizer import tokens_of
 from speq.text.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
         elif isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
-            raise SpeqError(
+            raise OptionError(
                 f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
             )
         elif is_written(prompt):
@@ -46,10 +46,10 @@ class PromptEncoder:
         else:
             ids = list(prompt)  # type: ignore[arg-type]
         if not ids:
-            raise SpeqError("the prompt is empty; give at least one token")
+            raise OptionError("the prompt is empty; give at least one token")
         for token_id in ids:
             if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
-                raise SpeqError(self._why_unknown(token_id, given=not is_written(prompt)))
+                raise OptionError(self._why_unknown(token_id, given=not is_written(prompt)))
         return ids
 
     def _encode_text(self, text: str) -> list[int]:
@@ -87,7 +87,7 @@ class PromptEncoder:
 
     def _encode_chat(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         if not self.tokenizer.chat_template:
-            raise SpeqError("the model has no chat template; give the prompt as text")
+            raise OptionError("the model has no chat template; give the prompt as text")
         for message in messages:
             check_message(message)
         described = [dict(tool) for tool in tools]
@@ -99,7 +99,7 @@ class PromptEncoder:
         try:
             text = self.tokenizer.get_chat_template(tools=tools or None)
         except ValueError as error:
-            raise SpeqError(f"the model has no chat template for this: {error}") from error
+            raise OptionError(f"the model has no chat template for this: {error}") from error
         if text not in self._templates:
             variables = dict(self.tokenizer.special_tokens_map)
             self._templates[text] = ChatTemplate(text, variables)
@@ -120,10 +120,10 @@ def check_message(message: Message) -> None:
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise SpeqError(f"a message has the role {show(role)}; give a text such as 'user'")
+        raise OptionError(f"a message has the role {show(role)}; give a text such as 'user'")
     parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
     if not isinstance(content, str) and not parts and not message.get("tool_calls"):
-        raise SpeqError(f"a message has the content {show(content)}; give a text")
+        raise OptionError(f"a message has the content {show(content)}; give a text")
 
 
 def show(value: Any) -> str:

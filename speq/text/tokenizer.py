@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from tokenizers import normalizers, processors
 from transformers import AutoTokenizer, LlamaTokenizer
 
-from speq.errors import SpeqError
+from speq.errors import CheckpointError
 from speq.files.json_file import read_json
 from speq.files.regular_file import check_folder, check_own, read_text
 
@@ -41,8 +41,10 @@ OR_IDS = "or give prompts as token ids"
 TEMPLATE_FILE, OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 
 
-class NoTokenizer(SpeqError):
+class NoTokenizer(CheckpointError):
     """A folder has no usable tokenizer; the message says why."""
+
+    code = "no_tokenizer"
 
 
 class TokenIdsOnly:
@@ -65,14 +67,14 @@ class TokenIdsOnly:
         return ""
 
     def __call__(self, text: str, **options: Any) -> NoReturn:
-        raise SpeqError(self._reason)
+        raise CheckpointError(self._reason)
 
     @property
     def chat_template(self) -> NoReturn:
-        raise SpeqError(self._reason)
+        raise CheckpointError(self._reason)
 
     def get_chat_template(self, **options: Any) -> NoReturn:
-        raise SpeqError(self._reason)
+        raise CheckpointError(self._reason)
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -104,7 +106,7 @@ def load_tokenizer(path: Path) -> Any:
             clean_up_tokenization_spaces=False,
         )
     except Exception as error:  # tokenizers raise many kinds for a bad file
-        raise SpeqError(
+        raise CheckpointError(
             f"the tokenizer in {path} cannot be loaded: {' '.join(str(error).split())[:300]}; "
             f"{TOKENIZER_AGAIN}"
         ) from error
@@ -207,7 +209,9 @@ def old_template(path: Path) -> str | None:
         return None
     template = read_json(file).get("chat_template")
     if not isinstance(template, str):
-        raise SpeqError(f"{file} has a chat_template of no text; it must be a text: download it")
+        raise CheckpointError(
+            f"{file} has a chat_template of no text; it must be a text: download it"
+        )
     return template
 
 
@@ -218,7 +222,7 @@ def check_tokenizer_config(path: Path) -> dict[str, Any]:
     config = read_json(path)
     length = config.get("model_max_length")
     if isinstance(length, bool) or not (length is None or isinstance(length, int | float)):
-        raise SpeqError(
+        raise CheckpointError(
             f"{path} has model_max_length {length!r:.40}; it must be a number: download it again"
         )
     templates = config.get("chat_template") or []
@@ -235,13 +239,13 @@ def check_tokenizer_config(path: Path) -> dict[str, Any]:
         template = named.get("template") if isinstance(named, dict) else named
         if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARACTERS:
             found = f"of {len(template)} characters" if isinstance(template, str) else "of no text"
-            raise SpeqError(
+            raise CheckpointError(
                 f"{path} has a chat_template {found}; it must be a text of at most "
                 f"{MAX_TEMPLATE_CHARACTERS}: download it again"
             )
     for name in ("add_bos_token", "add_eos_token"):
         if not isinstance(config.get(name), bool | None):
-            raise SpeqError(
+            raise CheckpointError(
                 f"{path} has {name} {config[name]!r:.40}; it must be true or false: download it "
                 "again"
             )
@@ -253,7 +257,7 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> lis
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise SpeqError(
+        raise CheckpointError(
             f"the prompt holds {text[error.start]!r} at character {error.start}, which is not "
             "Unicode text; give text that was decoded from UTF-8"
         ) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import FileError
 from speq.files.regular_file import read_text
 
 # Characters of a piece of text; windows take pieces from all files in turn.
@@ -34,7 +34,7 @@ class Texts:
     def of_folder(cls, folder: Path) -> "Texts":
         """Read a folder's .txt files. Raises SpeqError if it is not a folder or has no text."""
         if not folder.is_dir():
-            raise SpeqError(
+            raise FileError(
                 f"texts {str(folder)!r} is not a folder; give one that holds .txt files"
             )
         texts, held_out = {}, {}
@@ -43,7 +43,7 @@ class Texts:
             kept = len(text) - min(int(HELD_OUT_SHARE * len(text)), HELD_OUT_CHARACTERS)
             texts[path.name], held_out[path.name] = text[:kept], text[kept:]
         if not any(text.strip() for text in texts.values()):
-            raise SpeqError(f"texts {str(folder)!r} holds no .txt file with text; give some pages")
+            raise FileError(f"texts {str(folder)!r} holds no .txt file with text; give some pages")
         return cls(texts, held_out)
 
     def digest(self) -> str:

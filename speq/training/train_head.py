@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 import torch
 
-from speq.errors import SpeqError
+from speq.errors import FileError, NoRoom, OptionError
 from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, remove_abandoned, write_whole, writing
 from speq.files.checkpoint import locate
@@ -137,7 +137,7 @@ class HeadRun:
             header = self._header(generator, budget)
             self.journal = Journal(work / JOURNAL, header, is_ours)
             if self.journal.header != header:
-                raise SpeqError(
+                raise FileError(
                     f"{work} has a training with other texts or options; give the same to continue "
                     "it, or remove the folder to start again"
                 )
@@ -199,7 +199,7 @@ class HeadRun:
         runtime = generator.runtime
         opened, longest = runtime.opened, runtime.shape.max_context
         if self.settings.sequence_length >= longest:
-            raise SpeqError(
+            raise OptionError(
                 f"sequence_length is {self.settings.sequence_length}; the model's limit is "
                 f"{longest - 1}: give a shorter --sequence-length"
             )
@@ -248,7 +248,7 @@ class HeadRun:
         if group:
             features.append(group)
         if not len(features):
-            raise SpeqError(
+            raise OptionError(
                 f"the texts have fewer than {length} tokens to train on; give more text or a "
                 "shorter --sequence-length"
             )
@@ -306,7 +306,7 @@ class HeadRun:
         held = shape.nbytes(torch.float32) + (routes if settings.routes == "on" else 0)
         needed = COPIES * held + vocabulary.nbytes
         if vocabulary.table.is_cpu and needed > available_bytes():
-            raise SpeqError(
+            raise NoRoom(
                 f"training takes {format_bytes(needed)} for the head and the vocabulary and "
                 f"{format_bytes(available_bytes())} are free; give a smaller --width, or --routes "
                 "off"

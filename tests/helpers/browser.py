@@ -79,7 +79,9 @@ def opened(
         lambda said: seen.errors.append(said.text) if said.type in ("error", "warning") else None,
     )
     page.on("request", lambda request: seen.requests.append(request.url))
-    page.on("requestfailed", lambda request: seen.failed.append(f"{request.url}: {request.failure}"))
+    page.on(
+        "requestfailed", lambda request: seen.failed.append(f"{request.url}: {request.failure}")
+    )
     try:
         page.goto(url.resolve().as_uri() if isinstance(url, Path) else url)
         page.evaluate("speqPage.opened")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, get_args
 
 from speq.dashboard.panel import Cell, Panel, Table
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.measure.picture import BUDGET, TPOT, Axis, Mark, Picture
 
 COLOURS = 8
@@ -120,7 +120,7 @@ def rows_of(report: Row, name: str = "rows") -> list[Row]:
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise wrong(name, found, "a list of objects")
     if not found:
-        raise SpeqError(f"{name} is an empty list, and there is nothing to draw; measure again")
+        raise FileError(f"{name} is an empty list, and there is nothing to draw; measure again")
     return found
 
 
@@ -283,11 +283,11 @@ def is_number(value: Any) -> TypeGuard[float]:
 def wrong(place: str, value: Any, wanted: str) -> SpeqError:
     """An error for what cannot be drawn."""
     if value is None:
-        return SpeqError(f"{place} is missing; it must be {wanted}: measure again")
+        return FileError(f"{place} is missing; it must be {wanted}: measure again")
     shown = repr(value)
     if len(shown) > SHOWN_CHARACTERS:
         shown = f"{shown[:SHOWN_CHARACTERS]}..."
-    return SpeqError(f"{place} is {shown}; it must be {wanted}: measure again")
+    return FileError(f"{place} is {shown}; it must be {wanted}: measure again")
 
 
 def _trace(at: int, series: Series, mark: Mark, numeric: bool) -> Trace:

@@ -8,7 +8,7 @@ from typing import Any
 from speq.dashboard.panel import Page, Panel
 from speq.dashboard.report.pictures import panels_of, slug, wrong
 from speq.dashboard.run_record import FORMAT, run_of
-from speq.errors import SpeqError
+from speq.errors import FileError, SpeqError
 from speq.files.json_file import read_json
 from speq.units import format_bytes
 
@@ -46,7 +46,7 @@ def page_of(paths: Sequence[Path]) -> Page:
             sources.append(source_of(path))
     if not sources:
         said = f": {left_out[0]}" if left_out else f"; {WANTED}"
-        raise SpeqError(f"{', '.join(map(str, paths))} holds nothing to draw{said}")
+        raise FileError(f"{', '.join(map(str, paths))} holds nothing to draw{said}")
     return page_of_sources(sources, left_out)
 
 
@@ -60,7 +60,7 @@ def files_of(folder: Path) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if path.suffix == ".json")
     except OSError as error:
-        raise SpeqError(f"{folder} cannot be read: {error.strerror}; {WANTED}") from error
+        raise FileError(f"{folder} cannot be read: {error.strerror}; {WANTED}") from error
 
 
 def gather_sources(paths: Iterable[Path]) -> tuple[list[PageSource], list[str]]:
@@ -81,7 +81,7 @@ def source_of(path: Path) -> PageSource:
         return run_source(path, content)
     if isinstance(content.get("bench"), str):
         return bench_source(path.stem, content, str(path))
-    raise SpeqError(f"{path} is neither of a bench nor of a run; {WANTED}")
+    raise FileError(f"{path} is neither of a bench nor of a run; {WANTED}")
 
 
 def bench_source(name: str, report: dict[str, Any], place: str) -> PageSource:
@@ -91,7 +91,7 @@ def bench_source(name: str, report: dict[str, Any], place: str) -> PageSource:
         facts, notes = bench_facts(report), [str(note) for note in report.get("notes") or ()]
         return PageSource(name, title, facts, panels_of(report), notes)
     except SpeqError as error:
-        raise SpeqError(f"{place} cannot be drawn: {error}") from error
+        raise FileError(f"{place} cannot be drawn: {error}") from error
 
 
 def run_source(path: Path, content: dict[str, Any]) -> PageSource:
@@ -102,7 +102,7 @@ def run_source(path: Path, content: dict[str, Any]) -> PageSource:
     try:
         page = page_of(record)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise SpeqError(
+        raise FileError(
             f"{path} is damaged ({type(error).__name__}: {error}); write it again with "
             "`speq profile`"
         ) from error

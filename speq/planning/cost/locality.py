@@ -9,7 +9,7 @@ windows. It is about LRU.
 import math
 from dataclasses import dataclass
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.governor.speedup_model import activated_experts
 
 
@@ -32,12 +32,12 @@ class RouteCurve:
         distinct = [y for _, y in self.points]
         grows = tokens == sorted(set(tokens)) and distinct == sorted(set(distinct))
         if len(self.points) < 2 or self.points[0] != (1, self.top_k) or not grows:
-            raise SpeqError(
+            raise OptionError(
                 f"the routes of {self.source} give distinct experts {self.points}; they must grow "
                 f"with the number of tokens, from {self.top_k} for one"
             )
         if not distinct[-1] < self.num_experts:
-            raise SpeqError(
+            raise OptionError(
                 f"the routes of {self.source} choose all {self.num_experts} experts of a layer; "
                 "they say nothing of how tokens differ"
             )

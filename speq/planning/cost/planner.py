@@ -12,7 +12,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from speq.errors import SpeqError, present
+from speq.errors import NoRoom, OptionError, present
 from speq.governor.averages import LinearFit
 from speq.governor.draft_length import LENGTHS
 from speq.governor.prior import Prior
@@ -222,9 +222,9 @@ class Outlook:
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
-            raise SpeqError(f"acceptance is {self.acceptance}; it must be from 0 to 1")
+            raise OptionError(f"acceptance is {self.acceptance}; it must be from 0 to 1")
         if not 0 < self.link.bandwidth_bytes_per_s < math.inf:
-            raise SpeqError(
+            raise OptionError(
                 f"the link gives {self.link.bandwidth_bytes_per_s} bytes/s; it must be more than 0"
             )
 
@@ -400,7 +400,7 @@ def choose(
     weighed = map(outlook.with_estimate, plans)
     ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.cost_s))
     if not ranked:
-        raise SpeqError("no way to hold experts was given to choose from; the budget is too small")
+        raise NoRoom("no way to hold experts was given to choose from; the budget is too small")
     best, others = ranked[0], ranked[1:]
     beside = ", ".join(f"{other.name} {other.cost_s * 1e3:.1f}" for other in others)
     step = best.step
