@@ -14,29 +14,15 @@ Points = tuple[tuple[float, float], ...]
 
 
 def accepted_tokens(probabilities: Iterable[float]) -> float:
-    """k_accept: the expected tokens that stand of a draft with conditional acceptance p_1..p_k.
+    """k_accept: the expected accepted tokens of a draft with conditional acceptance p_1..p_k.
 
     sum over i of the product of p_1..p_i (MoE-SpeQ 3.2.2).
     """
-    expected, stands = 0.0, 1.0
+    expected, all_accepted = 0.0, 1.0
     for probability in probabilities:
-        stands *= probability
-        expected += stands
+        all_accepted *= probability
+        expected += all_accepted
     return expected
-
-
-def interpolate(points: Points, x: float) -> float:
-    """The line through (x, y) points in rising order, at x; never less than 0.
-
-    Beyond the points the two nearest ones give the line. One point alone is a constant.
-    """
-    if len(points) == 1:
-        return points[0][1]
-    at = 1
-    while at < len(points) - 1 and points[at][0] < x:
-        at += 1
-    (left, low), (right, high) = points[at - 1], points[at]
-    return max(low + (high - low) * (x - left) / (right - left), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +99,6 @@ class StepEstimate(NamedTuple):
     def intensity(self) -> float:
         """Amortization intensity (Eq. 1) in tokens per byte; infinite if nothing is moved."""
         return self.tokens / self.moved_bytes if self.moved_bytes > 0 else math.inf
-
-    @property
-    def compute_roof(self) -> float:
-        """Tokens per second if all I/O were hidden."""
-        return self.tokens / self.compute_s if self.compute_s > 0 else math.inf
-
-    def io_roof(self, link: Link) -> float:
-        """Tokens per second that the link allows: intensity times bandwidth."""
-        return self.intensity * link.bandwidth_bytes_per_s
 
     @property
     def limit(self) -> Term:

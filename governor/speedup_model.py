@@ -17,13 +17,6 @@ def activated_experts(num_experts: int, top_k: int, tokens: float) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
-def saturating_tokens(num_experts: int, top_k: int, share: float) -> int:
-    """T_thres: the fewest tokens that activate `share` (tau, under 1) of a layer's experts."""
-    if top_k == num_experts:
-        return 1
-    return math.ceil(math.log(1 - share) / math.log(1 - top_k / num_experts))
-
-
 def tokens_per_expert(num_experts: int, top_k: int, tokens: float) -> float:
     """Mean tokens of an activated expert: t K / N(t)."""
     return tokens * top_k / activated_experts(num_experts, top_k, tokens)
@@ -61,11 +54,6 @@ class DistinctExperts:
     def of_routes(self, tokens: int) -> float | None:
         """Measured number, or None if that many tokens were not measured."""
         return dict(self.measured).get(tokens)
-
-    def best_known(self, tokens: int) -> float:
-        """Measured number, or else N(t)."""
-        measured = self.of_routes(tokens)
-        return self.independent(tokens) if measured is None else measured
 
 
 def distinct_of_routes(

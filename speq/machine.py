@@ -47,15 +47,6 @@ def _processor() -> str:
 PROCESS_BYTES = 448 << 20
 
 
-def process_bytes() -> int:
-    """Host memory of this process as the system counts it; 0 if it does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def available_bytes(proc: Path = PROC) -> int:
     """Host memory available without swapping, within the limits of the process's control groups.
 

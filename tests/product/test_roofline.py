@@ -11,11 +11,11 @@ import pytest
 from speq import SpeqError
 from speq.governor.objectives import Objectives, longest_within
 from speq.governor.profile import Profile, ProfileKey
-from speq.governor.roofline import Link, StepEstimate, accepted_tokens, interpolate
+from speq.governor.roofline import Link, StepEstimate, accepted_tokens
 
 # 10 bytes/s, 1 s for a batch, 3 s until the first expert.
 LINK = Link(10.0, overhead_s=1.0, first_fetch_s=3.0)
-VERIFY = ((1, 2.0), (3, 3.0), (5, 6.0))
+VERIFY_S = (2.0, 2.5, 3.0, 4.5, 6.0)
 
 
 def cycle(draft_length: int, moved_bytes: float = 0.0, exposed: float = 1.0) -> StepEstimate:
@@ -24,7 +24,7 @@ def cycle(draft_length: int, moved_bytes: float = 0.0, exposed: float = 1.0) -> 
         draft_length,
         1 + accepted_tokens([0.5] * draft_length),
         0.5 + 0.25 * draft_length if draft_length else 0.0,
-        interpolate(VERIFY, draft_length + 1),
+        VERIFY_S[draft_length],
         LINK.transfer_s(moved_bytes),
         moved_bytes,
         LINK.first_fetch_s if moved_bytes else 0.0,
@@ -51,14 +51,6 @@ def test_accepted_tokens_stay_under_their_limit() -> None:
         assert 1 + accepted_tokens([p] * 3000) == pytest.approx(1 / (1 - p))
 
 
-def test_interpolation_by_hand() -> None:
-    points = ((1.0, 2.0), (3.0, 3.0), (5.0, 6.0))
-    found = [interpolate(points, x) for x in (1, 2, 3, 4, 5, 7, -9)]
-    # Beyond the points as between the nearest two, but no time is negative.
-    assert found == [2.0, 2.5, 3.0, 4.5, 6.0, 9.0, 0.0]
-    assert interpolate(((4.0, 1.5),), 100) == 1.5
-
-
 def test_terms_by_hand() -> None:
     assert [LINK.transfer_s(size) for size in (0, 5, 40)] == [0.0, 1.5, 5.0]
 
@@ -72,8 +64,6 @@ def test_a_cycle_by_hand() -> None:
     assert found.tokens_per_s == 1.75 / 9
     assert found.token_s == 9 / 1.75
     assert found.intensity == 1.75 / 20
-    assert found.compute_roof == 1.75 / 4
-    assert found.io_roof(LINK) == pytest.approx(1.75 / 20 * 10)
     # A third of what could be hidden is not.
     partly = cycle(2, 20.0, exposed=0.2)
     assert partly.cycle_s == pytest.approx(4 + 0.2 * (9 - 4))
@@ -82,8 +72,8 @@ def test_a_cycle_by_hand() -> None:
 def test_a_cycle_that_moves_nothing() -> None:
     found = cycle(1)
     assert found.serial_s == found.overlapped_s == found.compute_s == 0.75 + 2.5
-    assert found.intensity == found.io_roof(LINK) == math.inf
-    assert found.tokens_per_s == found.compute_roof
+    assert found.intensity == math.inf
+    assert found.tokens_per_s == found.tokens / found.compute_s
 
 
 def test_what_limits() -> None:
@@ -110,8 +100,9 @@ def test_throughput_stays_under_both_roofs() -> None:
             link.first_fetch_s,
             rng.random(),
         )
-        assert found.tokens_per_s <= found.compute_roof * (1 + 1e-12)
-        assert found.tokens_per_s <= found.io_roof(link) * (1 + 1e-12)
+        assert found.tokens_per_s <= found.tokens / found.compute_s * (1 + 1e-12)
+        roof = found.intensity * link.bandwidth_bytes_per_s
+        assert found.tokens_per_s <= roof * (1 + 1e-12)
         assert found.overlapped_s <= found.cycle_s <= found.serial_s
 
 
@@ -123,7 +114,7 @@ PROFILE = Profile(
     expert_bytes=10,
     draft_base_s=0.5,
     draft_token_s=0.25,
-    verify=VERIFY,
+    verify=((1, 2.0), (3, 3.0), (5, 6.0)),
     distinct=((1, 4.0), (5, 11.0)),
     decode_bytes_per_s={"raw": 8.0},
 )
