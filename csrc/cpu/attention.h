@@ -33,16 +33,30 @@ public:
   // Norms and rotates queries and keys, and writes the rows' KV.
   explicit Attention(const AttentionProblem &problem);
 
-  // The queries that share the heads [begin, end) of keys and values.
-  void run(std::int64_t begin, std::int64_t end) const;
+  // A share is a block of entries of a head of keys and values, and all queries over it.
+  std::int64_t shares() const { return problem_.kv_heads * blocks_; }
+  void attend(std::int64_t begin, std::int64_t end);
+
+  // Behind all shares: writes out the queries [begin, end) of the rows * heads.
+  void merge(std::int64_t begin, std::int64_t end) const;
 
 private:
   template <typename Type> void prepare();
-  template <typename Type> void attend(std::int64_t kv_head) const;
+  template <typename Type> void attend_block(std::int64_t kv_head, std::int64_t block);
+
+  // Of what the queries of a head have of a block: the place of the first.
+  std::int64_t partial_at(std::int64_t kv_head, std::int64_t block) const {
+    return (kv_head * blocks_ + block - first_block_) * problem_.rows * group_;
+  }
 
   // The place of the KV at a position that a row sees.
   std::int64_t entry_at(std::int64_t row, std::int64_t position) const {
     return position < root_ ? position : root_ + paths_[row][position - root_];
+  }
+
+  // The first position that a row sees.
+  std::int64_t first_of(std::int64_t row) const {
+    return std::max<std::int64_t>(behind(row) - problem_.window, 0);
   }
 
   // The position after the last one that a row sees, its own.
@@ -52,6 +66,11 @@ private:
   ExactRows queries_;
   std::int64_t root_;                            // position of the first node's KV
   std::vector<std::vector<std::int64_t>> paths_; // of each row: the nodes down to its own
+  std::int64_t group_;                           // queries of a row that share a head of keys
+  std::int64_t seen_first_, end_;                // positions that any row sees
+  std::int64_t first_block_, blocks_;
+  std::vector<SoftmaxSum> totals_; // of each query over each block
+  Buffer<float> sums_{0};          // the same, `width` columns each, not yet divided
 };
 
 } // namespace speq::cpu

@@ -122,7 +122,7 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
   if (rows == 0) {
     return;
   }
-  const Attention attention({
+  Attention attention({
       rows,
       queries.size(1) / width,
       kv_heads,
@@ -150,9 +150,13 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
       out.mutable_data_ptr(),
       sinks.has_value() ? sinks->const_data_ptr() : nullptr,
   });
-  const std::int64_t seen = std::min(window, start) + nodes;
-  parallel_for(0, kv_heads, grain(2 * seen * width * bytes_of(word)),
-               [&](std::int64_t begin, std::int64_t end) { attention.run(begin, end); });
+  const std::int64_t seen = std::min(window, start) + nodes,
+                     queries_count = rows * queries.size(1) / width;
+  const std::int64_t blocks = attention.shares() / kv_heads;
+  parallel_for(0, attention.shares(), grain(2 * seen / blocks * width * bytes_of(word)),
+               [&](std::int64_t begin, std::int64_t end) { attention.attend(begin, end); });
+  parallel_for(0, queries_count, grain(blocks * width * std::int64_t(sizeof(float))),
+               [&](std::int64_t begin, std::int64_t end) { attention.merge(begin, end); });
 }
 
 // The largest of values, largest first, exactly as torch.topk orders equals.

@@ -83,10 +83,10 @@ template <typename Rows> struct CodedKernels {
   void (*decode)(const Rows &matrix, std::int64_t quad, BFloat16 *words);
 };
 
-// sums[i] += the sum over `count` rows of words, `columns` each, of their weights by their words,
-// in the order of the rows.
+// For each query q: sums[q][i] += the sum over `count` rows of words, `columns` each, of the
+// query's weights by their words, in the order of the rows.
 using AddRows = void (*)(const void *words, std::int64_t columns, std::int64_t count,
-                         const float *weights, float *sums);
+                         const float *const *weights, std::int64_t queries, float *const *sums);
 
 // Of a softmax that is taken block by block: its largest value, and the sum of exponentials below.
 struct SoftmaxSum {

@@ -95,12 +95,14 @@ void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
 }
 
 template <typename Word>
-void add_rows(const void *words, std::int64_t columns, std::int64_t count, const float *weights,
-              float *sums) {
+void add_rows(const void *words, std::int64_t columns, std::int64_t count,
+              const float *const *weights, std::int64_t queries, float *const *sums) {
   const Word *row = static_cast<const Word *>(words);
   for (std::int64_t n = 0; n < count; ++n, row += columns) {
-    for (std::int64_t k = 0; k < columns; ++k) {
-      sums[k] += weights[n] * to_float(row[k]);
+    for (std::int64_t query = 0; query < queries; ++query) {
+      for (std::int64_t k = 0; k < columns; ++k) {
+        sums[query][k] += weights[query][n] * to_float(row[k]);
+      }
     }
   }
 }

@@ -217,17 +217,16 @@ static inline void add_columns(std::int64_t count, const float *weights, float *
   }
 }
 
+// The columns from k on, for one query.
 template <typename V, typename Word>
-static inline void add_rows(const void *words, std::int64_t columns, std::int64_t count,
-                            const float *weights, float *sums) {
-  const auto *first = static_cast<const Word *>(words);
+static inline void add_rows_from(std::int64_t k, const Word *words, std::int64_t columns,
+                                 std::int64_t count, const float *weights, float *sums) {
   constexpr int kVectors = 8;
-  std::int64_t k = 0;
   const auto add = [&](auto vectors) {
     constexpr int N = decltype(vectors)::value;
     for (; k + N * V::kLanes <= columns; k += N * V::kLanes) {
       add_columns<V, N>(count, weights, sums + k, [&](std::int64_t row, int n) {
-        return V::load(first + row * columns + k + n * V::kLanes);
+        return V::load(words + row * columns + k + n * V::kLanes);
       });
     }
   };
@@ -238,9 +237,60 @@ static inline void add_rows(const void *words, std::int64_t columns, std::int64_
     float last[V::kLanes] = {};
     std::memcpy(last, sums + k, (columns - k) * sizeof(float));
     add_columns<V, 1>(count, weights, last, [&](std::int64_t row, int) {
-      return V::load_part(first + row * columns + k, columns - k);
+      return V::load_part(words + row * columns + k, columns - k);
     });
     std::memcpy(sums + k, last, (columns - k) * sizeof(float));
+  }
+}
+
+// Some columns for R queries: words are loaded once for all of them.
+template <typename V, int R, int N, typename Word>
+static inline void add_tile(const Word *words, std::int64_t stride, std::int64_t count,
+                            const float *const *weights, float *const *sums, std::int64_t k) {
+  typename V::Floats totals[R][N];
+  SPEQ_UNROLL
+  for (int r = 0; r < R; ++r) {
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      totals[r][n] = V::load(sums[r] + k + n * V::kLanes);
+    }
+  }
+  for (std::int64_t row = 0; row < count; ++row, words += stride) {
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const auto loaded = V::load(words + k + n * V::kLanes);
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        totals[r][n] = V::fmadd(V::all(weights[r][row]), loaded, totals[r][n]);
+      }
+    }
+  }
+  SPEQ_UNROLL
+  for (int r = 0; r < R; ++r) {
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      V::store(totals[r][n], sums[r] + k + n * V::kLanes);
+    }
+  }
+}
+
+template <typename V, typename Word>
+static inline void add_rows(const void *words, std::int64_t columns, std::int64_t count,
+                            const float *const *weights, std::int64_t queries, float *const *sums) {
+  const auto *first = static_cast<const Word *>(words);
+  constexpr int R = 4, N = V::kRegisters >= 32 ? 4 : 2;
+  std::int64_t query = 0;
+  for (; query + R <= queries; query += R) {
+    std::int64_t k = 0;
+    for (; k + N * V::kLanes <= columns; k += N * V::kLanes) {
+      add_tile<V, R, N>(first, columns, count, weights + query, sums + query, k);
+    }
+    for (int r = 0; r < R && k < columns; ++r) {
+      add_rows_from<V>(k, first, columns, count, weights[query + r], sums[query + r]);
+    }
+  }
+  for (; query < queries; ++query) {
+    add_rows_from<V>(0, first, columns, count, weights[query], sums[query]);
   }
 }
 

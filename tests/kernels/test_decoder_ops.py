@@ -90,6 +90,8 @@ CASES = [
     AttentionCase(2, 511, 2, 1, 16, 16, 0, None),
     AttentionCase(4, 1030, 2, 2, 136, 8, 0, 600),
     AttentionCase(1, 700, 8, 2, 80, 80, 0, 100),
+    AttentionCase(5, 3000, 9, 1, 64, 64, 0, None),
+    AttentionCase(3, 2046, 16, 4, 128, 128, 128, 1500),
 ]
 
 
@@ -154,6 +156,7 @@ TREES = [
     AttentionCase(1, 9, 6, 3, 10, 4, -1, 4, (0, 1, 0, 3, 2)),
     AttentionCase(3, 509, 2, 2, 24, 24, 0, None, (0, 0, 0, 2, 3, 5, 5, 6)),
     AttentionCase(6, 1022, 4, 1, 136, 8, 0, 600, (0, 1, 0, 3, 1)),
+    AttentionCase(6, 2045, 6, 1, 48, 48, 0, None, (0, 1, 0, 3, 1)),
     AttentionCase(40, 60, 2, 1, 16, 16, 0, 7, tuple(at * at % (at + 1) for at in range(39))),
 ]
 
@@ -197,6 +200,19 @@ def test_rows_do_not_depend_on_one_another(case: AttentionCase, dtype: torch.dty
     assert torch.equal(together.run(case.window), torch.cat(rows))
     for mine, theirs in zip(together.cached, alone.cached, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("case", CASES[-2:], ids=str)
+def test_attention_does_not_depend_on_threads(case: AttentionCase) -> None:
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(Problem.of(case, torch.bfloat16).run(case.window))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
