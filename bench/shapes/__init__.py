@@ -1,0 +1,1 @@
+"""Models in the shapes of published ones, with random weights."""
