@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -84,11 +85,14 @@ class StreamedAnswer(Answer):
     async def _tell(self, send: Send) -> None:
         begun = False
         try:
-            async for news in self._events():
-                if not begun:
-                    begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                await send({"type": "http.response.body", "body": news, "more_body": True})
+            # Closed here, where a client leaves as well, and not by whichever thread collects it.
+            async with aclosing(self._events()) as events:
+                async for news in events:
+                    if not begun:
+                        begun = True
+                        start = {"type": "http.response.start", "status": 200, "headers": HEADERS}
+                        await send(start)
+                    await send({"type": "http.response.body", "body": news, "more_body": True})
         except SpeqError as error:
             told = error_of(error)
             if not begun:
@@ -103,14 +107,15 @@ class StreamedAnswer(Answer):
             )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         opening = frames(self._format.opening())
-        async for token in with_heartbeats(self._stream):
-            if token is None:
-                yield opening + HEARTBEAT
-            else:
-                yield opening + frames(self._format.chunks(token))
-            opening = b""
+        async with aclosing(with_heartbeats(self._stream)) as tokens:
+            async for token in tokens:
+                if token is None:
+                    yield opening + HEARTBEAT
+                else:
+                    yield opening + frames(self._format.chunks(token))
+                opening = b""
         last = frames(self._format.closing(self._end))
         if self._includes_usage:
             last += frames([self._format.usage(self._usage())])
@@ -127,7 +132,7 @@ HEADERS = [
 
 async def with_heartbeats(
     stream: TokenStream, every_s: float = HEARTBEAT_S
-) -> AsyncIterator[Token | None]:
+) -> AsyncGenerator[Token | None, None]:
     """The tokens, and None where there was none for so long."""
     while True:
         try:
