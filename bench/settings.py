@@ -196,24 +196,6 @@ class TpotSettings(Options):
 
 
 @dataclass(frozen=True, slots=True)
-class ShapesSettings(Options):
-    budgets: Budgets
-    folder: Annotated[
-        Path, Option("Where the checkpoint is written, once, and stays.", File("a folder"))
-    ]
-    layers: Annotated[
-        int | None, Option("The first so many layers; default: all.", Whole(1, 1000))
-    ] = None
-    contexts: Annotated[
-        tuple[int, ...],
-        Option("Lengths of prompts, each in turn.", numbers(Whole(2), "64,2048")),
-    ] = (64, 2048, 8192)
-    max_new_tokens: MaxNewTokens = 32
-    rounds: Rounds = 2
-    seed: Annotated[int, Option("Of weights and texts.", Whole(0, 2**31 - 1))] = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ServeBenchSettings(Options):
     """Requests to a running server, and for how long."""
 

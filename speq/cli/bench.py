@@ -39,16 +39,6 @@ Folders = Annotated[
 ]
 
 
-Shape = Annotated[
-    str,
-    Option(
-        "A published model, such as qwen3-30b-a3b, or a folder with its config.json.",
-        Text(path=True),
-        argument=True,
-    ),
-]
-
-
 @dataclass(frozen=True, slots=True)
 class BenchCommand:
     """A command. subject: what its module's `run` takes before the settings, by name."""
@@ -66,13 +56,6 @@ BENCHES = (
         "speq.bench.runs.tpot",
         declared.TpotSettings,
         "Time per output token over memory budgets and draft lengths, settings in rotation.",
-    ),
-    BenchCommand(
-        "shapes",
-        "speq.bench.runs.shapes",
-        declared.ShapesSettings,
-        "A published model's exact shapes with random weights: times beside the machine's floors.",
-        subject=("shape", Shape),
     ),
     BenchCommand(
         "serve",

@@ -1,1 +1,0 @@
-"""Models in the shapes of published ones, with random weights."""
