@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from speq.bench.shapes.published import PublishedShape
+from speq.bench.shapes.published import BF16, PublishedShape
 from speq.bench.shapes.tensors import RandomTensor, WeightPool, tensors_of
 from speq.bench.widen import existing_parent
 from speq.errors import SpeqError
@@ -74,7 +74,7 @@ class ShapedModel:
     def name(self) -> str:
         """Name of its folder."""
         layers = self.content.get("text_config", self.content)["num_hidden_layers"]
-        kind = "bf16" if self.weights == WORDS else self.weights
+        kind = BF16 if self.weights == WORDS else self.weights
         return f"{self.shape.name}-{kind}-{layers}-layers"
 
     def stamp(self, whole: bool) -> dict[str, Any]:

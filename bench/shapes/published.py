@@ -11,6 +11,8 @@ from speq.files.json_file import read_json
 from speq.files.published_format import FP8, FP8_BLOCK, MXFP4, WORDS, format_of
 
 PUBLISHED = "the published config.json"
+# What words are in.
+BF16 = "bf16"
 BY_HAND = "put together by hand from the publisher's paper and model card"
 # Both kinds of gpt-oss have one layout.
 GPT_OSS: dict[str, Any] = {
@@ -87,7 +89,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         PublishedShape(
-            *("Qwen3-30B-A3B", PUBLISHED, 30.5, (WORDS, FP8)),
+            *("Qwen3-30B-A3B", PUBLISHED, 30.5, (BF16, FP8)),
             {
                 **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
                 **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
@@ -99,7 +101,7 @@ SHAPES = {
             },
         ),
         PublishedShape(
-            *("Qwen3.6-35B-A3B", f"{PUBLISHED}, without pictures and MTP", 35.0, (WORDS, FP8)),
+            *("Qwen3.6-35B-A3B", f"{PUBLISHED}, without pictures and MTP", 35.0, (BF16, FP8)),
             {
                 "model_type": "qwen3_5_moe",
                 "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -135,7 +137,7 @@ SHAPES = {
             | {"layer_types": ["sliding_attention", "full_attention"] * 18},
         ),
         PublishedShape(
-            *("DeepSeek-V2-Lite", BY_HAND, 15.7, (WORDS,)),
+            *("DeepSeek-V2-Lite", BY_HAND, 15.7, (BF16,)),
             LATENTS_16
             | {
                 **{"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]},
@@ -146,7 +148,7 @@ SHAPES = {
             },
         ),
         PublishedShape(
-            *("Moonlight-16B-A3B", BY_HAND, 16.0, (WORDS,)),
+            *("Moonlight-16B-A3B", BY_HAND, 16.0, (BF16,)),
             LATENTS_16
             | {
                 **{"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
@@ -156,7 +158,7 @@ SHAPES = {
             },
         ),
         PublishedShape(
-            *("GLM-4.7-Flash", BY_HAND, None, (WORDS,)),
+            *("GLM-4.7-Flash", BY_HAND, None, (BF16,)),
             LATENTS
             | {
                 **{"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]},
@@ -169,7 +171,7 @@ SHAPES = {
             },
         ),
         PublishedShape(
-            *("Gemma-4-26B-A4B", f"{PUBLISHED}, without pictures", 25.2, (WORDS,)),
+            *("Gemma-4-26B-A4B", f"{PUBLISHED}, without pictures", 25.2, (BF16,)),
             {
                 "model_type": "gemma4",
                 "architectures": ["Gemma4ForConditionalGeneration"],
@@ -214,5 +216,7 @@ def shape_named(given: str) -> PublishedShape:
         )
     folder = locate_config(path.parent if path.name == "config.json" else path)
     content = read_json(folder / "config.json")
-    formats = (format_of(content, folder),)
-    return PublishedShape(folder.resolve().name, f"{folder / 'config.json'}", None, formats, content)
+    kind = format_of(content, folder)
+    formats = (BF16 if kind == WORDS else kind,)
+    name = folder.resolve().name
+    return PublishedShape(name, str(folder / "config.json"), None, formats, content)

@@ -1,0 +1,328 @@
+"""Times on random weights in a published model's shapes, beside what they take at least.
+
+A model is written once and kept. Text is sampled at temperature 1, since random weights choose no
+token for certain; drafts are off, since nothing drafts random text.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from speq.bench.machine.page_cache import drop
+from speq.bench.rivals.worker import peak_rss_bytes
+from speq.bench.settings import ShapesSettings as Settings
+from speq.bench.shapes.checkpoint import ShapedModel, write
+from speq.bench.shapes.floor import MeasuredRates, floor_of
+from speq.bench.shapes.published import SHAPES, shape_named
+from speq.bench.shapes.routes import CURVE, SOURCE, Routes, lru_hits, most_used_hits
+from speq.errors import SpeqError
+from speq.files.cache_folder import cache_folder
+from speq.files.heap import give_back
+from speq.generator import Generator
+from speq.measure.picture import BUDGET, HITS, MOVED, Axis, Picture
+from speq.measure.plan import plan_of
+from speq.measure.report import Column, Report, print_table
+from speq.measure.settings import PlanSettings
+from speq.models.opened import open_model
+from speq.planning.cost.presets import MEMORY_SHARE
+from speq.stats import ratio
+from speq.units import Progress, format_bytes, parse_bytes, track
+
+COLUMNS: dict[str, Column] = {
+    "budget": ("budget", "{}"),
+    "context": ("context", "{}"),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "spread": ("tpot_spread", "{:.0%}"),
+    "floor": ("tpot_floor_ms", "{:.1f}"),
+    "of floor": ("tpot_ratio", "{:.2f}"),
+    "plan ms": ("forecast_ms", "{:.1f}"),
+    "plan err": ("forecast_error", "{:+.0%}"),
+    "TTFT s": ("ttft_s", "{:.2f}"),
+    "TTFT floor": ("ttft_floor_s", "{:.2f}"),
+    "TTFT of floor": ("ttft_ratio", "{:.2f}"),
+    "prefill/s": ("prefill_tokens_per_s", "{:.0f}"),
+    "hits": ("hit_rate", "{:.1%}"),
+    "moved/token": ("moved_bytes_per_token", format_bytes),
+    "moved of floor": ("moved_ratio", "{:.2f}"),
+    "load s": ("load_s", "{:.1f}"),
+    "1st run s": ("first_run_s", "{:.1f}"),
+    "2nd run s": ("second_run_s", "{:.1f}"),
+    "peak": ("peak_bytes", format_bytes),
+    "of budget": ("peak_ratio", "{:.2f}"),
+}
+CURVE_COLUMNS: dict[str, Column] = {
+    "experts held": ("share", "{:.0%}"),
+    "published": ("published", "{:.0%}"),
+    "most used": ("most_used", "{:.1%}"),
+    "least recently used": ("lru", "{:.1%}"),
+}
+FURTHER_TABLES = ((f"hits by experts held ({SOURCE})", "curve", CURVE_COLUMNS),)
+CONTEXT = (Axis("context", "tokens of context"),)
+TPOTS = (Axis("tpot_ms", "measured, ms"), Axis("tpot_floor_ms", "floor, ms"))
+TTFTS = (Axis("ttft_s", "measured, s"), Axis("ttft_floor_s", "floor, s"))
+PICTURES = (
+    Picture("tpot", "Time per output token", (BUDGET, *CONTEXT), TPOTS, aid="Lower is faster."),
+    Picture("ttft", "Time to first token", (BUDGET, *CONTEXT), TTFTS, aid="Lower is sooner."),
+    Picture("moved", "Bytes moved per token", (BUDGET,), (MOVED,), CONTEXT),
+    Picture("hit-rate", "Experts that lay in slots when needed", (BUDGET,), (HITS,), CONTEXT),
+)
+# Tokens whose routes are looked at.
+ROUTED_TOKENS = 96
+
+
+@dataclass(slots=True)
+class ShapesReport(Report):
+    """curve: of the routes of the run; made: what was written, and the machine's rates."""
+
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    made: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Loading, and the time from its begin to the first token."""
+
+    load_s: float
+    first_token_s: float
+
+
+def run(
+    shapes: str, settings: Settings, progress: Progress | None = None, quiet: bool = False
+) -> Report:
+    """Write the model unless it is there, and measure every budget with every context.
+
+    Raises SpeqError for nonsense settings, and for what does not fit.
+    """
+    if shapes == "?":
+        raise SpeqError(f"shapes are to be given; those known are {', '.join(SHAPES)}")
+    model = ShapedModel.of(shape_named(shapes), settings.layers, settings.weights, settings.seed)
+    longest = max(settings.contexts) + settings.max_new_tokens
+    if longest > model.model_spec.shape.max_context:
+        raise SpeqError(
+            f"contexts and max_new_tokens ask for {longest} tokens and {model.name} has "
+            f"{model.model_spec.shape.max_context}; give less"
+        )
+    folder = settings.folder or default_folder(model.name)
+    if not quiet:
+        needed = f"{model.name} takes {format_bytes(model.nbytes)} of disk in {folder}"
+        print(f"{needed}; shapes from {model.shape.source}", file=sys.stderr, flush=True)
+    write(model, folder, progress=progress)
+    with closing(open_model(folder)) as opened:
+        rates = MeasuredRates.of(opened)
+    made = {
+        **{"source": model.shape.source, "weights": model.weights, "path": str(folder)},
+        **{"parameters": model.parameters, "bytes": model.nbytes, "drafts": "off"},
+        **asdict(rates),
+    }
+    report = ShapesReport("shapes", model.name, settings.as_json(), [], made=made)
+    for budget in track("measuring budgets", settings.budgets, len(settings.budgets), progress):
+        bounds = [bounds_of(model, folder, rates, settings, budget, c) for c in settings.contexts]
+        measured, layers = measure(folder, settings, budget)
+        report.rows += [
+            summarise(bound, found) for bound, found in zip(bounds, measured, strict=True)
+        ]
+        report.curve = report.curve or curve_of(layers, model.model_spec.shape.experts.num_experts)
+    return report
+
+
+def default_folder(name: str) -> Path:
+    """Place of a model that no folder was given for. Raises SpeqError for a user without a home."""
+    folder = cache_folder("shapes")
+    if folder is None:
+        raise SpeqError("there is no cache folder to keep the checkpoint in; give --folder")
+    return folder / name
+
+
+def bounds_of(
+    model: ShapedModel,
+    folder: Path,
+    rates: MeasuredRates,
+    settings: Settings,
+    budget: str,
+    context: int,
+) -> dict[str, Any]:
+    """Say before the run what it takes at least, and what `plan` expects of it."""
+    floor = floor_of(model, rates, parse_bytes(budget), context)
+    planned = plan_of(
+        folder,
+        PlanSettings(
+            budget,
+            context_length=context + settings.max_new_tokens,
+            link=rates.link_bytes_per_s,
+            memory_bandwidth=MEMORY_SHARE * rates.memory_bytes_per_s,
+            profile="none",
+        ),
+    )
+    plain = [each.tpot_s for each in planned.candidates if not each.drafts]
+    return {
+        "budget": budget,
+        "budget_bytes": parse_bytes(budget),
+        "context": context,
+        "forecast_ms": min(plain) * 1e3 if plain else None,
+        "tpot_floor_ms": floor.tpot_s * 1e3,
+        "ttft_floor_s": floor.ttft_s,
+        "floor_read_bytes": floor.read_bytes,
+        "floor_moved_bytes": floor.moved_bytes,
+    }
+
+
+def measure(
+    folder: Path, settings: Settings, budget: str
+) -> tuple[list[dict[str, Any]], list[Routes]]:
+    """Figures of each context, and the routes of the layers.
+
+    The first run reads from disk alone; the second one finds what the first has left.
+    """
+    for path in folder.glob("*.safetensors"):
+        drop(path)
+    generator, first = start(folder, settings, budget)
+    generator.close()
+    give_back()
+    before = reset_peak()
+    generator, second = start(folder, settings, budget)
+    starts = {
+        "load_s": second.load_s,
+        "first_run_s": first.first_token_s,
+        "second_run_s": second.first_token_s,
+    }
+    found = []
+    with closing(generator):
+        for context in settings.contexts:
+            samples = [
+                generate(generator, prompt_of(generator, context, settings.seed + turn), settings)
+                for turn in range(settings.rounds)
+            ]
+            peak = peak_rss_bytes() - before
+            found.append({"samples": samples, "peak_bytes": peak, **starts})
+        layers = routes_of(generator, settings.seed)
+    return found, layers
+
+
+def start(folder: Path, settings: Settings, budget: str) -> tuple[Generator, Start]:
+    """Load the model and have it say one token."""
+    context = max(settings.contexts) + max(settings.max_new_tokens, ROUTED_TOKENS)
+    options = {"context_length": context, "profile": "none"} | settings.run
+    began_s = time.perf_counter()
+    generator = Generator.from_pretrained(folder, budget, draft_length="0", **options)
+    load_s = time.perf_counter() - began_s
+    prompt = prompt_of(generator, min(settings.contexts), settings.seed)
+    generator.generate(prompt, max_new_tokens=1, ignore_eos=True)
+    return generator, Start(load_s, time.perf_counter() - began_s)
+
+
+def prompt_of(generator: Generator, tokens: int, seed: int) -> list[int]:
+    """Random tokens."""
+    random = torch.Generator().manual_seed(seed)
+    size = generator.runtime.shape.vocab_size
+    ids: list[int] = torch.randint(size, (tokens,), generator=random).tolist()
+    return ids
+
+
+def generate(generator: Generator, prompt: list[int], settings: Settings) -> dict[str, Any]:
+    """Statistics of a sampled text, whose prompt runs from its first token."""
+    generator.forget()
+    return generator.generate(
+        prompt,
+        max_new_tokens=settings.max_new_tokens,
+        ignore_eos=True,
+        temperature=1.0,
+        seed=settings.seed,
+    ).stats
+
+
+def routes_of(generator: Generator, seed: int) -> list[Routes]:
+    """Experts that each layer chose while a text was sampled."""
+    generator.forget()
+    lookahead = generator.runtime.engine.lookahead
+    layers: list[Routes] = [[] for _ in range(lookahead.num_layers)]
+    text = generator.stream(
+        prompt_of(generator, 1, seed),
+        max_new_tokens=ROUTED_TOKENS,
+        ignore_eos=True,
+        temperature=1.0,
+        seed=seed,
+    )
+    for _ in text:
+        for layer, routes in enumerate(layers):
+            routes.append(lookahead.used[layer].ids[-1])
+    return layers
+
+
+def reset_peak() -> int:
+    """Forget the most memory that this process had; return what it has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_rss_bytes()
+
+
+def curve_of(layers: Sequence[Routes], num_experts: int) -> list[dict[str, Any]]:
+    """Hits by the share of experts held, of these routes and as published."""
+    return [
+        {
+            "share": share,
+            "published": published,
+            "most_used": most_used_hits(layers, num_experts, share),
+            "lru": lru_hits(layers, round(share * num_experts)),
+        }
+        for share, published in CURVE[1:-1]
+    ]
+
+
+def summarise(bounds: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """One row: medians over rounds, beside what was said before."""
+    samples = found.pop("samples")
+
+    def middle(name: str) -> float | None:
+        values = [sample[name] for sample in samples if sample[name] is not None]
+        return median(values) if values else None
+
+    times = [sample["tpot_ms"] for sample in samples]
+    tpot_ms, ttft_s = median(times), median(sample["ttft_ms"] for sample in samples) / 1e3
+    moved = middle("moved_bytes_per_token")
+    forecast = bounds["forecast_ms"]
+    return {
+        **bounds,
+        **found,
+        "samples": len(samples),
+        "codec": samples[0]["codec"],
+        "dense": samples[0]["dense"],
+        "slots_bytes": samples[0]["memory"]["slots"],
+        "tpot_ms": tpot_ms,
+        "tpot_spread": (max(times) - min(times)) / tpot_ms,
+        "tpot_ratio": tpot_ms / bounds["tpot_floor_ms"],
+        "forecast_error": None if forecast is None else forecast / tpot_ms - 1,
+        "ttft_s": ttft_s,
+        "ttft_ratio": ttft_s / bounds["ttft_floor_s"],
+        "prefill_tokens_per_s": bounds["context"]
+        / median(sample["prefill_s"] for sample in samples),
+        "hit_rate": middle("hit_rate"),
+        "moved_bytes_per_token": moved,
+        "moved_ratio": None if moved is None else ratio(moved, bounds["floor_moved_bytes"]),
+        "peak_ratio": found["peak_bytes"] / bounds["budget_bytes"],
+    }
+
+
+def show(report: ShapesReport) -> None:
+    """Print the table, and the curve of the routes."""
+    report.print(COLUMNS)
+    for title, name, columns in FURTHER_TABLES:
+        print_table(title, columns, getattr(report, name))
+
+
+def notes(report: ShapesReport) -> list[str]:
+    """Say what the weights are, what the floor was computed from, and what drafted."""
+    made = report.made
+    return [
+        f"random {made['weights']} in shapes from {made['source']}: "
+        f"{made['parameters'] / 1e9:.2f} billion parameters in {format_bytes(made['bytes'])}",
+        f"floors: memory {made['memory_bytes_per_s'] / 1e9:.1f} GB/s, link "
+        f"{made['link_bytes_per_s'] / 1e9:.2f} GB/s, products {made['flops_per_s'] / 1e9:.0f} "
+        "Gflop/s, all measured just now; routes drawn by the routers' law, evicted by Belady",
+        "drafts are off: nothing drafts random text; it is sampled at temperature 1",
+    ]
