@@ -42,7 +42,7 @@ ServerUrl = Annotated[
 Shapes = Annotated[
     str,
     Option(
-        "A published model whose shapes are known, or a folder with a config.json; `?` lists them.",
+        "A published model's name, of which a wrong one lists all, or a folder with a config.json.",
         Text("a name or a folder", path=True),
         argument=True,
     ),

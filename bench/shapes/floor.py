@@ -7,7 +7,6 @@ over the link meanwhile. A prompt computes its products at the rate of the machi
 
 import time
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ from speq.bench.shapes.routes import clairvoyant_misses, drawn_routes, popularit
 from speq.config import DEFAULT_READER_THREADS
 from speq.experts.codec import LosslessCodec
 from speq.measure.link import link_bytes_per_s
-from speq.measure.memory_read import READ_BYTES, MemoryRead, read_gb_per_s, step_times
+from speq.measure.memory_read import READ_BYTES, MemoryRead, step_times
 from speq.models.attention import elements
 from speq.models.opened import Opened
 
 # Routes that a clairvoyant cache is tried on.
 TOKENS = 384
-MATRIX, TIMES = 2048, 5
+MATRIX, TIMES = 2048, 9
 CPU = torch.device("cpu")
 WORD_BYTES = 2
 
@@ -38,17 +37,17 @@ class MeasuredRates:
 
     @classmethod
     def of(cls, opened: Opened) -> "MeasuredRates":
-        """Measure this machine's, and the link to the model's experts."""
-        read = MemoryRead(READ_BYTES["cpu"], CPU)
-        memory = read_gb_per_s(read, CPU, TIMES, time.perf_counter) * 1e9
-        matrix = torch.randn(MATRIX, MATRIX).bfloat16()
+        """Measure this machine's, the fastest of a few, and the link to the model's experts."""
+        read, matrix = MemoryRead(READ_BYTES["cpu"], CPU), torch.randn(MATRIX, MATRIX).bfloat16()
 
         def multiply() -> None:
             torch.mm(matrix, matrix)
 
-        multiply_s = median(step_times([multiply] * (TIMES + 1), CPU, time.perf_counter)[1:])
+        read_s, multiply_s = (
+            min(step_times([step] * TIMES, CPU, time.perf_counter)) for step in (read, multiply)
+        )
         link = link_bytes_per_s(opened.store, DEFAULT_READER_THREADS)
-        return cls(memory, link, 2 * MATRIX**3 / multiply_s)
+        return cls(read.nbytes / read_s, link, 2 * MATRIX**3 / multiply_s)
 
 
 @dataclass(frozen=True, slots=True)

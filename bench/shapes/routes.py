@@ -11,8 +11,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-# (share of a layer's experts, share of what tokens choose): MoE-SpeQ, Table 3.
-SOURCE = "MoE-SpeQ, Table 3"
+# (share of a layer's experts, share of what tokens choose): hits reported of a cache of 5, 15, 30 and
+# 50 % of the experts of Qwen3-30B-A3B (imp, #1374).
+SOURCE = "Qwen3-30B-A3B, imp #1374"
 CURVE = ((0.0, 0.0), (0.05, 0.37), (0.15, 0.74), (0.30, 0.89), (0.50, 0.96), (1.0, 1.0))
 # No expert is chosen by all tokens, nor by none.
 LEAST, MOST = 1e-4, 0.98

@@ -20,7 +20,7 @@ from speq.bench.rivals.worker import peak_rss_bytes
 from speq.bench.settings import ShapesSettings as Settings
 from speq.bench.shapes.checkpoint import ShapedModel, write
 from speq.bench.shapes.floor import MeasuredRates, floor_of
-from speq.bench.shapes.published import SHAPES, shape_named
+from speq.bench.shapes.published import shape_named
 from speq.bench.shapes.routes import CURVE, SOURCE, Routes, lru_hits, most_used_hits
 from speq.errors import SpeqError
 from speq.files.cache_folder import cache_folder
@@ -100,8 +100,6 @@ def run(
 
     Raises SpeqError for nonsense settings, and for what does not fit.
     """
-    if shapes == "?":
-        raise SpeqError(f"shapes are to be given; those known are {', '.join(SHAPES)}")
     model = ShapedModel.of(shape_named(shapes), settings.layers, settings.weights, settings.seed)
     longest = max(settings.contexts) + settings.max_new_tokens
     if longest > model.model_spec.shape.max_context:

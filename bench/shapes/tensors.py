@@ -42,7 +42,9 @@ FP8_SPREAD = 100.0
 # Root mean square of the values of MXFP4 codes, each as often as the others.
 MXFP4_SPREAD = 2.93
 # Publishers leave these in 16 bits.
-PLAIN = re.compile(r"embed_tokens|lm_head|norm|router|\.gate\.|_gate\.|in_proj_[ab]\.|conv1d|\.bias$")
+PLAIN = re.compile(
+    r"embed_tokens|lm_head|norm|router|\.gate\.|_gate\.|in_proj_[ab]\.|conv1d|\.bias$"
+)
 # What layers end with, and what experts of all kinds do.
 ENDS = re.compile(r"\.(o_proj|out_proj|down_proj)(\.weight|_blocks)?$")
 # Families whose norms multiply by 1 + weight; delta nets' own norm does not.
@@ -128,9 +130,7 @@ def tensors_of(family: Family, config: Any, shape: ModelShape, weights: str) -> 
         found += coded(_dense(RandomTensor(name, sizes, dtype), family, config, shape), weights)
     for layer in shape.experts.layers:
         found += _experts(family, shape, layer, weights)
-    found = [
-        each if part is None else replace(each, name=part.stored(each.name)) for each in found
-    ]
+    found = [each if part is None else replace(each, name=part.stored(each.name)) for each in found]
     return sorted(found, key=_order)
 
 
@@ -164,16 +164,15 @@ def _dense(tensor: RandomTensor, family: Family, config: Any, shape: ModelShape)
     if family.normed and NORM_AFTER.search(name):
         return replace(tensor, mean=ADDED * EMBEDDED * hidden**0.5)
     if shape.tied and name == "model.norm.weight":
-        return replace(tensor, mean=SCORED * hidden**-0.5 / EMBEDDED)
+        # Else each token would be likeliest behind itself.
+        return replace(tensor, mean=SCORED / EMBEDDED / hidden)
     zero = name.endswith(("bias", "sinks", "A_log")) or (
         family.model_type in FROM_ZERO and not name.endswith("linear_attn.norm.weight")
     )
     return replace(tensor, mean=0.0 if zero else 1.0)
 
 
-def _experts(
-    family: Family, shape: ModelShape, layer: int, weights: str
-) -> Iterator[RandomTensor]:
+def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Iterator[RandomTensor]:
     """List a layer's experts as the family is published."""
     experts, names = shape.experts, family.names
     count, hidden, width = experts.num_experts, experts.hidden_size, experts.expert_width
