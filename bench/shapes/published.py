@@ -1,5 +1,6 @@
 """Shapes of published models: the few numbers of a config.json that give them, and its source."""
 
+import json
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,29 +15,25 @@ PUBLISHED = "the published config.json"
 # What words are in.
 BF16 = "bf16"
 BY_HAND = "put together by hand from the publisher's paper and model card"
-# Both kinds of gpt-oss have one layout.
-GPT_OSS: dict[str, Any] = {
-    **{"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
-    **{"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64},
-    **{"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "sliding_window": 128},
-    **{"num_experts_per_tok": 4, "max_position_embeddings": 131072, "eos_token_id": 200002},
-    **{"rms_norm_eps": 1e-5, "rope_theta": 150000, "tie_word_embeddings": False},
-    "rope_scaling": {
-        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
-        **{"truncate": False, "original_max_position_embeddings": 4096},
-    },
-}
-# What DeepSeek-V2-Lite, Moonlight and GLM-4.7-Flash have alike.
-LATENTS: dict[str, Any] = {
-    **{"hidden_size": 2048, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_act": "silu"},
-    **{"n_routed_experts": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    **{"tie_word_embeddings": False, "rms_norm_eps": 1e-6},
-}
-LATENTS_16: dict[str, Any] = LATENTS | {
-    **{"num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16},
-    **{"q_lora_rank": None, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_shared_experts": 2},
-    **{"moe_intermediate_size": 1408, "num_experts_per_tok": 6},
-}
+# What both kinds of gpt-oss have.
+GPT_OSS = """
+"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880,
+"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+"vocab_size": 201088, "sliding_window": 128, "num_experts_per_tok": 4, "eos_token_id": 200002,
+"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+"tie_word_embeddings": false, "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast":
+32.0, "beta_slow": 1.0, "truncate": false, "original_max_position_embeddings": 4096}
+"""
+# What DeepSeek-V2-Lite, Moonlight and GLM-4.7-Flash have, and what the first two do.
+LATENTS = """
+"hidden_size": 2048, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_act": "silu",
+"n_routed_experts": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+"tie_word_embeddings": false
+"""
+LATENTS_16 = f"""{LATENTS}, "num_hidden_layers": 27, "num_attention_heads": 16,
+"num_key_value_heads": 16, "q_lora_rank": null, "qk_nope_head_dim": 128, "v_head_dim": 128,
+"n_shared_experts": 2, "moe_intermediate_size": 1408, "num_experts_per_tok": 6
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,123 +82,92 @@ class PublishedShape:
         return content
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        PublishedShape(
-            *("Qwen3-30B-A3B", PUBLISHED, 30.5, (BF16, FP8)),
-            {
-                **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
-                **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
-                **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4},
-                **{"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8},
-                **{"norm_topk_prob": True, "vocab_size": 151936, "eos_token_id": 151645},
-                **{"max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6},
-                **{"decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
-            },
-        ),
-        PublishedShape(
-            *("Qwen3.6-35B-A3B", f"{PUBLISHED}, without pictures and MTP", 35.0, (BF16, FP8)),
-            {
-                "model_type": "qwen3_5_moe",
-                "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-                "tie_word_embeddings": False,
-                "text_config": {
-                    **{"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "head_dim": 256},
-                    **{"num_hidden_layers": 40, "num_attention_heads": 16},
-                    **{"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
-                    **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
-                    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
-                    **{"linear_conv_kernel_dim": 4, "linear_num_key_heads": 16},
-                    **{"linear_key_head_dim": 128, "linear_num_value_heads": 32},
-                    **{"linear_value_head_dim": 128, "vocab_size": 248320, "rms_norm_eps": 1e-6},
-                    **{"max_position_embeddings": 262144, "eos_token_id": 248044},
-                    "rope_parameters": {
-                        **{"rope_type": "default", "rope_theta": 1e7, "mrope_interleaved": True},
-                        **{"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]},
-                    },
-                    **{"tie_word_embeddings": False, "hidden_act": "silu"},
-                },
-            },
-        ),
-        PublishedShape(
-            *("gpt-oss-20b", PUBLISHED, 20.9, (MXFP4,)),
-            GPT_OSS
-            | {"num_hidden_layers": 24, "num_local_experts": 32}
-            | {"layer_types": ["sliding_attention", "full_attention"] * 12},
-        ),
-        PublishedShape(
-            *("gpt-oss-120b", PUBLISHED, 116.8, (MXFP4,)),
-            GPT_OSS
-            | {"num_hidden_layers": 36, "num_local_experts": 128}
-            | {"layer_types": ["sliding_attention", "full_attention"] * 18},
-        ),
-        PublishedShape(
-            *("DeepSeek-V2-Lite", BY_HAND, 15.7, (BF16,)),
-            LATENTS_16
-            | {
-                **{"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]},
-                **{"intermediate_size": 10944, "vocab_size": 102400, "rope_theta": 10000},
-                **{"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
-                **{"max_position_embeddings": 163840, "routed_scaling_factor": 1.0},
-                "eos_token_id": 100001,
-            },
-        ),
-        PublishedShape(
-            *("Moonlight-16B-A3B", BY_HAND, 16.0, (BF16,)),
-            LATENTS_16
-            | {
-                **{"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
-                **{"intermediate_size": 11264, "vocab_size": 163840, "rope_theta": 50000.0},
-                **{"norm_topk_prob": True, "routed_scaling_factor": 2.446},
-                **{"max_position_embeddings": 8192, "eos_token_id": 163585},
-            },
-        ),
-        PublishedShape(
-            *("GLM-4.7-Flash", BY_HAND, None, (BF16,)),
-            LATENTS
-            | {
-                **{"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]},
-                **{"num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20},
-                **{"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
-                **{"n_shared_experts": 1, "moe_intermediate_size": 1536, "num_experts_per_tok": 4},
-                **{"intermediate_size": 10240, "vocab_size": 154880, "rope_theta": 1e6},
-                **{"norm_topk_prob": True, "routed_scaling_factor": 1.8, "eos_token_id": 154820},
-                "max_position_embeddings": 202752,
-            },
-        ),
-        PublishedShape(
-            *("Gemma-4-26B-A4B", f"{PUBLISHED}, without pictures", 25.2, (BF16,)),
-            {
-                "model_type": "gemma4",
-                "architectures": ["Gemma4ForConditionalGeneration"],
-                "tie_word_embeddings": True,
-                "text_config": {
-                    **{"model_type": "gemma4_text", "hidden_size": 2816, "head_dim": 256},
-                    **{"intermediate_size": 2112, "moe_intermediate_size": 704},
-                    **{"num_hidden_layers": 30, "num_attention_heads": 16},
-                    **{"num_key_value_heads": 8, "num_global_key_value_heads": 2},
-                    **{"global_head_dim": 512, "attention_k_eq_v": True, "num_experts": 128},
-                    **{"top_k_experts": 8, "enable_moe_block": True, "sliding_window": 1024},
-                    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
-                    **{"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
-                    **{"final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0},
-                    **{"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"},
-                    **{"max_position_embeddings": 262144, "vocab_size": 262144},
-                    **{"vocab_size_per_layer_input": 262144, "eos_token_id": 1},
-                    "rope_parameters": {
-                        "full_attention": {
-                            **{"partial_rotary_factor": 0.25, "rope_theta": 1e6},
-                            "rope_type": "proportional",
-                        },
-                        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-                    },
-                    "tie_word_embeddings": True,
-                },
-            },
-        ),
-    )
-}
+def row(
+    name: str, source: str, parameters: float | None, formats: tuple[str, ...], fields: str
+) -> PublishedShape:
+    return PublishedShape(name, source, parameters, formats, json.loads(f"{{{fields}}}"))
+
+
+ROWS = (
+    row(
+        *("Qwen3-30B-A3B", PUBLISHED, 30.5, (BF16, FP8)),
+        """
+"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+"intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+"num_experts_per_tok": 8, "norm_topk_prob": true, "vocab_size": 151936, "eos_token_id": 151645,
+"max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": false
+""",
+    ),
+    row(
+        *("Qwen3.6-35B-A3B", f"{PUBLISHED}, without pictures and MTP", 35.0, (BF16, FP8)),
+        """
+"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+"tie_word_embeddings": false, "text_config": {
+"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "head_dim": 256,
+"num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "full_attention_interval": 4,
+"linear_conv_kernel_dim": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+"linear_num_value_heads": 32, "linear_value_head_dim": 128, "vocab_size": 248320,
+"max_position_embeddings": 262144, "eos_token_id": 248044, "tie_word_embeddings": false,
+"rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "mrope_interleaved": true,
+"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}}
+""",
+    ),
+    row(
+        *("gpt-oss-20b", PUBLISHED, 20.9, (MXFP4,)),
+        f'{GPT_OSS}, "num_hidden_layers": 24, "num_local_experts": 32',
+    ),
+    row(
+        *("gpt-oss-120b", PUBLISHED, 116.8, (MXFP4,)),
+        f'{GPT_OSS}, "num_hidden_layers": 36, "num_local_experts": 128',
+    ),
+    row(
+        *("DeepSeek-V2-Lite", BY_HAND, 15.7, (BF16,)),
+        f"""{LATENTS_16},
+"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"],
+"intermediate_size": 10944, "vocab_size": 102400, "rope_theta": 10000, "topk_method": "greedy",
+"norm_topk_prob": false, "routed_scaling_factor": 1.0, "max_position_embeddings": 163840,
+"eos_token_id": 100001
+""",
+    ),
+    row(
+        *("Moonlight-16B-A3B", BY_HAND, 16.0, (BF16,)),
+        f"""{LATENTS_16},
+"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+"intermediate_size": 11264, "vocab_size": 163840, "rope_theta": 50000.0, "norm_topk_prob": true,
+"routed_scaling_factor": 2.446, "max_position_embeddings": 8192, "eos_token_id": 163585
+""",
+    ),
+    row(
+        *("GLM-4.7-Flash", BY_HAND, None, (BF16,)),
+        f"""{LATENTS},
+"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"],
+"num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
+"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_shared_experts": 1,
+"moe_intermediate_size": 1536, "num_experts_per_tok": 4, "intermediate_size": 10240,
+"vocab_size": 154880, "rope_theta": 1000000.0, "norm_topk_prob": true,
+"routed_scaling_factor": 1.8, "eos_token_id": 154820, "max_position_embeddings": 202752
+""",
+    ),
+    row(
+        *("Gemma-4-26B-A4B", f"{PUBLISHED}, without pictures", 25.2, (BF16,)),
+        """
+"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"],
+"tie_word_embeddings": true, "text_config": {
+"model_type": "gemma4_text", "hidden_size": 2816, "intermediate_size": 2112, "head_dim": 256,
+"moe_intermediate_size": 704, "num_hidden_layers": 30, "num_attention_heads": 16,
+"num_key_value_heads": 8, "num_global_key_value_heads": 2, "global_head_dim": 512,
+"attention_k_eq_v": true, "num_experts": 128, "top_k_experts": 8, "enable_moe_block": true,
+"sliding_window": 1024, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0,
+"use_bidirectional_attention": "vision", "max_position_embeddings": 262144, "vocab_size": 262144,
+"eos_token_id": 1, "tie_word_embeddings": true, "rope_parameters": {"full_attention":
+{"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+"sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}
+""",
+    ),
+)
+SHAPES = {shape.name: shape for shape in ROWS}
 
 
 def shape_named(given: str) -> PublishedShape:

@@ -6,13 +6,13 @@ in most families, so it is the weight of a hidden unit that is the same for all 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
-# (share of a layer's experts, share of what tokens choose): hits reported of a cache of 5, 15, 30 and
-# 50 % of the experts of Qwen3-30B-A3B (imp, #1374).
+# (share of a layer's experts, share of what tokens choose): hits that were reported of caches.
 SOURCE = "Qwen3-30B-A3B, imp #1374"
 CURVE = ((0.0, 0.0), (0.05, 0.37), (0.15, 0.74), (0.30, 0.89), (0.50, 0.96), (1.0, 1.0))
 # No expert is chosen by all tokens, nor by none.
@@ -26,7 +26,7 @@ Routes = list[list[int]]
 
 def hits_of(share: float) -> float:
     """Share of requests for the most used experts, by the curve, straight between its points."""
-    for (left, low), (right, high) in zip(CURVE, CURVE[1:], strict=False):
+    for (left, low), (right, high) in pairwise(CURVE):
         if share <= right:
             return low + (high - low) * (share - left) / (right - left)
     return 1.0
@@ -35,7 +35,7 @@ def hits_of(share: float) -> float:
 def popularity(num_experts: int, top_k: int) -> Tensor:
     """Probability of each expert to be among a token's, the most used first."""
     hits = [hits_of(rank / num_experts) for rank in range(num_experts + 1)]
-    shares = torch.tensor([high - low for low, high in zip(hits, hits[1:], strict=False)])
+    shares = torch.tensor([high - low for low, high in pairwise(hits)])
     return (shares * top_k).clamp(LEAST, MOST)
 
 
@@ -84,12 +84,15 @@ def lru_hits(layers: Sequence[Routes], slots: int) -> float:
 
 
 def clairvoyant_misses(routes: Routes, slots: int) -> float:
-    """Experts of a layer that a token misses where what is needed last is evicted (Belady)."""
+    """Experts of a layer that a token misses where what is needed last is evicted (Belady).
+
+    The cache begins with those that are needed first, as one that has been in use.
+    """
     uses: dict[int, list[int]] = {}
     for token in range(len(routes) - 1, -1, -1):
         for expert in routes[token]:
             uses.setdefault(expert, []).append(token)
-    held: set[int] = set()
+    held = set(sorted(uses, key=lambda expert: uses[expert][-1])[:slots])
     missed = counted = 0
     for token, chosen in enumerate(routes):
         if token >= WARM_UP * len(routes):

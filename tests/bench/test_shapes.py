@@ -34,6 +34,7 @@ FILES = {
     ("gpt-oss-20b", "mxfp4"): (459, 13_761_264_768),
     ("Gemma-4-26B-A4B", "bf16"): (657, None),
 }
+CODECS = {"Qwen3-30B-A3B": "fp8", "gpt-oss-20b": "mxfp4", "Qwen3.6-35B-A3B": "raw"}
 # In place of published sizes.
 THIN = {
     **{"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128},
@@ -120,7 +121,7 @@ def test_other_contents_and_full_disks_are_refused(
         write(replace(model, seed=1), tmp_path / "made")
     free = type("Usage", (), {"free": model.nbytes - 1})
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: free)
-    with pytest.raises(SpeqError, match="of disk and .* are left"):
+    with pytest.raises(SpeqError, match="B are left at"):
         write(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -168,9 +169,10 @@ def test_caches_hit_as_often_as_counted_by_hand() -> None:
     routes = [[0], [1], [0], [2], [0], [1]]
     # Of the last four, 0 and 0 are held by the last two used; 2 and 1 are not.
     assert lru_hits([routes], 2) == pytest.approx(2 / 4)
-    # Belady keeps 0 for its next use each time; 1 was given up for 2, or never held with it.
-    assert clairvoyant_misses(routes, 2) == pytest.approx(1 / 4 + 1 / 4)
-    assert clairvoyant_misses(routes, 3) == pytest.approx(1 / 4)
+    # Belady keeps 0 and 1, which are needed again; 2 is not.
+    assert clairvoyant_misses(routes, 2) == pytest.approx(1 / 4)
+    assert clairvoyant_misses(routes, 1) == pytest.approx(2 / 4)
+    assert clairvoyant_misses(routes, 3) == 0
     assert most_used_hits([routes], 4, 0.25) == pytest.approx(3 / 6)
     assert most_used_hits([routes], 4, 0.375) == pytest.approx(4 / 6)
 
@@ -203,7 +205,7 @@ def test_thin_model_is_measured_from_end_to_end(
         assert row["tpot_ratio"] == row["tpot_ms"] / row["tpot_floor_ms"]
         assert row["forecast_error"] == row["forecast_ms"] / row["tpot_ms"] - 1
         assert row["first_run_s"] > row["ttft_s"] > 0
-        assert 0 < row["peak_bytes"]
+        assert row["peak_bytes"] > 0
     shares = [line["most_used"] for line in report.curve]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(0.96, abs=0.04)
     show(report)
