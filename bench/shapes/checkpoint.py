@@ -32,7 +32,11 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ShapedModel:
-    """A model of published shapes before it is written. content: its config.json"""
+    """A model of published shapes before it is written.
+
+    content      its config.json
+    layer_types  kinds of attention, by layer
+    """
 
     shape: PublishedShape
     content: dict[str, Any]
@@ -40,6 +44,7 @@ class ShapedModel:
     seed: int
     model_spec: ModelSpec
     tensors: list[RandomTensor]
+    layer_types: list[str]
 
     @classmethod
     def of(
@@ -54,7 +59,8 @@ class ShapedModel:
             family, config = family_of(content, folder), config_in(folder)
             published = format_of(content, folder)
             tensors = tensors_of(family, config, spec.shape, published)
-        return cls(shape, content, published, seed, spec, tensors)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * spec.shape.num_layers
+        return cls(shape, content, published, seed, spec, tensors, kinds)
 
     @property
     def nbytes(self) -> int:
@@ -71,11 +77,15 @@ class ShapedModel:
         )
 
     @property
+    def text(self) -> dict[str, Any]:
+        """Configuration of the part of text."""
+        return dict(self.content.get("text_config", self.content))
+
+    @property
     def name(self) -> str:
         """Name of its folder."""
-        layers = self.content.get("text_config", self.content)["num_hidden_layers"]
         kind = BF16 if self.weights == WORDS else self.weights
-        return f"{self.shape.name}-{kind}-{layers}-layers"
+        return f"{self.shape.name}-{kind}-{self.text['num_hidden_layers']}-layers"
 
     def stamp(self, whole: bool) -> dict[str, Any]:
         made = {"version": VERSION, "seed": self.seed, "config": self.content}
@@ -93,16 +103,15 @@ def write(
     Raises SpeqError for a folder with anything else, and where the disk has too little space.
     """
     stamp = target / STAMP
-    if stamp.exists():
-        if read_json(stamp) == model.stamp(whole=True):
-            return False
-        if read_json(stamp) != model.stamp(whole=False):
-            raise SpeqError(
-                f"{target} holds other shapes or weights than are asked for; remove it, or give "
-                "another folder"
-            )
-    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SpeqError(f"{target} holds something else; give a folder that is empty or not there")
+    found = read_json(stamp) if stamp.exists() else None
+    if found == model.stamp(whole=True):
+        return False
+    taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if taken and found != model.stamp(whole=False):
+        raise SpeqError(
+            f"{target} holds something else than {model.name} of seed {model.seed}; remove it, or "
+            "give another folder"
+        )
     held = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     free = shutil.disk_usage(existing_parent(target)).free + held
     if model.nbytes > free:
@@ -155,8 +164,7 @@ def write_tokenizer(target: Path, model: ShapedModel) -> None:
     """Write a tokenizer of bytes whose vocabulary is as large as the model's, and defaults that
     sample from the whole of it.
     """
-    text = model.content.get("text_config", model.content)
-    size, end = text["vocab_size"], text["eos_token_id"]
+    size, end = model.text["vocab_size"], model.text["eos_token_id"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     named = [*alphabet, *(f"<|{at}|>" for at in range(len(alphabet), size))][:size]
     vocabulary = {token: at for at, token in enumerate(named)}

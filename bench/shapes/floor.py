@@ -7,7 +7,6 @@ over the link meanwhile. A prompt computes its products at the rate of the machi
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -122,19 +121,12 @@ class HeldBytes:
         return cls(of_experts / len(experts.layers) / experts.num_experts, dense, dense - rows)
 
 
-def text_config(model: ShapedModel) -> dict[str, Any]:
-    config: dict[str, Any] = model.content.get("text_config", model.content)
-    return config
-
-
 def windows(model: ShapedModel) -> list[float]:
     """Tokens that each layer with KV attends over at most."""
-    config, states = text_config(model), model.model_spec.shape.states.layers
-    layers = range(model.model_spec.shape.num_layers)
-    kinds = config.get("layer_types") or ["full_attention"] * len(layers)
+    states, window = model.model_spec.shape.states.layers, model.text.get("sliding_window")
     return [
-        config["sliding_window"] if kinds[layer] == "sliding_attention" else float("inf")
-        for layer in layers
+        window if window and kind == "sliding_attention" else float("inf")
+        for layer, kind in enumerate(model.layer_types)
         if layer not in states
     ]
 
@@ -147,7 +139,7 @@ def attended_pairs(context: int, window: float) -> float:
 
 def attention_width(model: ShapedModel) -> int:
     """Widths of all heads' keys and values together, as a prompt computes them."""
-    config = text_config(model)
+    config = model.text
     heads = int(config["num_attention_heads"])
     if "kv_lora_rank" in config:
         keys = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]

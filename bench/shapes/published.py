@@ -1,7 +1,6 @@
 """Shapes of published models: the few numbers of a config.json that give them, and its source."""
 
 import json
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,20 +42,20 @@ class PublishedShape:
     source      where they come from
     parameters  of the whole model as its publisher says, in billions; None: not said
     formats     in which it is published, the usual one first
-    config      the part of config.json that gives shapes
+    fields      the part of config.json that gives shapes, without its braces
     """
 
     name: str
     source: str
     parameters: float | None
     formats: tuple[str, ...]
-    config: dict[str, Any]
+    fields: str
 
     def content(self, layers: int | None, wanted: str | None) -> dict[str, Any]:
         """The config.json of a model of its first layers, published in a format. Raises SpeqError
         for layers or a format that it has not.
         """
-        content = deepcopy(self.config)
+        content = json.loads(f"{{{self.fields}}}")
         text = content.get("text_config", content)
         whole = text["num_hidden_layers"]
         if layers is not None and layers > whole:
@@ -82,14 +81,8 @@ class PublishedShape:
         return content
 
 
-def row(
-    name: str, source: str, parameters: float | None, formats: tuple[str, ...], fields: str
-) -> PublishedShape:
-    return PublishedShape(name, source, parameters, formats, json.loads(f"{{{fields}}}"))
-
-
 ROWS = (
-    row(
+    PublishedShape(
         *("Qwen3-30B-A3B", PUBLISHED, 30.5, (BF16, FP8)),
         """
 "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
@@ -99,7 +92,7 @@ ROWS = (
 "max_position_embeddings": 40960, "rope_theta": 1000000.0, "tie_word_embeddings": false
 """,
     ),
-    row(
+    PublishedShape(
         *("Qwen3.6-35B-A3B", f"{PUBLISHED}, without pictures and MTP", 35.0, (BF16, FP8)),
         """
 "model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -114,15 +107,15 @@ ROWS = (
 "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}}
 """,
     ),
-    row(
+    PublishedShape(
         *("gpt-oss-20b", PUBLISHED, 20.9, (MXFP4,)),
         f'{GPT_OSS}, "num_hidden_layers": 24, "num_local_experts": 32',
     ),
-    row(
+    PublishedShape(
         *("gpt-oss-120b", PUBLISHED, 116.8, (MXFP4,)),
         f'{GPT_OSS}, "num_hidden_layers": 36, "num_local_experts": 128',
     ),
-    row(
+    PublishedShape(
         *("DeepSeek-V2-Lite", BY_HAND, 15.7, (BF16,)),
         f"""{LATENTS_16},
 "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"],
@@ -131,7 +124,7 @@ ROWS = (
 "eos_token_id": 100001
 """,
     ),
-    row(
+    PublishedShape(
         *("Moonlight-16B-A3B", BY_HAND, 16.0, (BF16,)),
         f"""{LATENTS_16},
 "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
@@ -139,7 +132,7 @@ ROWS = (
 "routed_scaling_factor": 2.446, "max_position_embeddings": 8192, "eos_token_id": 163585
 """,
     ),
-    row(
+    PublishedShape(
         *("GLM-4.7-Flash", BY_HAND, None, (BF16,)),
         f"""{LATENTS},
 "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -150,7 +143,7 @@ ROWS = (
 "routed_scaling_factor": 1.8, "eos_token_id": 154820, "max_position_embeddings": 202752
 """,
     ),
-    row(
+    PublishedShape(
         *("Gemma-4-26B-A4B", f"{PUBLISHED}, without pictures", 25.2, (BF16,)),
         """
 "model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"],
@@ -167,7 +160,7 @@ ROWS = (
 """,
     ),
 )
-SHAPES = {shape.name: shape for shape in ROWS}
+SHAPES = {each.name: each for each in ROWS}
 
 
 def shape_named(given: str) -> PublishedShape:
@@ -185,4 +178,6 @@ def shape_named(given: str) -> PublishedShape:
     kind = format_of(content, folder)
     formats = (BF16 if kind == WORDS else kind,)
     name = folder.resolve().name
-    return PublishedShape(name, str(folder / "config.json"), None, formats, content)
+    return PublishedShape(
+        name, str(folder / "config.json"), None, formats, json.dumps(content)[1:-1]
+    )

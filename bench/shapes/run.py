@@ -4,6 +4,7 @@ A model is written once and kept. Text is sampled at temperature 1, since random
 token for certain; drafts are off, since nothing drafts random text.
 """
 
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -12,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
 
 from speq.bench.machine.page_cache import drop
 from speq.bench.rivals.worker import peak_rss_bytes
@@ -28,7 +27,7 @@ from speq.files.heap import give_back
 from speq.generator import Generator
 from speq.measure.picture import BUDGET, HITS, MOVED, Axis, Picture
 from speq.measure.plan import plan_of
-from speq.measure.report import Column, Report, print_table
+from speq.measure.report import Column, Report
 from speq.measure.settings import PlanSettings
 from speq.models.opened import open_model
 from speq.planning.cost.presets import MEMORY_SHARE
@@ -75,6 +74,7 @@ PICTURES = (
 )
 # Tokens whose routes are looked at.
 ROUTED_TOKENS = 96
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 
 
 @dataclass(slots=True)
@@ -83,14 +83,6 @@ class ShapesReport(Report):
 
     curve: list[dict[str, Any]] = field(default_factory=list)
     made: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Loading, and the time from its begin to the first token."""
-
-    load_s: float
-    first_token_s: float
 
 
 def run(
@@ -107,7 +99,8 @@ def run(
             f"contexts and max_new_tokens ask for {longest} tokens and {model.name} has "
             f"{model.model_spec.shape.max_context}; give less"
         )
-    folder = settings.folder or default_folder(model.name)
+    kept = cache_folder("shapes") or Path("shapes")
+    folder = settings.folder or kept / model.name
     if not quiet:
         needed = f"{model.name} takes {format_bytes(model.nbytes)} of disk in {folder}"
         print(f"{needed}; shapes from {model.shape.source}", file=sys.stderr, flush=True)
@@ -130,14 +123,6 @@ def run(
     return report
 
 
-def default_folder(name: str) -> Path:
-    """Place of a model that no folder was given for. Raises SpeqError for a user without a home."""
-    folder = cache_folder("shapes")
-    if folder is None:
-        raise SpeqError("there is no cache folder to keep the checkpoint in; give --folder")
-    return folder / name
-
-
 def bounds_of(
     model: ShapedModel,
     folder: Path,
@@ -151,7 +136,7 @@ def bounds_of(
     planned = plan_of(
         folder,
         PlanSettings(
-            budget,
+            parse_bytes(budget),
             context_length=context + settings.max_new_tokens,
             link=rates.link_bytes_per_s,
             memory_bandwidth=MEMORY_SHARE * rates.memory_bytes_per_s,
@@ -180,22 +165,24 @@ def measure(
     """
     for path in folder.glob("*.safetensors"):
         drop(path)
-    generator, first = start(folder, settings, budget)
+    generator, _, first_run_s = start(folder, settings, budget)
     generator.close()
     give_back()
-    before = reset_peak()
-    generator, second = start(folder, settings, budget)
-    starts = {
-        "load_s": second.load_s,
-        "first_run_s": first.first_token_s,
-        "second_run_s": second.first_token_s,
-    }
+    Path("/proc/self/clear_refs").write_text("5")  # forget the most memory that there was
+    before = peak_rss_bytes()
+    generator, load_s, second_run_s = start(folder, settings, budget)
+    starts = {"load_s": load_s, "first_run_s": first_run_s, "second_run_s": second_run_s}
     found = []
     with closing(generator):
         for context in settings.contexts:
             samples = [
-                generate(generator, prompt_of(generator, context, settings.seed + turn), settings)
-                for turn in range(settings.rounds)
+                generator.generate(
+                    prompt_of(generator, context, seed),
+                    max_new_tokens=settings.max_new_tokens,
+                    seed=seed,
+                    **SAMPLED,
+                ).stats
+                for seed in range(settings.seed, settings.seed + settings.rounds)
             ]
             peak = peak_rss_bytes() - before
             found.append({"samples": samples, "peak_bytes": peak, **starts})
@@ -203,60 +190,33 @@ def measure(
     return found, layers
 
 
-def start(folder: Path, settings: Settings, budget: str) -> tuple[Generator, Start]:
-    """Load the model and have it say one token."""
+def start(folder: Path, settings: Settings, budget: str) -> tuple[Generator, float, float]:
+    """Load the model and have it say a token: when it was loaded, and when it was said, in s."""
     context = max(settings.contexts) + max(settings.max_new_tokens, ROUTED_TOKENS)
-    options = {"context_length": context, "profile": "none"} | settings.run
+    options: dict[str, Any] = {"context_length": context, "profile": "none", **settings.run}
     began_s = time.perf_counter()
     generator = Generator.from_pretrained(folder, budget, draft_length="0", **options)
     load_s = time.perf_counter() - began_s
     prompt = prompt_of(generator, min(settings.contexts), settings.seed)
     generator.generate(prompt, max_new_tokens=1, ignore_eos=True)
-    return generator, Start(load_s, time.perf_counter() - began_s)
+    return generator, load_s, time.perf_counter() - began_s
 
 
 def prompt_of(generator: Generator, tokens: int, seed: int) -> list[int]:
-    """Random tokens."""
-    random = torch.Generator().manual_seed(seed)
-    size = generator.runtime.shape.vocab_size
-    ids: list[int] = torch.randint(size, (tokens,), generator=random).tolist()
-    return ids
-
-
-def generate(generator: Generator, prompt: list[int], settings: Settings) -> dict[str, Any]:
-    """Statistics of a sampled text, whose prompt runs from its first token."""
+    """Random tokens, which are to run from the first."""
     generator.forget()
-    return generator.generate(
-        prompt,
-        max_new_tokens=settings.max_new_tokens,
-        ignore_eos=True,
-        temperature=1.0,
-        seed=settings.seed,
-    ).stats
+    return random.Random(seed).choices(range(generator.runtime.shape.vocab_size), k=tokens)
 
 
 def routes_of(generator: Generator, seed: int) -> list[Routes]:
     """Experts that each layer chose while a text was sampled."""
-    generator.forget()
     lookahead = generator.runtime.engine.lookahead
     layers: list[Routes] = [[] for _ in range(lookahead.num_layers)]
-    text = generator.stream(
-        prompt_of(generator, 1, seed),
-        max_new_tokens=ROUTED_TOKENS,
-        ignore_eos=True,
-        temperature=1.0,
-        seed=seed,
-    )
-    for _ in text:
+    prompt = prompt_of(generator, 1, seed)
+    for _ in generator.stream(prompt, max_new_tokens=ROUTED_TOKENS, seed=seed, **SAMPLED):
         for layer, routes in enumerate(layers):
             routes.append(lookahead.used[layer].ids[-1])
     return layers
-
-
-def reset_peak() -> int:
-    """Forget the most memory that this process had; return what it has now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_rss_bytes()
 
 
 def curve_of(layers: Sequence[Routes], num_experts: int) -> list[dict[str, Any]]:
@@ -276,14 +236,12 @@ def summarise(bounds: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """One row: medians over rounds, beside what was said before."""
     samples = found.pop("samples")
 
-    def middle(name: str) -> float | None:
-        values = [sample[name] for sample in samples if sample[name] is not None]
-        return median(values) if values else None
+    def middle(name: str) -> float:
+        return float(median(sample[name] for sample in samples))
 
     times = [sample["tpot_ms"] for sample in samples]
-    tpot_ms, ttft_s = median(times), median(sample["ttft_ms"] for sample in samples) / 1e3
-    moved = middle("moved_bytes_per_token")
-    forecast = bounds["forecast_ms"]
+    tpot_ms, ttft_s = middle("tpot_ms"), middle("ttft_ms") / 1e3
+    moved, forecast = middle("moved_bytes_per_token"), bounds["forecast_ms"]
     return {
         **bounds,
         **found,
@@ -297,20 +255,12 @@ def summarise(bounds: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "forecast_error": None if forecast is None else forecast / tpot_ms - 1,
         "ttft_s": ttft_s,
         "ttft_ratio": ttft_s / bounds["ttft_floor_s"],
-        "prefill_tokens_per_s": bounds["context"]
-        / median(sample["prefill_s"] for sample in samples),
+        "prefill_tokens_per_s": bounds["context"] / middle("prefill_s"),
         "hit_rate": middle("hit_rate"),
         "moved_bytes_per_token": moved,
-        "moved_ratio": None if moved is None else ratio(moved, bounds["floor_moved_bytes"]),
+        "moved_ratio": ratio(moved, bounds["floor_moved_bytes"]),
         "peak_ratio": found["peak_bytes"] / bounds["budget_bytes"],
     }
-
-
-def show(report: ShapesReport) -> None:
-    """Print the table, and the curve of the routes."""
-    report.print(COLUMNS)
-    for title, name, columns in FURTHER_TABLES:
-        print_table(title, columns, getattr(report, name))
 
 
 def notes(report: ShapesReport) -> list[str]:

@@ -8,7 +8,7 @@ so the routers of all layers see inputs of one law.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import log2, prod
 from typing import Any
 
 import torch
@@ -16,18 +16,7 @@ from torch import Tensor
 
 from speq.bench.shapes.routes import biases
 from speq.experts.expert_names import FUSED, PROJECTIONS
-from speq.files.published_format import (
-    BLOCK_SCALES,
-    BLOCKS,
-    FP8,
-    FP8_BLOCK,
-    FP8_DTYPE,
-    MXFP4,
-    MXFP4_BLOCK,
-    MXFP4_BLOCK_BYTES,
-    MXFP4_DTYPE,
-    SCALES,
-)
+from speq.files import published_format as form
 from speq.models.families import Family
 from speq.models.shape import SKELETON_DTYPE, ModelShape, skeleton
 
@@ -83,13 +72,13 @@ class WeightPool:
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         words = torch.randn(WORD_POOL, generator=self._generator)
-        codes = (words * FP8_SPREAD).clamp(-448, 448).to(FP8_DTYPE)
+        codes = (words * FP8_SPREAD).clamp(-448, 448).to(form.FP8_DTYPE)
         nibbles = torch.randint(256, (WORD_POOL,), dtype=torch.uint8, generator=self._generator)
         self._pools = {
             torch.bfloat16: words.bfloat16(),
             torch.float32: words,
-            FP8_DTYPE: codes,
-            MXFP4_DTYPE: nibbles,
+            form.FP8_DTYPE: codes,
+            form.MXFP4_DTYPE: nibbles,
         }
 
     def draw(self, wanted: RandomTensor) -> Tensor:
@@ -108,7 +97,7 @@ class WeightPool:
             made *= wanted.spread
         if wanted.row is not None:
             # Of MXFP4 [E, N, K / 32, 16], of others [..., N, K].
-            made.select(1 if wanted.dtype == MXFP4_DTYPE else -2, 0).view(torch.uint8).zero_()
+            made.select(1 if wanted.dtype == form.MXFP4_DTYPE else -2, 0).view(torch.uint8).zero_()
         if wanted.column is not None:
             made[..., 0] = wanted.column
         if wanted.router is not None:
@@ -180,27 +169,25 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
     spreads["down_proj"] *= ADDED * EMBEDDED
     prefix = names.module(layer, 0, PROJECTIONS[0]).removesuffix(f"0.{names.projections[0][0]}")
     fused = {FUSED[0]: (2 * width, hidden), FUSED[1]: (hidden, width)}
-    if weights == MXFP4:
-        for name, (rows, columns) in fused.items():
-            blocks = columns // MXFP4_BLOCK
-            spread = spreads.get(name, spreads["up_proj"])
-            row = 0.0 if name == "down_proj" else None
-            codes = (count, rows, blocks, MXFP4_BLOCK_BYTES)
-            yield RandomTensor(prefix + name + BLOCKS, codes, MXFP4_DTYPE, spread, row=row)
-            power = round(torch.tensor(spread / MXFP4_SPREAD).log2().item()) + 127
-            scales = prefix + name + BLOCK_SCALES
-            yield RandomTensor(scales, (count, rows, blocks), MXFP4_DTYPE, mean=power)
-        return
-    if weights != FP8 and (family.text_part is not None or family.biased):
-        for name, sizes in fused.items():
-            made = RandomTensor(
-                *(prefix + name, (count, *sizes)), spread=spreads.get(name, spreads["up_proj"])
-            )
-            zero = 0.0 if name == "down_proj" else None
-            if family.transposed:
-                yield replace(made, shape=(count, *sizes[::-1]), column=zero)
-            else:
-                yield replace(made, row=zero)
+    together = weights == form.MXFP4 or (
+        weights != form.FP8 and (family.text_part or family.biased)
+    )
+    for name, (rows, columns) in fused.items() if together else ():
+        spread = spreads.get(name, spreads["up_proj"])
+        zero = 0.0 if name == FUSED[1] else None
+        plain = RandomTensor(prefix + name, (count, rows, columns), spread=spread)
+        if weights != form.MXFP4:
+            turned = replace(plain, shape=(count, columns, rows), column=zero)
+            yield turned if family.transposed else replace(plain, row=zero)
+            continue
+        blocks = (count, rows, columns // form.MXFP4_BLOCK)
+        codes = RandomTensor(
+            plain.name + form.BLOCKS, (*blocks, form.MXFP4_BLOCK_BYTES), form.MXFP4_DTYPE, spread
+        )
+        yield replace(codes, row=zero)
+        power = round(log2(spread / MXFP4_SPREAD)) + 127
+        yield RandomTensor(plain.name + form.BLOCK_SCALES, blocks, form.MXFP4_DTYPE, mean=power)
+    if together:
         return
     for expert in range(count):
         for name, projection in zip(names.projections[-1], PROJECTIONS, strict=True):
@@ -213,9 +200,11 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
 
 def coded(tensor: RandomTensor, weights: str) -> list[RandomTensor]:
     """Put a matrix into codes and scales where publishers do."""
-    if weights != FP8 or len(tensor.shape) != 2 or PLAIN.search(tensor.name):
+    if weights != form.FP8 or len(tensor.shape) != 2 or PLAIN.search(tensor.name):
         return [tensor]
-    rows, columns = (-(-size // block) for size, block in zip(tensor.shape, FP8_BLOCK, strict=True))
+    rows, columns = (
+        -(-size // block) for size, block in zip(tensor.shape, form.FP8_BLOCK, strict=True)
+    )
     scale = tensor.spread / FP8_SPREAD
-    scales = RandomTensor(tensor.name + SCALES, (rows, columns), torch.float32, mean=scale)
-    return [replace(tensor, dtype=FP8_DTYPE), scales]
+    scales = RandomTensor(tensor.name + form.SCALES, (rows, columns), torch.float32, mean=scale)
+    return [replace(tensor, dtype=form.FP8_DTYPE), scales]

@@ -1,7 +1,6 @@
 """`speq bench shapes`: exact shapes, their floors by hand, and a thin model from end to end."""
 
 import json
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from safetensors import safe_open
 
 from speq.bench.settings import ShapesSettings as Settings
 from speq.bench.shapes import checkpoint
+from speq.bench.shapes import run as bench
 from speq.bench.shapes.checkpoint import ShapedModel, shards_of, write
-from speq.bench.shapes.floor import HeldBytes, MeasuredRates, attended_pairs, floor_of
+from speq.bench.shapes.floor import HeldBytes, MeasuredRates, attended_pairs, floor_of, windows
 from speq.bench.shapes.published import SHAPES, PublishedShape, shape_named
 from speq.bench.shapes.routes import (
     clairvoyant_misses,
@@ -22,8 +22,8 @@ from speq.bench.shapes.routes import (
     most_used_hits,
     popularity,
 )
-from speq.bench.shapes.run import notes, run, show
 from speq.bench.shapes.tensors import RandomTensor
+from speq.cli.bench import show
 from speq.errors import SpeqError
 from speq.models.opened import open_model
 
@@ -46,14 +46,14 @@ THIN = {
 def thin(name: str) -> PublishedShape:
     """A published model's row with narrow layers and few experts."""
     shape = SHAPES[name]
-    config = deepcopy(shape.config)
+    config = json.loads(f"{{{shape.fields}}}")
     text = config.get("text_config", config)
     text |= {key: value for key, value in THIN.items() if key in text}
-    return replace(shape, name="thin", config=config)
+    return replace(shape, name="thin", fields=json.dumps(config)[1:-1])
 
 
 def of(shape: PublishedShape, weights: str | None = None) -> ShapedModel:
-    layers = 4 if "text_config" in shape.config else 2
+    layers = 4 if "text_config" in shape.fields else 2
     return ShapedModel.of(shape, layers, weights, seed=0)
 
 
@@ -117,7 +117,7 @@ def test_other_contents_and_full_disks_are_refused(
     with pytest.raises(SpeqError, match="holds something else"):
         write(model, tmp_path / "other")
     write(model, tmp_path / "made")
-    with pytest.raises(SpeqError, match="holds other shapes"):
+    with pytest.raises(SpeqError, match="holds something else"):
         write(replace(model, seed=1), tmp_path / "made")
     free = type("Usage", (), {"free": model.nbytes - 1})
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: free)
@@ -162,6 +162,8 @@ def test_floors_are_those_computed_by_hand() -> None:
     least = floor_of(model, rates, 0, 64)
     assert least.moved_bytes == pytest.approx(48 * 8 * expert)  # no slot, so all are moved
     assert least.tpot_s == pytest.approx(least.moved_bytes / 5e9)
+    sliding = windows(ShapedModel.of(SHAPES["gpt-oss-20b"], None, None, seed=0))
+    assert sliding == [128, float("inf")] * 12
     assert attended_pairs(5, 2) == 1 + 2 + 2 + 2 + 2
 
 
@@ -198,7 +200,7 @@ def test_thin_model_is_measured_from_end_to_end(
         rounds=2,
         run={"packed_copy": "none"},
     )
-    report = run(str(tmp_path / "thin"), settings)
+    report = bench.run(str(tmp_path / "thin"), settings)
     assert "of disk in" in capsys.readouterr().err
     assert [(row["context"], row["samples"]) for row in report.rows] == [(4, 2), (24, 2)]
     for row in report.rows:
@@ -208,6 +210,6 @@ def test_thin_model_is_measured_from_end_to_end(
         assert row["peak_bytes"] > 0
     shares = [line["most_used"] for line in report.curve]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(0.96, abs=0.04)
-    show(report)
+    show(bench, report)
     assert "least recently used" in capsys.readouterr().out
-    assert notes(report)[0].startswith("random words in shapes from")
+    assert bench.notes(report)[0].startswith("random words in shapes from")
