@@ -164,7 +164,8 @@ def write_tokenizer(target: Path, model: ShapedModel) -> None:
     """Write a tokenizer of bytes whose vocabulary is as large as the model's, and defaults that
     sample from the whole of it.
     """
-    size, end = model.text["vocab_size"], model.text["eos_token_id"]
+    size, ends = model.text["vocab_size"], model.text.get("eos_token_id") or 0
+    end = ends[0] if isinstance(ends, list) else ends
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     named = [*alphabet, *(f"<|{at}|>" for at in range(len(alphabet), size))][:size]
     vocabulary = {token: at for at, token in enumerate(named)}

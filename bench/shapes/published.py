@@ -152,12 +152,13 @@ ROWS = (
 "moe_intermediate_size": 704, "num_hidden_layers": 30, "num_attention_heads": 16,
 "num_key_value_heads": 8, "num_global_key_value_heads": 2, "global_head_dim": 512,
 "attention_k_eq_v": true, "num_experts": 128, "top_k_experts": 8, "enable_moe_block": true,
-"sliding_window": 1024, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0,
+"layer_types": KINDS, "sliding_window": 1024, "final_logit_softcapping": 30.0,
+"hidden_size_per_layer_input": 0,
 "use_bidirectional_attention": "vision", "max_position_embeddings": 262144, "vocab_size": 262144,
 "eos_token_id": 1, "tie_word_embeddings": true, "rope_parameters": {"full_attention":
 {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
 "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}
-""",
+""".replace("KINDS", json.dumps([*["sliding_attention"] * 5, "full_attention"] * 5)),
     ),
 )
 SHAPES = {each.name: each for each in ROWS}

@@ -17,6 +17,7 @@ from torch import Tensor
 from speq.bench.shapes.routes import biases
 from speq.experts.expert_names import FUSED, PROJECTIONS
 from speq.files import published_format as form
+from speq.models.bounds import LAYER
 from speq.models.families import Family
 from speq.models.shape import SKELETON_DTYPE, ModelShape, skeleton
 
@@ -49,7 +50,7 @@ class RandomTensor:
     spread  standard deviation of its weights; of codes, of what they stand for
     mean    what they all are where spread is 0
     row, column  what the first row or column of each matrix is in place of drawn weights
-    router  (experts, top_k): a router's weight
+    router  (experts, top_k) of a router's weight; mean is then what its biases are multiplied by
     """
 
     name: str
@@ -116,7 +117,7 @@ def tensors_of(family: Family, config: Any, shape: ModelShape, weights: str) -> 
             continue
         dtype = torch.float32 if tensor.dtype != SKELETON_DTYPE else torch.bfloat16
         sizes = tuple(tensor.shape)
-        found += coded(_dense(RandomTensor(name, sizes, dtype), family, config, shape), weights)
+        found += coded(_dense(RandomTensor(name, sizes, dtype), family, shape), weights)
     for layer in shape.experts.layers:
         found += _experts(family, shape, layer, weights)
     found = [each if part is None else replace(each, name=part.stored(each.name)) for each in found]
@@ -125,20 +126,17 @@ def tensors_of(family: Family, config: Any, shape: ModelShape, weights: str) -> 
 
 def _order(tensor: RandomTensor) -> tuple[int, int]:
     """Sort layers in order, the embedding before and the rest behind them."""
-    layer = re.search(r"\.layers\.(\d+)\.", tensor.name)
-    if layer is None:
-        return (0, 0) if "embed_tokens" in tensor.name else (2, 0)
-    return 1, int(layer[1])
+    layer = LAYER.search(tensor.name)
+    return (2 * ("embed_tokens" not in tensor.name), 0) if layer is None else (1, int(layer[1]))
 
 
-def _dense(tensor: RandomTensor, family: Family, config: Any, shape: ModelShape) -> RandomTensor:
+def _dense(tensor: RandomTensor, family: Family, shape: ModelShape) -> RandomTensor:
     """Say how a tensor outside the experts is drawn."""
     name, hidden = tensor.name, shape.hidden_size
     if family.names.router.search(name):
         unit = (1 + SAME**2) ** 0.5 / hidden**0.5
-        column = unit * ROUTED / SAME
-        chosen = (shape.experts.num_experts, shape.top_k)
-        return replace(tensor, spread=unit * ROUTED, mean=column, router=chosen)
+        chosen = shape.experts.num_experts, shape.top_k
+        return replace(tensor, spread=unit * ROUTED, mean=unit * ROUTED / SAME, router=chosen)
     if name.endswith("embed_tokens.weight"):
         return replace(tensor, spread=EMBEDDED, column=EMBEDDED * SAME * hidden**0.5)
     if name == "lm_head.weight":
@@ -169,9 +167,8 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
     spreads["down_proj"] *= ADDED * EMBEDDED
     prefix = names.module(layer, 0, PROJECTIONS[0]).removesuffix(f"0.{names.projections[0][0]}")
     fused = {FUSED[0]: (2 * width, hidden), FUSED[1]: (hidden, width)}
-    together = weights == form.MXFP4 or (
-        weights != form.FP8 and (family.text_part or family.biased)
-    )
+    fuses = family.text_part is not None or family.biased or weights == form.MXFP4
+    together = fuses and weights != form.FP8
     for name, (rows, columns) in fused.items() if together else ():
         spread = spreads.get(name, spreads["up_proj"])
         zero = 0.0 if name == FUSED[1] else None
@@ -181,10 +178,8 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
             yield turned if family.transposed else replace(plain, row=zero)
             continue
         blocks = (count, rows, columns // form.MXFP4_BLOCK)
-        codes = RandomTensor(
-            plain.name + form.BLOCKS, (*blocks, form.MXFP4_BLOCK_BYTES), form.MXFP4_DTYPE, spread
-        )
-        yield replace(codes, row=zero)
+        codes = replace(plain, name=plain.name + form.BLOCKS, dtype=form.MXFP4_DTYPE, row=zero)
+        yield replace(codes, shape=(*blocks, form.MXFP4_BLOCK_BYTES))
         power = round(log2(spread / MXFP4_SPREAD)) + 127
         yield RandomTensor(plain.name + form.BLOCK_SCALES, blocks, form.MXFP4_DTYPE, mean=power)
     if together:
