@@ -39,6 +39,14 @@ ServerUrl = Annotated[
         argument=True,
     ),
 ]
+Shapes = Annotated[
+    str,
+    Option(
+        "A published model's name, of which a wrong one lists all, or a folder with a config.json.",
+        Text("a name or a folder", path=True),
+        argument=True,
+    ),
+]
 PackedLossless = Annotated[
     Path | None, Option("The model packed with codec lossless.", File("a model's folder"))
 ]
@@ -193,6 +201,36 @@ class TpotSettings(Options):
         """The packed models by codec."""
         packed = {"lossless": self.lossless, "residual": self.residual}
         return {name: path for name, path in packed.items() if path is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ShapesSettings(Options):
+    """run: what all runs share."""
+
+    budgets: Budgets
+    contexts: Annotated[
+        tuple[int, ...],
+        Option("Tokens of a prompt, each number in turn.", numbers(Whole(1), "64,2048")),
+    ] = (64, 2048, 8192)
+    layers: Annotated[
+        int | None,
+        Option("Write the first layers only, where a disk has no room for all.", Whole(1)),
+    ] = None
+    weights: Annotated[
+        str | None,
+        Option(
+            "What weights are in; default: the first form that the model is published in.",
+            Choice(("bf16", "fp8", "mxfp4")),
+        ),
+    ] = None
+    folder: Annotated[
+        Path | None,
+        Option("Where the checkpoint is kept; default: in the cache folder.", File("a folder")),
+    ] = None
+    max_new_tokens: MaxNewTokens = 32
+    rounds: Rounds = 3
+    seed: Annotated[int, Option("Of weights, prompts and sampling.", Whole(0, 2**31))] = 0
+    run: RunOptions = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

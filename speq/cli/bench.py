@@ -58,6 +58,13 @@ BENCHES = (
         "Time per output token over memory budgets and draft lengths, settings in rotation.",
     ),
     BenchCommand(
+        "shapes",
+        "speq.bench.shapes.run",
+        declared.ShapesSettings,
+        "Random weights in a published model's exact shapes: what runs take, beside the floor.",
+        subject=("shapes", declared.Shapes),
+    ),
+    BenchCommand(
         "serve",
         "speq.bench.runs.serve",
         declared.ServeBenchSettings,

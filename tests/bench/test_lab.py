@@ -48,7 +48,6 @@ BENCHES: dict[str, tuple[str, ...]] = {
     "gpu_link": (),
     "hit_rate": (*ROOMY, *SHORT),
     "memory": ("--experts", "token"),
-    "prefill": ("--budgets", "60MiB", "--prompt-tokens", "40", *ONCE),
     "step": (*ROOMY, *SHORT),
 }
 # Of random weights, and of machines that tests do not have.

@@ -1,0 +1,1 @@
+"""Models of random weights in the exact shapes of published ones, and what runs on them take."""
