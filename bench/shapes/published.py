@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.files.checkpoint import locate_config
 from speq.files.json_file import read_json
 from speq.files.published_format import FP8, FP8_BLOCK, MXFP4, WORDS, format_of
@@ -59,14 +59,16 @@ class PublishedShape:
         text = content.get("text_config", content)
         whole = text["num_hidden_layers"]
         if layers is not None and layers > whole:
-            raise SpeqError(f"layers is {layers} and {self.name} has {whole}; give as many or less")
+            raise OptionError(
+                f"layers is {layers} and {self.name} has {whole}; give as many or less"
+            )
         text["num_hidden_layers"] = layers or whole
         for name, value in text.items():
             if isinstance(value, list) and len(value) == whole and layers:
                 text[name] = value[:layers]
         weights = wanted or self.formats[0]
         if weights not in self.formats:
-            raise SpeqError(
+            raise OptionError(
                 f"weights is {weights} and {self.name} is published in {', '.join(self.formats)}; "
                 "give one of these"
             )
@@ -170,7 +172,7 @@ def shape_named(given: str) -> PublishedShape:
         return SHAPES[given]
     path = Path(given)
     if not path.exists():
-        raise SpeqError(
+        raise OptionError(
             f"shapes are {given!r}, neither a published model's nor a folder's; give one of "
             f"{', '.join(SHAPES)}, or a folder with a config.json"
         )

@@ -21,7 +21,7 @@ from speq.bench.shapes.checkpoint import ShapedModel, write
 from speq.bench.shapes.floor import MeasuredRates, floor_of
 from speq.bench.shapes.published import shape_named
 from speq.bench.shapes.routes import CURVE, SOURCE, Routes, lru_hits, most_used_hits
-from speq.errors import SpeqError
+from speq.errors import OptionError
 from speq.files.cache_folder import cache_folder
 from speq.files.heap import give_back
 from speq.generator import Generator
@@ -95,7 +95,7 @@ def run(
     model = ShapedModel.of(shape_named(shapes), settings.layers, settings.weights, settings.seed)
     longest = max(settings.contexts) + settings.max_new_tokens
     if longest > model.model_spec.shape.max_context:
-        raise SpeqError(
+        raise OptionError(
             f"contexts and max_new_tokens ask for {longest} tokens and {model.name} has "
             f"{model.model_spec.shape.max_context}; give less"
         )
