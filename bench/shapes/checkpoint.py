@@ -82,10 +82,14 @@ class ShapedModel:
         return dict(self.content.get("text_config", self.content))
 
     @property
+    def kind(self) -> str:
+        """Name of its weights' form."""
+        return BF16 if self.weights == WORDS else self.weights
+
+    @property
     def name(self) -> str:
         """Name of its folder."""
-        kind = BF16 if self.weights == WORDS else self.weights
-        return f"{self.shape.name}-{kind}-{self.text['num_hidden_layers']}-layers"
+        return f"{self.shape.name}-{self.kind}-{self.text['num_hidden_layers']}-layers"
 
     def stamp(self, whole: bool) -> dict[str, Any]:
         made = {"version": VERSION, "seed": self.seed, "config": self.content}

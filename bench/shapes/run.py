@@ -103,12 +103,12 @@ def run(
     folder = settings.folder or kept / model.name
     if not quiet:
         needed = f"{model.name} takes {format_bytes(model.nbytes)} of disk in {folder}"
-        print(f"{needed}; shapes from {model.shape.source}", file=sys.stderr, flush=True)
+        print(f"{needed}; its shapes: {model.shape.source}", file=sys.stderr, flush=True)
     write(model, folder, progress=progress)
     with closing(open_model(folder)) as opened:
         rates = MeasuredRates.of(opened)
     made = {
-        **{"source": model.shape.source, "weights": model.weights, "path": str(folder)},
+        **{"source": model.shape.source, "weights": model.kind, "path": str(folder)},
         **{"parameters": model.parameters, "bytes": model.nbytes, "drafts": "off"},
         **asdict(rates),
     }
@@ -165,12 +165,12 @@ def measure(
     """
     for path in folder.glob("*.safetensors"):
         drop(path)
-    generator, _, first_run_s = start(folder, settings, budget)
+    generator, load_s, first_run_s = start(folder, settings, budget)
     generator.close()
     give_back()
     Path("/proc/self/clear_refs").write_text("5")  # forget the most memory that there was
     before = peak_rss_bytes()
-    generator, load_s, second_run_s = start(folder, settings, budget)
+    generator, _, second_run_s = start(folder, settings, budget)
     starts = {"load_s": load_s, "first_run_s": first_run_s, "second_run_s": second_run_s}
     found = []
     with closing(generator):
@@ -267,8 +267,8 @@ def notes(report: ShapesReport) -> list[str]:
     """Say what the weights are, what the floor was computed from, and what drafted."""
     made = report.made
     return [
-        f"random {made['weights']} in shapes from {made['source']}: "
-        f"{made['parameters'] / 1e9:.2f} billion parameters in {format_bytes(made['bytes'])}",
+        f"{made['parameters'] / 1e9:.2f} billion random parameters in {made['weights']}, "
+        f"{format_bytes(made['bytes'])}; their shapes: {made['source']}",
         f"floors: memory {made['memory_bytes_per_s'] / 1e9:.1f} GB/s, link "
         f"{made['link_bytes_per_s'] / 1e9:.2f} GB/s, products {made['flops_per_s'] / 1e9:.0f} "
         "Gflop/s, all measured just now; routes drawn by the routers' law, evicted by Belady",

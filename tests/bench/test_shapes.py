@@ -206,10 +206,10 @@ def test_thin_model_is_measured_from_end_to_end(
     for row in report.rows:
         assert row["tpot_ratio"] == row["tpot_ms"] / row["tpot_floor_ms"]
         assert row["forecast_error"] == row["forecast_ms"] / row["tpot_ms"] - 1
-        assert row["first_run_s"] > row["ttft_s"] > 0
+        assert row["first_run_s"] > row["load_s"] > 0
         assert row["peak_bytes"] > 0
     shares = [line["most_used"] for line in report.curve]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(0.96, abs=0.04)
     show(bench, report)
     assert "least recently used" in capsys.readouterr().out
-    assert bench.notes(report)[0].startswith("random words in shapes from")
+    assert "random parameters in bf16" in bench.notes(report)[0]
