@@ -6,7 +6,7 @@
 # make clients    programs that others wrote, against the server
 # make soak       long runs of faults, cancellations and hostile files
 # make newest     the exactness tests in short, on the newest transformers of the package index
-# make releases   all exactness tests on the oldest supported transformers and on the newest
+# make releases   the exactness tests of every family on the oldest supported transformers and on the newest
 # make sanitize   the kernels and their tests under AddressSanitizer and UBSan
 # make gpu        on a machine with a GPU: test and measure there, JSON to $OUT; GPU_ARGS has more
 # make rehearse   `make gpu` without a GPU, up to its first calls of one
