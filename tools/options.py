@@ -87,18 +87,33 @@ from typing import TypedDict
 
 
 def typed_module() -> str:
-    """Source of speq/options/typed.py."""
-    return HEAD + "\n".join(_typed_dict(name, *of) for name, of in TYPED.items())
-
-
-def _typed_dict(name: str, configs: tuple[type, ...], without: tuple[str, ...]) -> str:
-    lines = [f"\nclass {name}(TypedDict, total=False):\n"]
-    for config in configs:
-        for option in declared_options(config):
+    """Source of speq/options/typed.py: options that several TypedDicts have are in their bases."""
+    holders: dict[str, tuple[str, ...]] = {}
+    for name, (configs, without) in TYPED.items():
+        for option in (each for config in configs for each in declared_options(config)):
             if option.name not in without:
-                lines.append(f"    {option.name}: {annotation(option)}\n")
-                lines.append(_docstring(option.option.help))
-    return "".join(lines)
+                line = f"    {option.name}: {annotation(option)}\n{_docstring(option.option.help)}"
+                holders[line] = (*holders.get(line, ()), name)
+    bodies: dict[tuple[str, ...], str] = {}
+    for line, names in holders.items():
+        bodies[names] = bodies.get(names, "") + line
+    shared = {
+        names: "_" + "".join(name.removesuffix("Options") for name in names)
+        for names in bodies
+        if len(names) > 1
+    }
+    classes = [_typed_dict(base, [], bodies[names]) for names, base in shared.items()]
+    for name in TYPED:
+        bases = [base for names, base in shared.items() if name in names]
+        classes.append(_typed_dict(name, bases, bodies[name,]))
+    return HEAD + "\n".join(classes)
+
+
+def _typed_dict(name: str, bases: list[str], body: str) -> str:
+    head = f"class {name}({', '.join(bases or ['TypedDict'])}, total=False):"
+    if len(head) > 100:
+        head = head.replace("(", "(\n    ").replace("):", "\n):")
+    return f"\n{head}\n{body}"
 
 
 def _docstring(text: str) -> str:

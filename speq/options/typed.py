@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 
-class RunOptions(TypedDict, total=False):
+class _RunPlanTune(TypedDict, total=False):
     host_budget: str | int | None
     """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
     Default: 80% of what is free.
@@ -17,32 +17,29 @@ class RunOptions(TypedDict, total=False):
     """Tokens that the KV cache holds. Default: what each request needs."""
     max_batch: int
     """Sequences that run as one batch, at most. Each has a KV cache of the whole context."""
+    dtype: str
+    """Compute dtype; auto is the checkpoint's."""
+    dense: str
+    """Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a bfloat16
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if
+    memory is short or it was measured to be no slower.
+    """
+
+
+class _RunTune(TypedDict, total=False):
     prefix_reuse: str
     """What a sequence reuses of the KV cache of an earlier one with the same beginning: chunks
     (whole chunks of its prompt, bit for bit what running them anew gives), tokens (all tokens,
     the answer's too; in 16 bits the last bits may differ, since other passes computed them) or
     none.
     """
-    device: str
-    """Where to compute."""
-    dtype: str
-    """Compute dtype; auto is the checkpoint's."""
     graphs: str
     """Passes that are recorded and launched as a whole: auto (on the device cuda, all but those of
     prompts) or none.
     """
-    profile: str | Path
-    """The profile of `speq tune` to plan by: auto (the one kept for this model, device and budget),
-    none, or a file.
-    """
     codec: str
     """Form of exact experts in slots. auto is the codec of a packed model, or else what the budget
     asks for.
-    """
-    dense: str
-    """Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a bfloat16
-    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if
-    memory is short or it was measured to be no slower.
     """
     packed_copy: str
     """A packed copy of published experts in ~/.cache/speq/experts for later runs: auto or none.
@@ -88,14 +85,31 @@ class RunOptions(TypedDict, total=False):
     """Under an expert budget, the share of verifications that run exactly as well, to measure what
     it costs. Their exact tokens are kept.
     """
-    draft: str | Path
-    """Source of the INT4 copy of the experts: auto, none, or the folder or hub id of a GPTQ
-    checkpoint, or of a checkpoint to round.
-    """
     draft_dense: str
     """Layers of the draft beside the experts that use INT4 codes as well: none, shared (shared
     experts and dense MLPs), attention (these and attention) or all (and the head, in eight
     bits). auto is all.
+    """
+    draft_nodes: int | None
+    """Let int4, cached or head draft trees of at most so many tokens, with as many passes as tokens
+    are drafted per step. With draft length auto the governor chooses between trees and chains.
+    Default: chains.
+    """
+    prune_rows: str
+    """Give up drafted tokens during a verification if their experts cost more than they are worth:
+    on, off, or auto (for trees). The output does not change.
+    """
+
+
+class _RunTrainHeadPlanTune(TypedDict, total=False):
+    device: str
+    """Where to compute."""
+
+
+class _RunPlan(TypedDict, total=False):
+    profile: str | Path
+    """The profile of `speq tune` to plan by: auto (the one kept for this model, device and budget),
+    none, or a file.
     """
     draft_experts: int | str | None
     """Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those used
@@ -106,26 +120,29 @@ class RunOptions(TypedDict, total=False):
     """With draft_experts: counts of how often each expert is used, which `python -m
     bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.
     """
-    drafter: str
-    """What proposes tokens. auto is the INT4 copy or a head beside the model, by what is expected,
-    and ngram where a sequence repeats itself and that pays.
-    """
     head: str | Path
     """The head of drafter head: auto (.speq/head in the model's folder), mtp (the MTP layer of the
     model's own checkpoint), or a folder: what `speq train-head` wrote elsewhere, or a published
     EAGLE-3 head in safetensors.
     """
+
+
+class _RunPackTune(TypedDict, total=False):
+    draft: str | Path
+    """Source of the INT4 copy of the experts: auto, none, or the folder or hub id of a GPTQ
+    checkpoint, or of a checkpoint to round.
+    """
+
+
+class RunOptions(
+    _RunPlanTune, _RunTune, _RunTrainHeadPlanTune, _RunPlan, _RunPackTune, total=False
+):
+    drafter: str
+    """What proposes tokens. auto is the INT4 copy or a head beside the model, by what is expected,
+    and ngram where a sequence repeats itself and that pays.
+    """
     draft_length: int | str | None
     """Tokens drafted per step: a number, or auto: chosen by measurement, step by step."""
-    draft_nodes: int | None
-    """Let int4, cached or head draft trees of at most so many tokens, with as many passes as tokens
-    are drafted per step. With draft length auto the governor chooses between trees and chains.
-    Default: chains.
-    """
-    prune_rows: str
-    """Give up drafted tokens during a verification if their experts cost more than they are worth:
-    on, off, or auto (for trees). The output does not change.
-    """
     tpot_slo_ms: float | None
     """With draft length auto: time per token, at most, in milliseconds."""
     latency_slo_ms: float | None
@@ -161,14 +178,10 @@ class SamplingOptions(TypedDict, total=False):
     """Go on past an end of text."""
 
 
-class PackOptions(TypedDict, total=False):
+class PackOptions(_RunPackTune, total=False):
     codec: str
     """How experts are written: raw, their own words; lossless: smaller, bit for bit the same;
     residual: smaller still, over a draft's codes and with that draft; auto is raw.
-    """
-    draft: str | Path
-    """Source of the INT4 copy of the experts: auto, none, or the folder or hub id of a GPTQ
-    checkpoint, or of a checkpoint to round.
     """
 
 
@@ -211,7 +224,7 @@ class QuantizeOptions(TypedDict, total=False):
     """Memory for all of it, such as 8GiB; default: 3/4 of what is free."""
 
 
-class TrainHeadOptions(TypedDict, total=False):
+class TrainHeadOptions(_RunTrainHeadPlanTune, total=False):
     width: int | None
     """Width of each branch's MLP; default: the model's hidden size."""
     branches: int
@@ -246,52 +259,15 @@ class TrainHeadOptions(TypedDict, total=False):
     """Folder to write; default: .speq/head in the model's own, where drafter head finds it."""
     memory_budget: str | int | None
     """Memory for the model while features are made, such as 8GiB; default: half of what is free."""
-    device: str
-    """Where to compute."""
 
 
-class PlanOptions(TypedDict, total=False):
-    host_budget: str | int | None
-    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
-    Default: 80% of what is free.
-    """
-    device: str
-    """Where to compute."""
-    dtype: str
-    """Compute dtype; auto is the checkpoint's."""
-    dense: str
-    """Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a bfloat16
-    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if
-    memory is short or it was measured to be no slower.
-    """
-    context_length: int | None
-    """Tokens that the KV cache holds. Default: what each request needs."""
-    max_batch: int
-    """Sequences that run as one batch, at most. Each has a KV cache of the whole context."""
-    draft_experts: int | str | None
-    """Let the INT4 copy hold only so many experts of each layer, or such a share (50%): those used
-    most, by draft_counts. Drafts choose among these. auto: all, half or a quarter, by what is
-    expected. Default: all.
-    """
-    draft_counts: str | Path | None
-    """With draft_experts: counts of how often each expert is used, which `python -m
-    bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.
-    """
-    head: str | Path
-    """The head of drafter head: auto (.speq/head in the model's folder), mtp (the MTP layer of the
-    model's own checkpoint), or a folder: what `speq train-head` wrote elsewhere, or a published
-    EAGLE-3 head in safetensors.
-    """
+class PlanOptions(_RunPlanTune, _RunTrainHeadPlanTune, _RunPlan, total=False):
     preset: str | None
     """A card or machine by name; `?` lists them."""
     link: str | float | None
     """Bandwidth to load experts (PCIe or a disk), such as 25GB/s."""
     memory_bandwidth: str | float | None
     """Bandwidth of the memory that holds weights, such as 900GB/s."""
-    profile: str | Path
-    """The profile of `speq tune` to plan by: auto (the one kept for this model, device and budget),
-    none, or a file.
-    """
     routes: str | Path | None
     """Recorded routes (`python -m bench.lab.hit_rate --routes`) to count experts by."""
     locality: str | None
@@ -301,7 +277,7 @@ class PlanOptions(TypedDict, total=False):
     """Share of drafted tokens that are accepted; default: measured, or 0.9."""
 
 
-class TuneOptions(TypedDict, total=False):
+class TuneOptions(_RunPlanTune, _RunTune, _RunTrainHeadPlanTune, _RunPackTune, total=False):
     prompts: str | Path | None
     """JSON Lines with a `prompt` in each row; default: our own."""
     num_prompts: int
@@ -310,96 +286,3 @@ class TuneOptions(TypedDict, total=False):
     """Tokens to generate for each prompt."""
     out: str | Path | None
     """File for the profile; default: kept in the user's cache folder."""
-    host_budget: str | int | None
-    """On a GPU: host memory for exact experts, such as 32GiB; those beyond it stay on disk.
-    Default: 80% of what is free.
-    """
-    context_length: int | None
-    """Tokens that the KV cache holds. Default: what each request needs."""
-    max_batch: int
-    """Sequences that run as one batch, at most. Each has a KV cache of the whole context."""
-    prefix_reuse: str
-    """What a sequence reuses of the KV cache of an earlier one with the same beginning: chunks
-    (whole chunks of its prompt, bit for bit what running them anew gives), tokens (all tokens,
-    the answer's too; in 16 bits the last bits may differ, since other passes computed them) or
-    none.
-    """
-    device: str
-    """Where to compute."""
-    dtype: str
-    """Compute dtype; auto is the checkpoint's."""
-    graphs: str
-    """Passes that are recorded and launched as a whole: auto (on the device cuda, all but those of
-    prompts) or none.
-    """
-    codec: str
-    """Form of exact experts in slots. auto is the codec of a packed model, or else what the budget
-    asks for.
-    """
-    dense: str
-    """Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a bfloat16
-    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if
-    memory is short or it was measured to be no slower.
-    """
-    packed_copy: str
-    """A packed copy of published experts in ~/.cache/speq/experts for later runs: auto or none.
-    auto writes one during a run on the CPU whose experts are in bfloat16, take 1 GiB or more and
-    are not all in slots. A run with codec auto reads a complete copy. `speq cache` lists and
-    removes copies.
-    """
-    verify_reads: bool
-    """Compare experts with the checksums of a pack or a packed copy at every read, not only at the
-    first.
-    """
-    cache_policy: str
-    """Which expert leaves when its slot is needed."""
-    prefetch: str
-    """Which experts come before they are needed."""
-    reader_threads: int
-    """Experts read from disk at a time."""
-    expert_budget: int | str | None
-    """NOT EXACT: the most experts of a layer that a verification of a draft may ask for, or such a
-    share of them (50%). Experts in slots are free besides.
-    """
-    expert_floor: float | None
-    """NOT EXACT: a verification of a draft may ask for an expert only if it holds at least this
-    share of the layer's routing weight. Experts in slots are free.
-    """
-    expert_policy: str
-    """Under an expert budget, what tokens do without the experts outside it: substitute (choose
-    again among those inside) or truncate (do with the rest).
-    """
-    expert_ranking: str
-    """Under an expert budget, what ranks experts: router (what the tokens want) or static
-    (expert_counts).
-    """
-    expert_counts: str | Path | None
-    """Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes."""
-    expert_rows: str
-    """Under an expert budget, how drafted tokens count: reach (by the chance that they are
-    accepted) or equal.
-    """
-    expert_residents: str
-    """Under an expert budget, how experts in slots count: free, or ranked as all others."""
-    expert_audit: float
-    """Under an expert budget, the share of verifications that run exactly as well, to measure what
-    it costs. Their exact tokens are kept.
-    """
-    draft: str | Path
-    """Source of the INT4 copy of the experts: auto, none, or the folder or hub id of a GPTQ
-    checkpoint, or of a checkpoint to round.
-    """
-    draft_dense: str
-    """Layers of the draft beside the experts that use INT4 codes as well: none, shared (shared
-    experts and dense MLPs), attention (these and attention) or all (and the head, in eight
-    bits). auto is all.
-    """
-    draft_nodes: int | None
-    """Let int4, cached or head draft trees of at most so many tokens, with as many passes as tokens
-    are drafted per step. With draft length auto the governor chooses between trees and chains.
-    Default: chains.
-    """
-    prune_rows: str
-    """Give up drafted tokens during a verification if their experts cost more than they are worth:
-    on, off, or auto (for trees). The output does not change.
-    """
