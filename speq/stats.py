@@ -500,6 +500,11 @@ LAYER_FIGURES = {
 }
 
 
+# Those that are sums over the steps of decode: counts, and times.
+SUMMED = ("moved_bytes", "ahead_bytes", "read_bytes", "rejected_bytes", "used", "wasted")
+SUMMED_S = (*TIMED.values(), "late_s", "link_s")
+
+
 def ratio(part: float, whole: float) -> float | None:
     """Return part / whole, or None if whole is 0."""
     return part / whole if whole else None
@@ -588,20 +593,10 @@ class RunStats:
             "route_recall": ratio(total("named"), total("choices")),
             "hit_rate": ratio(total("hits"), total("requests")),
             "coverage": ratio(total("covered"), total("layers")),
-            "moved_bytes": total("moved_bytes"),
-            "ahead_bytes": total("ahead_bytes"),
-            "read_bytes": total("read_bytes"),
-            "rejected_bytes": total("rejected_bytes"),
+            **{name: total(name) for name in SUMMED},
+            **{name: float(total(name)) for name in SUMMED_S},
             "late_rate": ratio(total("late"), total("requests")),
-            "used": total("used"),
-            "wasted": total("wasted"),
             "moved_bytes_per_token": ratio(total("moved_bytes"), total("emitted")),
-            "stall_s": float(total("stall_s")),
-            "late_s": float(total("late_s")),
-            "draft_s": float(total("draft_s")),
-            "verify_s": float(total("verify_s")),
-            "transfer_s": float(total("transfer_s")),
-            "link_s": float(total("link_s")),
             "hidden_share": ratio(total("link_s") - total("exposed_s"), total("link_s")),
             "verified_bytes": self.verified_bytes,
             "verified_s": self.verified_s,
@@ -611,8 +606,6 @@ class RunStats:
             "prefill_stall_s": float(total("stall_s", "prefill")),
             "prefill_hit_rate": ratio(total("hits", "prefill"), total("requests", "prefill")),
             "cached_tokens": total("cached_tokens", "prefill"),
-            "select_s": float(total("select_s")),
-            "audit_s": float(total("audit_s")),
             "budget": self.budget(),
             "layers": [
                 {"layer": layer} | asdict(figures) for layer, figures in sorted(self.layers.items())
