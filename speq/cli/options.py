@@ -5,10 +5,10 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli.from_dataclass import Exclude
 from speq.config import RunConfig
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from speq.text.prompts import Prompt
     from speq.units import Progress
 
-T = TypeVar("T")
 PRINTED = Path("-")
 Force = Annotated[bool, Option("Replace files that are there.", Switch())]
 
@@ -154,14 +153,6 @@ def progress_bar(quiet: bool = False) -> Iterator["Progress"]:
             timer.cancel()
             tasks.clear()
             bar.stop()
-
-
-def count_progress(each: Iterable[T], label: str, total: int, quiet: bool = False) -> Iterator[T]:
-    """The same, one after the other, with a bar that counts them."""
-    with progress_bar(quiet) as progress:
-        for done, one in enumerate(each, start=1):
-            yield one
-            progress(label, done, total)
 
 
 @contextlib.contextmanager

@@ -47,12 +47,10 @@ def profile(
         first = prompt, sampling.max_new_tokens
         generator = opt.load_generator(model, run, first, output.quiet)
         with contextlib.closing(generator):
-            with Recording(generator) as recording:
+            with Recording(generator) as recording, opt.progress_bar(output.quiet) as progress:
                 tokens = recording.stream(prompt, **asdict(sampling))
-                for _ in opt.count_progress(
-                    tokens, "generating", sampling.max_new_tokens, output.quiet
-                ):
-                    pass
+                for count, _ in enumerate(tokens, start=1):
+                    progress("generating", count, sampling.max_new_tokens)
                 done = present(generator.last_run, "a sequence has ended and left no run")
                 record = present(recording.record(), "a run has ended and left no record")
             write_timeline(done, files[TRACE], record.link)
