@@ -1,5 +1,6 @@
 """The protocol of drafters, and the one that proposes nothing."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -116,19 +117,21 @@ class SecondaryDrafter(Drafter, Protocol):
         """Tell whether it has tokens to propose after the sequence's pending one."""
 
 
-@runtime_checkable
-class FeatureDrafter(Protocol):
-    """A drafter that uses the exact model's hidden states."""
+class FeatureDrafter(ABC):
+    """A drafter that uses the exact model's hidden states, and is known by this base class."""
 
+    @abstractmethod
     def common_prefix_length(self, prompt_token_ids: list[int]) -> int:
         """Number of first tokens of a prompt that the last sequence shares and it has observed."""
 
+    @abstractmethod
     def reset(self, count: int, of: Any) -> None:
         """Begin another sequence, whose first `count` tokens `of` (this or a like drafter) knows.
 
         The tokens after them are run next.
         """
 
+    @abstractmethod
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
         """Observe the sequence's next verified tokens and their features [T, F].
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speq.config import SamplingParams
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftLimits
+from speq.engine.drafter import ContinueDraft, DraftLimits, FeatureDrafter
 from speq.engine.request import Request
 from speq.errors import Broken, present
 from speq.files.journal import Journal
@@ -51,7 +51,7 @@ class HeldOut(NamedTuple):
     guessed: list[Tensor]
 
 
-class FeatureRecorder:
+class FeatureRecorder(FeatureDrafter):
     """A drafter that drafts nothing and records the features it observes."""
 
     needs_int4: ClassVar[bool] = False

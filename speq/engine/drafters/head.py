@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftContext, DraftLimits
+from speq.engine.drafter import ContinueDraft, DraftContext, DraftLimits, FeatureDrafter
 from speq.engine.drafters.best_first import BestFirst
 from speq.engine.drafters.next_token import Chosen, SamplePosition, next_tokens_on
 from speq.engine.request import Request
@@ -25,7 +25,7 @@ OTHERS = 7
 LEAD_SCALE = 1.0
 
 
-class HeadDrafter:
+class HeadDrafter(FeatureDrafter):
     """Drafts a chain or a tree, one token in each pass of the head.
 
     next_tokens  chooses the next tokens; measurements may replace it
