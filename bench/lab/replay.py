@@ -10,13 +10,12 @@ import torch
 from bench.lab.simulated_link import SimulatedClock, SimulatedLink
 from speq.config import SamplingParams
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftLimits
+from speq.engine.drafter import DraftRequest
 from speq.engine.engine import Engine
 from speq.engine.offload import Offload
 from speq.engine.request import Request
 from speq.governor.batches import Governors
 from speq.governor.draft_length import FixedDraftLength, Governor
-from speq.layers.draft_experts import OnRoute
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.models.moe_model import Scored
 from speq.models.packed_batch import SequenceTokens
@@ -99,21 +98,15 @@ class RecordedRoutes:
         self.times: Times
         self.found = Replayed(RunStats(0.0, {}))
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
+    def propose(self, asked: DraftRequest) -> Draft:
         """Name the drafted routes, token by token, as far as `continue_draft` lets it."""
-        whole, drafted = self.round_of(limits.length), 0
+        whole, drafted = self.round_of(asked.limits.length), 0
         for token, layers in enumerate(whole.drafted):
-            if token and not continue_draft(token, whole.leads[token - 1]):
+            if token and not asked.continue_draft(token, whole.leads[token - 1]):
                 break
             for layer, choice in enumerate(layers):
                 self._clock.now += self.times.draft_layer_s
-                on_route(token, layer, drafted_route(choice))
+                asked.on_route(token, layer, drafted_route(choice))
             drafted += 1
         self._round = whole.cut(drafted)
         return Draft.chain([STANDS] * drafted, self._round.leads)

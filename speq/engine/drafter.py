@@ -64,6 +64,19 @@ class DraftContext:
     residents: CachedExperts | None = None
 
 
+class DraftRequest(NamedTuple):
+    """What a draft is made for.
+
+    on_route        called with routes as they become known, by node
+    continue_draft  called before each pass but the first
+    """
+
+    request: Request
+    limits: DraftLimits
+    on_route: OnRoute
+    continue_draft: ContinueDraft
+
+
 class Drafter(Protocol):
     """Proposes drafts. Made from a `DraftContext` whenever memory is laid out.
 
@@ -72,28 +85,12 @@ class Drafter(Protocol):
 
     needs_int4: ClassVar[bool]
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
+    def propose(self, asked: DraftRequest) -> Draft:
         """Propose tokens after the sequence's pending one.
 
-        `on_route` is called with routes as they become known, by node, and `continue_draft` before
-        each pass but the first. Drafters whose tokens come all at once, or without routes, call
-        neither. Drafters without trees draft chains.
+        Drafters whose tokens come all at once, or without routes, call neither `on_route` nor
+        `continue_draft`. Drafters without trees draft chains.
         """
-
-
-class DraftRequest(NamedTuple):
-    """The arguments of `Drafter.propose` for one request."""
-
-    request: Request
-    limits: DraftLimits
-    on_route: OnRoute
-    continue_draft: ContinueDraft
 
 
 @runtime_checkable
@@ -146,11 +143,5 @@ class PlainDecoding:
 
     needs_int4: ClassVar[bool] = False
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
+    def propose(self, asked: DraftRequest) -> Draft:
         return Draft()

@@ -367,8 +367,7 @@ def drafts_of(drafters: list[Drafter], requests: list[DraftRequest]) -> list[Dra
     first = drafters[0]
     if isinstance(first, SharedPasses):
         return first.propose_together(drafters, requests)
-    pairs = zip(drafters, requests, strict=True)
-    return [drafter.propose(*each) for drafter, each in pairs]
+    return [drafter.propose(each) for drafter, each in zip(drafters, requests, strict=True)]
 
 
 def within(decision: Decision, request: Request, cache: KVCache) -> Decision:

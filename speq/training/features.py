@@ -18,12 +18,11 @@ from torch import Tensor
 
 from speq.config import SamplingParams
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftLimits, FeatureDrafter
+from speq.engine.drafter import DraftRequest, FeatureDrafter
 from speq.engine.request import Request
 from speq.errors import Broken, present
 from speq.files.journal import Journal
 from speq.files.range_file import bytes_of
-from speq.layers.draft_experts import OnRoute
 from speq.routing import Route
 from speq.runtime import Runtime
 
@@ -68,13 +67,7 @@ class FeatureRecorder(FeatureDrafter):
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
         self._features.append(features.cpu())
 
-    def propose(
-        self,
-        request: Request,
-        bounds: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
+    def propose(self, asked: DraftRequest) -> Draft:
         return Draft()
 
     def features(self) -> Tensor:

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftLimits
+from speq.engine.drafter import DraftRequest
 from speq.engine.request import Request
 from speq.governor.draft_length import Decision, FixedDraftLength
-from speq.layers.draft_experts import OnRoute
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,7 @@ class Told:
     def has_proposal(self, request: Request) -> bool:
         return len(request.output_token_ids) % 3 == 1
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
-        at = len(request.output_token_ids)
-        following = self.token_ids[at : at + limits.length]
+    def propose(self, asked: DraftRequest) -> Draft:
+        at = len(asked.request.output_token_ids)
+        following = self.token_ids[at : at + asked.limits.length]
         return Draft.chain([*following[:-1], *(token_id ^ 1 for token_id in following[-1:])])

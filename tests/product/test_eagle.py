@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speq import Generator, SpeqError
 from speq.config import SamplingParams
-from speq.engine.drafter import DraftContext, DraftLimits
+from speq.engine.drafter import DraftContext, DraftLimits, DraftRequest
 from speq.engine.drafters.head import HeadDrafter
 from speq.engine.request import Request
 from speq.engine.sampler import HostSampler
@@ -157,7 +157,9 @@ def test_drafts_are_the_likeliest_tokens(temperature: float, tmp_path: Path) -> 
         text = Request(prompt, sampling, output_token_ids=[7])
         drafter.reset(0, drafter)
         drafter.observe_verified(prompt, features)
-        draft = drafter.propose(text, DraftLimits(4, nodes), lambda *_: None, lambda *_: True)
+        draft = drafter.propose(
+            DraftRequest(text, DraftLimits(4, nodes), lambda *_: None, lambda *_: True)
+        )
         assert set(draft.token_ids) <= set(said_by(path))
         assert draft.is_chain == (nodes is None)
         for node in range(draft.passes):

@@ -18,7 +18,7 @@ from torch.nn import functional
 from bench.lab.fidelity_counts import Fidelity
 from speq import Generator, SpeqError, plan
 from speq.config import SamplingParams
-from speq.engine.drafter import DraftLimits
+from speq.engine.drafter import DraftLimits, DraftRequest
 from speq.engine.request import Request
 from speq.files.safetensors_file import SafetensorsFile
 from speq.heads import losses
@@ -390,7 +390,9 @@ def test_a_text_that_is_read_by_hand_is_heard(nodes: int | None, model: Path) ->
         engine.begin_prefill(behind(end))
         tokens = SequenceTokens(engine.caches[0], text[:end])
         runtime.model.prefill(engine.offload.reader, tokens, drafter.observe_verified)
-        wanted = drafter.propose(behind(end), limits, lambda *_: None, lambda *_: True)
+        wanted = drafter.propose(
+            DraftRequest(behind(end), limits, lambda *_: None, lambda *_: True)
+        )
         assert draft.token_ids == wanted.token_ids
     generator.close()
 

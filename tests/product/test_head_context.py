@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speq.config import SamplingParams
 from speq.engine.draft import Draft
-from speq.engine.drafter import DraftContext, DraftLimits
+from speq.engine.drafter import DraftContext, DraftLimits, DraftRequest
 from speq.engine.drafters.head import HeadDrafter
 from speq.engine.request import Request
 from speq.engine.sampler import HostSampler
@@ -229,7 +229,7 @@ def test_chains_are_the_likeliest_tokens(temperature: float, contrast: bool) -> 
             asked.append(drafted)
             return True
 
-        draft = of.propose(text, DraftLimits(length), lambda *_: None, continue_draft)
+        draft = of.propose(DraftRequest(text, DraftLimits(length), lambda *_: None, continue_draft))
         wanted: list[int] = []
         by_contrast = contrast and length > 1
         for step in range(length - by_contrast):
@@ -256,7 +256,7 @@ def test_trees_hold_the_chain_and_more(temperature: float) -> None:
     text = Request(prompt, sampling, output_token_ids=[7])
     of = drafter(head, model)
     told(text, features, of)
-    draft = of.propose(text, DraftLimits(5, 20), lambda *_: None, lambda *_: True)
+    draft = of.propose(DraftRequest(text, DraftLimits(5, 20), lambda *_: None, lambda *_: True))
     assert 8 < len(draft.token_ids) <= 20
     assert draft.passes == 4
     assert not draft.is_chain
@@ -290,7 +290,9 @@ def test_drafts_end_where_the_text_does_and_where_they_are_told() -> None:
         text = Request(prompt, sampling, eos, output_token_ids=[7])
         of = drafter(head, model)
         told(text, features, of)
-        return of.propose(text, DraftLimits(4, nodes), lambda *_: None, lambda *_: goes_on)
+        return of.propose(
+            DraftRequest(text, DraftLimits(4, nodes), lambda *_: None, lambda *_: goes_on)
+        )
 
     whole = propose(frozenset(), True).token_ids
     assert len(whole) == 4

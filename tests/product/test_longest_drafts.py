@@ -13,8 +13,7 @@ import pytest
 from speq import Generator
 from speq.config import MAX_BATCH, MAX_DRAFT_LENGTH, MAX_DRAFT_NODES
 from speq.engine.draft import Draft
-from speq.engine.drafter import DraftLimits
-from speq.engine.request import Request
+from speq.engine.drafter import DraftRequest
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from tests.helpers.tiny_models import (
     FAMILIES,
@@ -43,7 +42,8 @@ class Told:
     texts: dict[int, list[int]]
     drafts: list[Draft] = field(default_factory=list)
 
-    def propose(self, request: Request, limits: DraftLimits, *_: Any) -> Draft:
+    def propose(self, asked: DraftRequest) -> Draft:
+        request, limits = asked.request, asked.limits
         right = self.texts[request.prompt_token_ids[0]][len(request.output_token_ids) :]
         stands = STANDS[len(self.drafts) % len(STANDS)]
         right = [*right, *[0] * limits.length][: limits.length]

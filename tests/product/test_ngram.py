@@ -10,7 +10,7 @@ import pytest
 from speq import Generation, Generator
 from speq.config import RunConfig, SamplingParams
 from speq.engine.draft import Draft
-from speq.engine.drafter import DraftContext, DraftLimits
+from speq.engine.drafter import DraftContext, DraftLimits, DraftRequest
 from speq.engine.drafters.ngram import NgramDrafter
 from speq.engine.request import Request
 from speq.engine.sampler import HostSampler
@@ -26,7 +26,9 @@ def request(prompt: list[int], eos: frozenset[int] = frozenset()) -> Request:
 
 
 def propose(of: NgramDrafter, text: Request, draft_length: int) -> list[int]:
-    draft = of.propose(text, DraftLimits(draft_length), lambda *_: None, lambda *_: True)
+    draft = of.propose(
+        DraftRequest(text, DraftLimits(draft_length), lambda *_: None, lambda *_: True)
+    )
     assert draft == Draft.chain(draft.token_ids)
     return draft.token_ids
 

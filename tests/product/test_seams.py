@@ -15,10 +15,8 @@ from torch import Tensor
 
 from speq import Generator, SpeqError
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftContext, DraftLimits
-from speq.engine.request import Request
+from speq.engine.drafter import DraftContext, DraftRequest
 from speq.experts.codec import Matrices, RawCodec
-from speq.layers.draft_experts import OnRoute
 from speq.registries import CODECS, DRAFTERS, Registry
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
@@ -48,14 +46,8 @@ class Parrot:
     def __init__(self, base: DraftContext) -> None:
         assert base.int4 is None
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
-        return Draft.chain([request.pending_id] * limits.length)
+    def propose(self, asked: DraftRequest) -> Draft:
+        return Draft.chain([asked.request.pending_id] * asked.limits.length)
 
 
 def test_a_drafter_is_a_class_and_a_line(tiny: Callable[[str], Path]) -> None:

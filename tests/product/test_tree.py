@@ -10,9 +10,8 @@ import torch
 from speq import Generator
 from speq.config import SamplingParams
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftLimits
+from speq.engine.drafter import DraftRequest
 from speq.engine.request import Request
-from speq.layers.draft_experts import OnRoute
 from speq.measure.probe import verify
 from speq.models.kv_cache import KVLayer
 from tests.helpers.random_rows import RandomRows
@@ -79,18 +78,12 @@ class BranchingDrafter:
         self.answer = answer
         self.proposed = 0
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
-        at = len(request.output_token_ids)
+    def propose(self, asked: DraftRequest) -> Draft:
+        at = len(asked.request.output_token_ids)
         token_ids: list[int] = []
         parents: list[int] = []
         trunk = 0
-        for depth, right in enumerate(self.answer[at : at + limits.length]):
+        for depth, right in enumerate(self.answer[at : at + asked.limits.length]):
             # Wrong siblings, right ones, and from time to time none that is right.
             wrong = (right + 1) % 256
             pair = [wrong, right] if (at + depth) % 3 else [right, wrong]
@@ -146,20 +139,14 @@ class ShapedDrafter:
         self._rng = random.Random(seed)
         self._turn = 0
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
-        assert limits.nodes is not None
+    def propose(self, asked: DraftRequest) -> Draft:
+        assert asked.limits.nodes is not None
         shape = [*SHAPES.values()][self._turn % len(SHAPES)]
         self._turn += 1
         # Up to what there is room for, and beyond what is still to be generated.
-        parents = shape(self._rng, self._rng.randint(1, limits.nodes))
+        parents = shape(self._rng, self._rng.randint(1, asked.limits.nodes))
         draft = Draft([0] * len(parents), parents)
-        at, depths = len(request.output_token_ids), draft.tree.depths()
+        at, depths = len(asked.request.output_token_ids), draft.tree.depths()
         right = {0}
         for node, parent in enumerate(parents, start=1):
             place = at + depths[node] - 1

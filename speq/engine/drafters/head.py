@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftContext, DraftLimits, FeatureDrafter
+from speq.engine.drafter import ContinueDraft, DraftContext, DraftRequest, FeatureDrafter
 from speq.engine.drafters.best_first import BestFirst
 from speq.engine.drafters.next_token import Chosen, SamplePosition, next_tokens_on
 from speq.engine.request import Request
@@ -53,18 +53,13 @@ class HeadDrafter(FeatureDrafter):
     def observe_verified(self, token_ids: list[int], features: Tensor) -> None:
         self._context.observe_verified(token_ids, features)
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
+    def propose(self, asked: DraftRequest) -> Draft:
         """Draft up to an end token or until `continue_draft` stops it.
 
         If the head predicts experts, `on_route` is called with those of the pending token and of
         each token after one that was run.
         """
+        request, limits, on_route, continue_draft = asked
         if not limits.length:
             return Draft()
         context = self._context

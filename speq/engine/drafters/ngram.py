@@ -8,9 +8,8 @@ from array import array
 from typing import ClassVar
 
 from speq.engine.draft import Draft
-from speq.engine.drafter import ContinueDraft, DraftContext, DraftLimits
+from speq.engine.drafter import DraftContext, DraftRequest
 from speq.engine.request import Request
-from speq.layers.draft_experts import OnRoute
 
 # Fewest tokens that must match, and most that are compared. One alone says too little.
 SHORTEST_MATCH, LONGEST_MATCH = 2, 4
@@ -34,20 +33,14 @@ class NgramDrafter:
         self._latest: dict[int, int] = {}
         self._before = array("i")
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
-        at = self._match(request)
+    def propose(self, asked: DraftRequest) -> Draft:
+        at = self._match(asked.request)
         if at is None:
             return Draft()
         # A sequence that repeats itself up to its end is assumed to continue so.
         period = len(self._tokens) - at
-        tokens = [self._tokens[at + i % period] for i in range(limits.length)]
-        return self._chain(request, tokens)
+        tokens = [self._tokens[at + i % period] for i in range(asked.limits.length)]
+        return self._chain(asked.request, tokens)
 
     def has_proposal(self, request: Request) -> bool:
         return self._match(request) is not None

@@ -35,19 +35,12 @@ class SelfDrafter:
         self.draft_pass = draft_pass_over(context.model, context.cache, backend, graphs_on)
         self.next_tokens: NextTokens = next_tokens_on(context.sampler)
 
-    def propose(
-        self,
-        request: Request,
-        limits: DraftLimits,
-        on_route: OnRoute,
-        continue_draft: ContinueDraft,
-    ) -> Draft:
+    def propose(self, asked: DraftRequest) -> Draft:
         """Draft with the exact model's noise, to an end token or until `continue_draft` stops it.
 
         The draft's KV is dropped afterwards: verification writes exact KV in its place.
         """
-        arguments = DraftRequest(request, limits, on_route, continue_draft)
-        (draft,) = self.propose_together([self], [arguments])
+        (draft,) = self.propose_together([self], [asked])
         return draft
 
     def drafting(
