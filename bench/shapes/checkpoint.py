@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from speq.bench.shapes.published import BF16, PublishedShape
 from speq.bench.shapes.tensors import RandomTensor, WeightPool, tensors_of
 from speq.bench.widen import existing_parent
-from speq.errors import OptionError
+from speq.errors import FileError, NoRoom
 from speq.files.atomic_file import writing
 from speq.files.checkpoint import locate
 from speq.files.json_file import read_json
@@ -112,14 +112,14 @@ def write(
         return False
     taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if taken and found != model.stamp(whole=False):
-        raise OptionError(
+        raise FileError(
             f"{target} holds something else than {model.name} of seed {model.seed}; remove it, or "
             "give another folder"
         )
     held = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     free = shutil.disk_usage(existing_parent(target)).free + held
     if model.nbytes > free:
-        raise OptionError(
+        raise NoRoom(
             f"{model.name} takes {format_bytes(model.nbytes)} of disk and {format_bytes(free)} are "
             f"left at {target}; free some, give another folder, or fewer layers"
         )

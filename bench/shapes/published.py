@@ -13,7 +13,7 @@ from speq.files.published_format import FP8, FP8_BLOCK, MXFP4, WORDS, format_of
 PUBLISHED = "the published config.json"
 # What words are in.
 BF16 = "bf16"
-BY_HAND = "put together by hand from the publisher's paper and model card"
+BY_HAND = "put together by hand, and compared with no published file"
 # What both kinds of gpt-oss have.
 GPT_OSS = """
 "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880,

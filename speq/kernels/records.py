@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from speq.errors import OptionError
+from speq.errors import UnsupportedError
 from speq.kernels import library
 from speq.kernels.checks import check_tensor
 from speq.kernels.compact_layout import STREAMS_END, CompactLayout
@@ -26,7 +26,7 @@ def encode_into(op: str, layout: CompactLayout, record: Tensor, *parts: Tensor) 
     streams = int(nbytes) - layout.fixed_bytes
     if streams >= STREAMS_END:
         sizes = " and ".join(f"[{rows}, {columns}]" for rows, columns in layout.matrices)
-        raise OptionError(
+        raise UnsupportedError(
             f"escapes of {sizes} take {streams} bytes, and a compact record has room for fewer "
             f"than {STREAMS_END}; keep these weights raw"
         )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from speq.config import DraftOptions, MemoryOptions
 from speq.devices.device import Accelerator, Processor
-from speq.errors import OptionError
+from speq.errors import NoRoom, OptionError
 from speq.governor.draft_length import LONGEST, LONGEST_SECONDARY
 from speq.machine import default_host_bytes
 from speq.planning.demand import Budget, DeviceOverhead
@@ -104,7 +104,7 @@ def check_free_memory(plan: MemoryPlan, budget_bytes: int, device: Processor | A
             f"{format_bytes(free)} are free {where}; give a smaller budget"
         )
         if not on_cpu:
-            raise OptionError(sentence)
+            raise NoRoom(sentence)
         logger.warning("%s, or the system may end the run", sentence)
     elif budget_bytes > free:
         logger.warning(

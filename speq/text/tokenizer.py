@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from tokenizers import normalizers, processors
 from transformers import AutoTokenizer, LlamaTokenizer
 
-from speq.errors import CheckpointError
+from speq.errors import CheckpointError, OptionError
 from speq.files.json_file import read_json
 from speq.files.regular_file import check_folder, check_own, read_text
 
@@ -50,7 +50,7 @@ class NoTokenizer(CheckpointError):
 class TokenIdsOnly:
     """Placeholder for the tokenizer of a model without one: token ids have no text.
 
-    Encoding text raises SpeqError with the reason.
+    Encoding text raises NoTokenizer with the reason.
     """
 
     eos_token_id = bos_token_id = None
@@ -67,14 +67,14 @@ class TokenIdsOnly:
         return ""
 
     def __call__(self, text: str, **options: Any) -> NoReturn:
-        raise CheckpointError(self._reason)
+        raise NoTokenizer(self._reason)
 
     @property
     def chat_template(self) -> NoReturn:
-        raise CheckpointError(self._reason)
+        raise NoTokenizer(self._reason)
 
     def get_chat_template(self, **options: Any) -> NoReturn:
-        raise CheckpointError(self._reason)
+        raise NoTokenizer(self._reason)
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -257,7 +257,7 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool = True) -> lis
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(
+        raise OptionError(
             f"the prompt holds {text[error.start]!r} at character {error.start}, which is not "
             "Unicode text; give text that was decoded from UTF-8"
         ) from error
