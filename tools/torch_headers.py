@@ -24,8 +24,8 @@ WANTED = (
 )
 BINDINGS = (
     *("csrc/cpu/bindings.cpp", "csrc/cpu/compact_bindings.cpp", "csrc/cpu/scaled_bindings.cpp"),
-    *("csrc/cpu/decoder_bindings.cpp", "csrc/cpu/delta_bindings.cpp"),
-    "csrc/cpu/dense_bindings.cpp",
+    *("csrc/cpu/attention_bindings.cpp", "csrc/cpu/decoder_bindings.cpp"),
+    *("csrc/cpu/delta_bindings.cpp", "csrc/cpu/dense_bindings.cpp"),
     *("csrc/cuda/bindings.cpp", "csrc/cuda/compact_bindings.cpp", "csrc/cuda/dense_bindings.cpp"),
     "csrc/cuda/scaled_bindings.cpp",
 )

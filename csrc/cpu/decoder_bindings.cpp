@@ -8,7 +8,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "cpu/attention.h"
 #include "cpu/norm.h"
 #include "cpu/tensors.h"
 
@@ -55,108 +54,6 @@ void rms_norm_out(Tensor inputs, std::optional<Tensor> added, Tensor weight, dou
       }
     });
   });
-}
-
-// The columns that a norm's weight takes together; 0 without a norm.
-std::int64_t norm_columns(const std::optional<Tensor> &weight, std::int64_t columns,
-                          ScalarType type) {
-  if (!weight.has_value()) {
-    return 0;
-  }
-  check(*weight, "a norm's weight", 1, type);
-  STD_TORCH_CHECK(weight->size(0) > 0 && columns % weight->size(0) == 0,
-                  "norms must take whole heads");
-  return weight->size(0);
-}
-
-// The parents of a tree's nodes, each of which lies before its children; null without a tree.
-const std::int64_t *parents_of(const std::optional<Tensor> &parents) {
-  if (!parents.has_value()) {
-    return nullptr;
-  }
-  check(*parents, "parents", 1, ScalarType::Long);
-  const std::span<const std::int64_t> ids = ids_of(*parents);
-  for (std::size_t node = 0; node < ids.size(); ++node) {
-    STD_TORCH_CHECK(node == 0 ? ids[node] == -1 : ids[node] >= 0 && ids[node] < std::int64_t(node),
-                    "parents must name -1 for the root, which is node 0, and for each other node ",
-                    "one before it; that of node ", node, " is ", ids[node]);
-  }
-  return ids.data();
-}
-
-void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> query_norm,
-                   std::optional<Tensor> key_norm, double eps, Tensor cos, Tensor sin,
-                   Tensor cached_keys, Tensor cached_values, std::int64_t start,
-                   std::int64_t window, double scale, std::optional<Tensor> parents, Tensor out,
-                   std::optional<Tensor> sinks) {
-  const ScalarType type = queries.scalar_type();
-  for (const Tensor *tensor : {&queries, &keys, &values, &cos, &sin, &out}) {
-    check(*tensor, "queries, keys, values, cos, sin and out", 2, type);
-  }
-  check(cached_keys, "cached_keys", 3, type);
-  check(cached_values, "cached_values", 3, type);
-  const std::int64_t rows = queries.size(0), kv_heads = cached_keys.size(0);
-  const std::int64_t capacity = cached_keys.size(1), width = cached_keys.size(2);
-  STD_TORCH_CHECK(kv_heads > 0 && width > 0 && queries.size(1) % (kv_heads * width) == 0 &&
-                      keys.size(0) == rows && keys.size(1) == kv_heads * width &&
-                      values.size(0) == rows && values.size(1) == kv_heads * width &&
-                      out.size(0) == rows && out.size(1) == queries.size(1),
-                  "queries, keys, values and out must be rows of the heads that are cached");
-  STD_TORCH_CHECK(cached_values.size(0) == kv_heads && cached_values.size(1) == capacity &&
-                      cached_values.size(2) == width && start >= 0 && start + rows <= capacity &&
-                      window > 0,
-                  "the cache must have room for the rows, and keys and values alike");
-  STD_TORCH_CHECK(cos.size(0) == rows && sin.size(0) == rows && sin.size(1) == cos.size(1) &&
-                      cos.size(1) % 2 == 0 && cos.size(1) <= width,
-                  "cos and sin must have a row for each of queries, no wider than a head");
-  const std::int64_t query_columns = norm_columns(query_norm, queries.size(1), type);
-  const std::int64_t key_columns = norm_columns(key_norm, keys.size(1), type);
-  if (sinks.has_value()) {
-    check(*sinks, "sinks", 1, type);
-    STD_TORCH_CHECK(sinks->size(0) * width == queries.size(1), "sinks must be one for each head");
-  }
-  const std::int64_t nodes = parents.has_value() ? parents->size(0) : rows;
-  STD_TORCH_CHECK(nodes >= rows && start >= nodes - rows,
-                  "rows must be the last nodes of their tree, whose entries lie before theirs");
-  const Word word = word_of(queries, "queries");
-  if (rows == 0) {
-    return;
-  }
-  Attention attention({
-      rows,
-      queries.size(1) / width,
-      kv_heads,
-      width,
-      cos.size(1),
-      capacity,
-      start,
-      window,
-      nodes,
-      parents_of(parents),
-      word,
-      queries.const_data_ptr(),
-      keys.const_data_ptr(),
-      values.const_data_ptr(),
-      cos.const_data_ptr(),
-      sin.const_data_ptr(),
-      query_norm.has_value() ? query_norm->const_data_ptr() : nullptr,
-      key_norm.has_value() ? key_norm->const_data_ptr() : nullptr,
-      query_columns,
-      key_columns,
-      float(eps),
-      float(scale),
-      cached_keys.mutable_data_ptr(),
-      cached_values.mutable_data_ptr(),
-      out.mutable_data_ptr(),
-      sinks.has_value() ? sinks->const_data_ptr() : nullptr,
-  });
-  const std::int64_t seen = std::min(window, start) + nodes,
-                     queries_count = rows * queries.size(1) / width;
-  const std::int64_t blocks = attention.shares() / kv_heads;
-  parallel_for(0, attention.shares(), grain(2 * seen / blocks * width * bytes_of(word)),
-               [&](std::int64_t begin, std::int64_t end) { attention.attend(begin, end); });
-  parallel_for(0, queries_count, grain(blocks * width * std::int64_t(sizeof(float))),
-               [&](std::int64_t begin, std::int64_t end) { attention.merge(begin, end); });
 }
 
 // The largest of values, largest first, exactly as torch.topk orders equals.
@@ -258,7 +155,6 @@ void combine_out(Tensor outputs, Tensor topk_weights, Tensor out) {
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
   m.impl("rms_norm_out", TORCH_BOX(&rms_norm_out));
-  m.impl("attention_out", TORCH_BOX(&attention_out));
   m.impl("route_out", TORCH_BOX(&route_out));
   m.impl("combine_out", TORCH_BOX(&combine_out));
 }

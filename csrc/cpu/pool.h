@@ -9,9 +9,18 @@
 // threads.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace speq::cpu {
+
+// Bytes of weights that a thread takes at a time, in some ten microseconds: worth waking it for,
+// and soon done where others wait for the last of them.
+constexpr std::int64_t kGrainBytes = 128 << 10;
+
+inline std::int64_t grain(std::int64_t bytes_per_item) {
+  return 1 + kGrainBytes / std::max<std::int64_t>(bytes_per_item, 1);
+}
 
 // Calls a body, behind a pointer, for the items [begin, end) of a chunk.
 using CallBody = void (*)(const void *body, std::int64_t begin, std::int64_t end);

@@ -18,14 +18,6 @@ namespace speq::cpu {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Bytes of weights that a thread takes at a time, in some ten microseconds: worth waking it for,
-// and soon done where others wait for the last of them.
-constexpr std::int64_t kGrainBytes = 128 << 10;
-
-inline std::int64_t grain(std::int64_t bytes_per_item) {
-  return 1 + kGrainBytes / std::max<std::int64_t>(bytes_per_item, 1);
-}
-
 inline void check(const Tensor &tensor, const char *name, std::int64_t dim, ScalarType type) {
   STD_TORCH_CHECK(tensor.dim() == dim && tensor.is_contiguous() && tensor.scalar_type() == type,
                   name, " has another dtype, layout or number of dimensions than it must");

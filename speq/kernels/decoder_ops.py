@@ -16,12 +16,14 @@ from speq.kernels.reference_decoder import attend_with_sinks
 
 __all__ = [
     "Heads",
+    "Latents",
     "Positions",
     "RMSNorm",
     "add_rms_norm",
     "attend_with_sinks",
     "attention",
     "combine",
+    "latent_attention",
     "rms_norm",
     "route",
     "takes",
@@ -55,11 +57,27 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Latents:
+    """Parameters of one layer's latent attention.
+
+    norm         of the latents
+    expansion    [heads * (D + V), L]: makes keys, and then values, of a latent
+    scale        factor of the scores
+    interleaved  the columns that are rotated together are neighbours
+    """
+
+    norm: RMSNorm
+    expansion: Tensor
+    scale: float
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Positions:
     """Positions of T tokens.
 
     start    position where the first one's KV is written
-    cos, sin [T, R]
+    cos, sin [T, R], or as `reference_decoder.latent_attention_out` has them
     parents  [N] int64 of the tree of which they are the last nodes; None: a chain
     """
 
@@ -124,6 +142,42 @@ def attention(
         positions.parents,
         out,
         heads.sinks,
+    )
+
+
+def latent_attention(
+    queries: Tensor,
+    latents: Tensor,
+    parameters: Latents,
+    positions: Positions,
+    window: int | None,
+    cached: tuple[Tensor, Tensor],
+    out: Tensor,
+) -> None:
+    """Run `reference_decoder.latent_attention_out` into out [T, heads * V]; see there for shapes.
+
+    The cached latents are not expanded: queries and results are multiplied by the expansion, in
+    another order of the same sums. A row's result does not depend on other rows.
+
+    window  as `attention` has it
+    cached  latents [1, C, L] and rotated keys [1, C, R], where the rows' KV is written
+    """
+    library.call(
+        "latent_attention",
+        queries,
+        latents,
+        parameters.norm.weight,
+        parameters.norm.eps,
+        parameters.expansion,
+        positions.cos,
+        positions.sin,
+        parameters.interleaved,
+        *cached,
+        positions.start,
+        NO_WINDOW if window is None else window,
+        parameters.scale,
+        positions.parents,
+        out,
     )
 
 

@@ -132,6 +132,12 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "-> ()",
         reference_decoder.attention_out,
     ),
+    "latent_attention": (
+        "(Tensor queries, Tensor latents, Tensor norm, float eps, Tensor expansion, Tensor cos, "
+        "Tensor sin, bool interleaved, Tensor(a!) cached_latents, Tensor(b!) cached_rotary, "
+        "int start, int window, float scale, Tensor? parents, Tensor(c!) out) -> ()",
+        reference_decoder.latent_attention_out,
+    ),
     "route": (
         "(Tensor logits, bool normalised, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()",
         reference_decoder.route_out,
@@ -191,7 +197,7 @@ CPU_ONLY = frozenset(
     {
         *("linear", "quantize_int4", "encode_lossless", "encode_residual"),
         *("encode_dense_lossless", "encode_dense_residual"),
-        *("rms_norm", "attention", "route", "combine", "delta_rule"),
+        *("rms_norm", "attention", "latent_attention", "route", "combine", "delta_rule"),
     }
 )
 

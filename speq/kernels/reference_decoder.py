@@ -76,20 +76,64 @@ def attention_out(
     seen_keys, seen_values = (
         cached[:, :end].repeat_interleave(group, 0) for cached in (cached_keys, cached_values)
     )
-    if parents is None:
-        parents = torch.arange(-1, rows - 1)
-    depths, above = _tree(parents.tolist())
-    root = end - len(depths)
-    positions = torch.cat([torch.arange(root), root + depths])
-    past = torch.ones(rows, root, dtype=torch.bool)
-    own = positions[start:, None]
-    visible = torch.cat([past, above[-rows:]], dim=1) & (positions > own - window)
+    visible = _visible(rows, start, window, parents)
     if sinks is None:
         attended = F.scaled_dot_product_attention(
             turned[0][None], seen_keys[None], seen_values[None], attn_mask=visible, scale=scale
         )[0]
     else:
         attended = attend_with_sinks(turned[0], seen_keys, seen_values, visible, scale, sinks)
+    out.copy_(attended.transpose(0, 1).reshape(rows, -1))
+
+
+def latent_attention_out(
+    queries: Tensor,
+    latents: Tensor,
+    norm: Tensor,
+    eps: float,
+    expansion: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    cached_latents: Tensor,
+    cached_rotary: Tensor,
+    start: int,
+    window: int,
+    scale: float,
+    parents: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Multi-head latent attention (MLA, arXiv:2405.04434) of T tokens, a chain or a tree's last
+    nodes, as in `attention_out`: it caches latents, which are expanded to heads of keys and values.
+
+    queries         [T, heads * (D + R)], R rotated columns behind D others in each head; all
+                    tensors of one dtype
+    latents         [T, L + R]: latents, not yet normed, and the key columns that are rotated
+    norm            [L], weight of the latents' RMS norm, with `eps`
+    expansion       [heads * (D + V), L]: in each head, what makes keys and then values of a latent
+    cos, sin        [T, R]; or float32 [T, R / 2], of neighbours that are rotated as complex
+                    numbers and stay neighbours
+    interleaved     the columns that are rotated together are neighbours
+    cached_latents, cached_rotary  [1, C, L] and [1, C, R]; the rows' KV is written from `start` on
+    out             [T, heads * V]
+    """
+    rows, rank, rotary = len(queries), cached_latents.shape[2], cached_rotary.shape[2]
+    end = start + rows
+    heads = (queries.shape[1] + out.shape[1] - len(expansion)) // rotary
+    key_width = queries.shape[1] // heads - rotary
+    split = queries.view(rows, heads, -1).transpose(0, 1)
+    turned = _rotate_columns(split[..., key_width:], cos, sin, interleaved)
+    cached_latents[0, start:end] = _norm(latents[:, :rank], norm, eps)
+    cached_rotary[0, start:end] = _rotate_columns(latents[:, rank:], cos, sin, interleaved)
+    expanded = F.linear(cached_latents[0, :end], expansion).view(end, heads, -1).transpose(0, 1)
+    rotated_keys = cached_rotary[:, :end].expand(heads, -1, -1)
+    attended = F.scaled_dot_product_attention(
+        torch.cat((split[..., :key_width], turned), dim=-1)[None],
+        torch.cat((expanded[..., :key_width], rotated_keys), dim=-1)[None],
+        expanded[..., key_width:][None],
+        attn_mask=_visible(rows, start, window, parents),
+        scale=scale,
+    )[0]
     out.copy_(attended.transpose(0, 1).reshape(rows, -1))
 
 
@@ -109,6 +153,17 @@ def attend_with_sinks(
     scores -= scores.amax(dim=-1, keepdim=True)
     weights = torch.softmax(scores, dim=-1)[..., :-1]
     return torch.matmul(weights, values)
+
+
+def _visible(rows: int, start: int, window: int, parents: Tensor | None) -> Tensor:
+    """[T, end] bool, the KV that each row sees: a chain, or the last rows of a tree."""
+    if parents is None:
+        parents = torch.arange(-1, rows - 1)
+    depths, above = _tree(parents.tolist())
+    root = start + rows - len(depths)
+    positions = torch.cat([torch.arange(root), root + depths])
+    past = torch.ones(rows, root, dtype=torch.bool)
+    return torch.cat([past, above[-rows:]], dim=1) & (positions > positions[start:, None] - window)
 
 
 def _tree(parents: list[int]) -> tuple[Tensor, Tensor]:
@@ -137,6 +192,17 @@ def _rotate(rows: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turning.chunk(2, dim=-1)
     turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, rest), dim=-1)
+
+
+def _rotate_columns(columns: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Apply rotary embeddings to columns [..., T, R], as `latent_attention_out` has them."""
+    if interleaved and 2 * cos.shape[1] == columns.shape[-1]:
+        numbers = torch.view_as_complex(columns.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(numbers * torch.complex(cos, sin)).flatten(-2).to(columns.dtype)
+    if interleaved:
+        columns = torch.cat((columns[..., 0::2], columns[..., 1::2]), dim=-1)
+    first, second = columns.chunk(2, dim=-1)
+    return columns * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def route_out(logits: Tensor, normalised: bool, topk_weights: Tensor, topk_ids: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from speq.errors import present
 from speq.kernels import decoder_ops
-from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
+from speq.kernels.decoder_ops import Heads, Latents, Positions, RMSNorm
 from speq.kernels.ops import MAX_LINEAR_ROWS, linear
 from speq.layers.arguments import refuse_unknown
 
@@ -26,8 +26,16 @@ ATTENTIONS = frozenset(
         *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss"),
     )
 )
+# Classes with latent attention; those whose neighbouring columns are rotated together say so in
+# their configuration, or are of a family that always has it so.
+LATENT_ATTENTIONS = frozenset(
+    {"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"}
+)
+INTERLEAVED = frozenset({"DeepseekV2Attention"})
 # Their cos and sin are for half a head; the other half uses the same ones.
 HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
+# They return complex numbers in place of cos and sin.
+COMPLEX_TURNS = frozenset({"DeepseekV2RotaryEmbedding"})
 NORMS = frozenset(
     f"{family}RMSNorm"
     for family in (
@@ -164,6 +172,52 @@ class FusedAttention:
         return self.output(mixed), None
 
 
+@dataclass(slots=True, eq=False)
+class FusedLatentAttention:
+    """Fused latent attention of rows [T, H] over what layer `layer` caches, sequence by sequence.
+
+    queries      modules that make queries of the rows, one after the other
+    compress     makes latents and the key columns that are rotated
+    value_width  columns of all heads' results
+    """
+
+    queries: tuple[nn.Module, ...]
+    compress: nn.Module
+    output: nn.Module
+    latents: Latents
+    value_width: int
+    layer: int
+    forward: Forward
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        if not isinstance(attention_mask, DecodeBatch):
+            attended: tuple[Tensor, None] = self.forward(
+                hidden_states, attention_mask=attention_mask, **others
+            )
+            return attended
+        refuse_unknown(type(self).__name__, others, ())
+        queries, latents = hidden_states, self.compress(hidden_states)
+        for module in self.queries:
+            queries = module(queries)
+        mixed = queries.new_empty(len(queries), self.value_width)
+        for sequence in attention_mask.sequences:
+            decoder_ops.latent_attention(
+                queries[sequence.rows],
+                latents[sequence.rows],
+                self.latents,
+                sequence.positions,
+                attention_mask.window,
+                sequence.layers[self.layer].row,
+                mixed[sequence.rows],
+            )
+        return self.output(mixed), None
+
+
 def fuse_norm(module: nn.Module) -> bool:
     """Replace the forward of a usual norm by FusedNorm. Return True if it was replaced."""
     if type(module).__name__ not in NORMS:
@@ -186,7 +240,12 @@ def fuse_router(module: nn.Module) -> bool:
 
 
 def fuse_attention(module: Any) -> bool:
-    """Replace the forward of usual attention by FusedAttention. Return True if it was replaced."""
+    """Replace the forward of usual attention by FusedAttention, and of latent attention by
+    FusedLatentAttention. Return True if it was replaced.
+    """
+    if type(module).__name__ in LATENT_ATTENTIONS:
+        module.forward = fused_latent_attention(module)
+        return True
     clipped = getattr(module.config, "clip_qkv", None) is not None
     if type(module).__name__ not in ATTENTIONS or clipped:
         return False
@@ -200,6 +259,25 @@ def fuse_attention(module: Any) -> bool:
         own_forward(module),
     )
     return True
+
+
+def fused_latent_attention(module: Any) -> FusedLatentAttention:
+    low_rank = (module.q_a_proj, module.q_a_layernorm, module.q_b_proj)
+    interleaved = type(module).__name__ in INTERLEAVED or bool(module.config.rope_interleave)
+    return FusedLatentAttention(
+        low_rank if module.q_proj is None else (module.q_proj,),
+        module.kv_a_proj_with_mqa,
+        module.o_proj,
+        Latents(
+            rms_norm_of(module.kv_a_layernorm),
+            module.kv_b_proj.exact.words(),
+            module.scaling,
+            interleaved,
+        ),
+        module.num_heads * module.v_head_dim,
+        module.layer_idx,
+        own_forward(module),
+    )
 
 
 def sinks_of(module: nn.Module) -> Tensor | None:

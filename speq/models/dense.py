@@ -15,6 +15,7 @@ from speq.kernels.ops import Int4Pair
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
 from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
 from speq.layers.offloaded_experts import ActiveBackend
+from speq.models.dense_parts import EXPANDING
 from speq.models.resident import MappedWeights
 from speq.units import Done
 
@@ -37,6 +38,20 @@ def plain_modules(
         plain = type(module) in (nn.Linear, nn.Embedding) or is_scaled(module)
         if plain and id(module) not in left:
             yield name, module
+
+
+def packable_modules(
+    model: nn.Module, routers: Iterable[nn.Module] = ()
+) -> Iterator[tuple[str, Plain]]:
+    """Yield the `plain_modules` whose matrices may be packed."""
+    return ((name, each) for name, each in plain_modules(model, routers) if is_packable(name))
+
+
+def is_packable(name: str) -> bool:
+    """False for a module that expands latents: its matrix stays plain weights, because latent
+    attention multiplies parts of it by other rows than a dense layer's.
+    """
+    return name.rpartition(".")[2] != EXPANDING
 
 
 def is_scaled(module: nn.Module) -> bool:
@@ -73,21 +88,26 @@ def replacement_of(module: Plain, matrix: ExactMatrix, switch: ActiveBackend) ->
 
 
 def matrices_in(model: nn.Module) -> list[ExactMatrix]:
-    """Distinct matrices in modules of ours."""
-    held: dict[int, ExactMatrix] = {}
-    for module in model.modules():
-        if isinstance(module, DenseLinear):
-            held[id(module.exact)] = module.exact
-        elif isinstance(module, DenseEmbedding):
-            held[id(module.table)] = module.table
-    return [*held.values()]
+    """Distinct matrices of `packable_modules`, in modules of ours."""
+    return [*_matrices_in(model, is_packable).values()]
 
 
 def matrix_bytes(model: nn.Module) -> int:
     """Bytes of the matrices and biases of modules of ours."""
     layers = [module for module in model.modules() if isinstance(module, DenseLinear)]
     biases = sum(layer.bias.nbytes for layer in layers if layer.bias is not None)
-    return sum(matrix.nbytes for matrix in matrices_in(model)) + biases
+    matrices = _matrices_in(model, lambda _: True).values()
+    return sum(matrix.nbytes for matrix in matrices) + biases
+
+
+def _matrices_in(model: nn.Module, wanted: Callable[[str], bool]) -> dict[int, ExactMatrix]:
+    held: dict[int, ExactMatrix] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, DenseLinear) and wanted(name):
+            held[id(module.exact)] = module.exact
+        elif isinstance(module, DenseEmbedding):
+            held[id(module.table)] = module.table
+    return held
 
 
 def encode_dense(

@@ -11,7 +11,8 @@ from speq.experts.expert_names import ExpertNames
 # Parts that a draft may have codes of. Attention includes what replaces it in a layer. MLP: shared
 # experts, and the MLPs of layers without experts.
 ATTENTION, MLP, HEAD = "attention", "mlp", "head"
-# It multiplies the whole context at each pass, so reading its weights does not bound its time.
+# Expands latents to keys and values: the whole context in long passes, so reading its weights does
+# not bound their time.
 EXPANDING = "kv_b_proj"
 # Small matrices that say how fast states fade.
 DECAYING = ("in_proj_ba", "in_proj_a", "in_proj_b")

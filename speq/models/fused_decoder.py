@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from speq.kernels.decoder_ops import Positions
 from speq.layers.arguments import refuse_unknown
 from speq.layers.fused_modules import (
+    COMPLEX_TURNS,
     HALF_TURNS,
     DecodeBatch,
     DecodeSpan,
@@ -119,7 +120,7 @@ class FusedDecoder:
         self.capture: HiddenStateCapture | None = None
         self._forward = own_forward(body)
         self._embed = body.embed_tokens
-        self._table = partial(RotaryTable, whole_head_rotary(body.rotary_emb), ahead)
+        self._table = partial(RotaryTable, cos_and_sin(body.rotary_emb), ahead)
         # By KV slot: batched sequences differ in length.
         self._tables: dict[int, RotaryTable] = {}
         layers: list[Any] = own_layers(body)
@@ -168,17 +169,22 @@ class FusedDecoder:
         return DecodeSpan(span.rows, positions, cache.layers)
 
 
-def whole_head_rotary(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap a rotary embedding to return cos and sin of whole heads."""
-    if type(rotary_emb).__name__ not in HALF_TURNS:
-        turns_whole: Callable[..., tuple[Tensor, Tensor]] = rotary_emb
-        return turns_whole
+def cos_and_sin(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Wrap a rotary embedding to return cos and sin as `decoder_ops` takes them."""
+    name = type(rotary_emb).__name__
 
-    def turns(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def of_whole_heads(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary_emb(like, position_ids=position_ids)
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
-    return turns
+    def of_complex(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        turns = rotary_emb(like, position_ids=position_ids)
+        return turns.real.contiguous(), turns.imag.contiguous()
+
+    if name in COMPLEX_TURNS:
+        return of_complex
+    turns: Callable[..., tuple[Tensor, Tensor]] = rotary_emb
+    return of_whole_heads if name in HALF_TURNS else turns
 
 
 def feed_forward_of(feed_forward: nn.Module, rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from speq.layers.arguments import cache_name
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
-from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, plain_modules
+from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, packable_modules
 from speq.models.dequantised import load_dequantized
 from speq.models.families import Family
 from speq.models.fused_decoder import AttentionWindows, FusedDecoder, install_fused_decoder
@@ -499,7 +499,7 @@ def load(
         for file, stored in others:
             check.leave(file, stored.offset)
     mapped = MappedWeights(checkpoint, check)
-    plain = plain_modules(model, family.routers(model))
+    plain = packable_modules(model, family.routers(model))
     held = {} if records is None else records(plain, mapped)
     if isinstance(device, Processor):
         make_resident(model, mapped, progress)

@@ -18,7 +18,7 @@ from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import HIDDEN_ACTS
 from speq.models.attention import AttentionShape, KVShapes, elements
 from speq.models.bounds import MOST, check_sizes
-from speq.models.dense import plain_modules
+from speq.models.dense import packable_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import Family, family_of
 from speq.models.kv_cache import KVCache
@@ -293,7 +293,7 @@ def shape_of(
         )
     dense: dict[int, tuple[int, int]] = {}
     dense_names: dict[int, str] = {}
-    for name, module in plain_modules(model, family.routers(model)):
+    for name, module in packable_modules(model, family.routers(model)):
         dense[id(module.weight)] = module.weight.shape[0], module.weight.shape[1]
         dense_names.setdefault(id(module.weight), f"{name}.weight")
     shared = [p.shape[0] for n, p in model.named_parameters() if family.names.is_up(n)]
