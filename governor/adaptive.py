@@ -368,7 +368,7 @@ class AdaptiveDraftLength:
         lengths = mode.measured.lengths
         emitted = [expected[length] for length in lengths]
         models = self.model.estimates(lengths, emitted, mode.nodes, mode.model)
-        modelled_s = [model.cycle_s for model in models]
+        modelled_s = [model.step_s for model in models]
         options = []
         for model, time_s, (mean, variance) in zip(
             models, modelled_s, mode.measured.corrections(modelled_s), strict=True

@@ -76,5 +76,5 @@ def explain(steps: Iterable[StepStats]) -> Explanation:
         [choices[kind] for kind in sorted(choices)],
         error(lambda forecast: forecast.serial_s),
         error(lambda forecast: forecast.overlapped_s),
-        error(lambda forecast: forecast.cycle_s),
+        error(lambda forecast: forecast.step_s),
     )

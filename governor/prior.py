@@ -1,23 +1,23 @@
-"""What is believed of a run's cycles before any is measured: by a profile, or by a plan."""
+"""What is believed of a run's steps before any is measured: by a profile, or by a plan."""
 
 from dataclasses import dataclass
 
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
 
-# A profile's time of drafts weighs as much as so many cycles of the run, and its acceptance, which
+# A profile's time of drafts weighs as much as so many steps of the run, and its acceptance, which
 # is that of other texts, as much as so many tokens.
 PROFILED, PROFILED_TOKENS = 10.0, 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Expected terms of a cycle's time (`speq.governor.step_model.StepModel`).
+    """Expected terms of a step's time (`speq.governor.step_model.StepModel`).
 
     verify      (rows, seconds) of verifications with all experts in slots, the first of one row
     distinct    (rows, distinct experts of all layers); empty: not known
     draft_base_s, draft_token_s  T_draft(k) = base + k * token; no token: not known
-    drafts      cycles of the run that weigh as much as what is known of drafts
+    drafts      steps of the run that weigh as much as what is known of drafts
     transfer_s, expert_bytes  of an expert that is moved
     missed      experts moved over experts asked for, plainly and with a draft; None: not known
     exposed     share of the transfers that computation does not hide, plainly and with a draft

@@ -1,6 +1,6 @@
-"""The Amortization-Roofline model of a cycle of draft and verification (MoE-SpeQ 3.2, Eqs. 1 to 5).
+"""The Amortization-Roofline model of a step of draft and verification (MoE-SpeQ 3.2, Eqs. 1 to 5).
 
-Tokens are those that a cycle emits, 1 + k_accept(k). The exact model's own token counts, so plain
+Tokens are those that a step emits, 1 + k_accept(k). The exact model's own token counts, so plain
 decoding, k = 0, is an operating point like any other. (The paper counts only accepted tokens.)
 """
 
@@ -45,7 +45,7 @@ class Link:
 
 
 class StepEstimate(NamedTuple):
-    """One cycle as the model sees it: an operating point of the roofline, with its roofs.
+    """One step as the model sees it: an operating point of the roofline, with its roofs.
 
     It is a tuple because a governor makes a dozen of them for each decision.
 
@@ -80,7 +80,7 @@ class StepEstimate(NamedTuple):
         return max(self.compute_s, self.new_s)
 
     @property
-    def cycle_s(self) -> float:
+    def step_s(self) -> float:
         """A mean of the two forms, weighted by the share of transfers that is exposed."""
         overlapped_s = self.overlapped_s
         return overlapped_s + self.exposed * (self.serial_s - overlapped_s)
@@ -88,12 +88,12 @@ class StepEstimate(NamedTuple):
     @property
     def tokens_per_s(self) -> float:
         """Effective throughput, Theta (Eq. 2)."""
-        return self.tokens / self.cycle_s
+        return self.tokens / self.step_s
 
     @property
     def token_s(self) -> float:
         """TPOT: the reciprocal of the throughput."""
-        return self.cycle_s / self.tokens
+        return self.step_s / self.tokens
 
     @property
     def intensity(self) -> float:
@@ -106,6 +106,6 @@ class StepEstimate(NamedTuple):
         terms: dict[Term, float] = {
             "draft": self.draft_s,
             "verification": self.verify_s,
-            "link": self.cycle_s - self.compute_s if self.new_s <= self.compute_s else self.new_s,
+            "link": self.step_s - self.compute_s if self.new_s <= self.compute_s else self.new_s,
         }
         return max(terms, key=lambda term: terms[term])

@@ -67,14 +67,14 @@ class Forecast:
 
     draft_length            chosen length; the draft may be stopped before it
     serial_s, overlapped_s  by Eq. 3 of MoE-SpeQ, and with transfers hidden behind computation
-    cycle_s                 basis of the decision: the model, corrected by measurements
+    step_s                 basis of the decision: the model, corrected by measurements
     tokens                  1 + k_accept
     """
 
     draft_length: int
     serial_s: float
     overlapped_s: float
-    cycle_s: float
+    step_s: float
     tokens: float
 
 

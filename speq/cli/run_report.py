@@ -123,7 +123,7 @@ def print_explanation(explanation: Explanation, planned: str | None) -> None:
     planned  why the codec and the draft were chosen, where there was something to weigh
     """
     table = Table(title="draft lengths", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("k", "cycles", "tokens", "ms/token", "on what grounds"):
+    for title in ("k", "steps", "tokens", "ms/token", "on what grounds"):
         table.add_column(title, justify="left" if title.startswith("on") else "right")
     for choice in explanation.choices:
         grounds = ", ".join(f"{ground} {count}" for ground, count in choice.grounds.items())
@@ -138,7 +138,7 @@ def print_explanation(explanation: Explanation, planned: str | None) -> None:
     if explanation.error is not None:
         share = number("{:.1%}")
         shown.print(
-            "cycle times differed from what was expected by "
+            "step times differed from what was expected by "
             f"{_shown(explanation.serial_error, share)} (transfers not hidden, Eq. 3), "
             f"{_shown(explanation.overlapped_error, share)} (hidden) and "
             f"{_shown(explanation.error, share)} (as measured) on average"

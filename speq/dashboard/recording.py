@@ -204,9 +204,9 @@ class Recording:
                 ],
                 None if below is None else bits_of(below, layers, experts),
             ),
-            cycles=[
-                cycle._asdict() | {"cycle_s": cycle.cycle_s, "compute_s": cycle.compute_s}
-                for cycle in runtime.engine.governors.alone.outlook()
+            estimates=[
+                estimate._asdict() | {"step_s": estimate.step_s, "compute_s": estimate.compute_s}
+                for estimate in runtime.engine.governors.alone.outlook()
             ],
             card=[
                 asdict(reading) | {"time_ms": milliseconds(reading.time_s - run.start_s)}
@@ -264,7 +264,7 @@ def step_record(noted: Noted, start_s: float, layers: int) -> StepRecord:
             "draft_length": forecast.draft_length,
             "serial_ms": milliseconds(forecast.serial_s),
             "overlapped_ms": milliseconds(forecast.overlapped_s),
-            "cycle_ms": milliseconds(forecast.cycle_s),
+            "step_ms": milliseconds(forecast.step_s),
             "tokens": forecast.tokens,
         },
         noted.positions,

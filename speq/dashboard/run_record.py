@@ -77,7 +77,7 @@ class RunRecord:
                 None where nothing was weighed
     stats       the figures of docs/statistics.md
     steps       the last ones; left_out: how many came before them
-    cycles      of each draft length, as the governor weighed them last: fields of `StepEstimate`
+    estimates   of each draft length, as the governor weighed them last: fields of `StepEstimate`
     card        readings of the GPU's driver: time_ms and figures
     """
 
@@ -100,7 +100,7 @@ class RunRecord:
     steps: list[StepRecord]
     left_out: int
     residency: Residency
-    cycles: list[dict[str, float]]
+    estimates: list[dict[str, float]]
     card: list[dict[str, float]] = field(default_factory=list)
 
     def to_json(self) -> str:

@@ -126,7 +126,7 @@ def test_runs_stand_beside_benches(tmp_path: Path) -> None:
         {"memory": None},
         {"steps": []},
         {"layers": 7},
-        {"cycles": [{"draft_length": 1}]},
+        {"estimates": [{"draft_length": 1}]},
         {"link": "a rope"},
         {"steps": "abc"},
         {"expected": 3},

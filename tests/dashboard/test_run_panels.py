@@ -43,7 +43,7 @@ def test_what_holds_of_every_picture() -> None:
     ("run", "absent"),
     [
         (
-            changed(steps=[PROMPT], cycles=[], expected=None),
+            changed(steps=[PROMPT], estimates=[], expected=None),
             {"steps", "bytes", "roofline", "draft-lengths", "positions", "layers", "misses"}
             | {"plan", "forecasts"},
         ),

@@ -72,7 +72,7 @@ DRAFTED = StepRecord(
         "draft_length": 2,
         "serial_ms": 120.0,
         "overlapped_ms": 80.0,
-        "cycle_ms": 90.0,
+        "step_ms": 90.0,
         "tokens": 2.2,
     },
     positions=[(True, 3, 4), (True, 2, 4), (False, 0, 0)],
@@ -103,7 +103,7 @@ PLAIN = StepRecord(
         "draft_length": 0,
         "serial_ms": 60.0,
         "overlapped_ms": 50.0,
-        "cycle_ms": 55.0,
+        "step_ms": 55.0,
         "tokens": 1.0,
     },
     positions=[(True, 0, 0)],
@@ -169,7 +169,7 @@ RUN = RunRecord(
         [bits(0, 1, 5), bits(0, 2, 5, 6), bits(0, 2, 6, 9)],
         [bits(), bits(0, 2, 6, 7), bits(0, 9)],
     ),
-    cycles=[
+    estimates=[
         {
             "draft_length": 2,
             "tokens": 2.0,
@@ -177,7 +177,7 @@ RUN = RunRecord(
             "verify_s": 0.05,
             "new_s": 0.04,
             "moved_bytes": 4.0 * MIB,
-            "cycle_s": 0.1,
+            "step_s": 0.1,
             "compute_s": 0.08,
         },
         {
@@ -187,7 +187,7 @@ RUN = RunRecord(
             "verify_s": 0.04,
             "new_s": 0.01,
             "moved_bytes": 0.0,
-            "cycle_s": 0.05,
+            "step_s": 0.05,
             "compute_s": 0.04,
         },
     ],

@@ -1,4 +1,4 @@
-"""The governor's parts on made-up cycles, and the whole of it on simulated machines."""
+"""The governor's parts on made-up steps, and the whole of it on simulated machines."""
 
 import math
 import random
@@ -118,9 +118,9 @@ class Asides(Machine):
         return step
 
 
-def run(governor: AdaptiveDraftLength, machine: Machine, cycles: int) -> list[StepStats]:
+def run(governor: AdaptiveDraftLength, machine: Machine, count: int) -> list[StepStats]:
     steps = []
-    for _ in range(cycles):
+    for _ in range(count):
         steps.append(machine.step(governor.decide()))
         governor.observe(steps[-1])
     return steps
@@ -184,7 +184,7 @@ def test_the_share_that_stands_is_found() -> None:
         assert sum(found[500:]) / len(found[500:]) == pytest.approx(share, abs=0.03)
 
 
-def test_the_model_finds_the_terms_of_a_cycle() -> None:
+def test_the_model_finds_the_terms_of_a_step() -> None:
     """0.3 s a drafted token; 0.4 and 0.01 s an expert to verify; 0.05 s to move it, half hidden."""
     model, rng = StepModel(), random.Random(4)
     for _ in range(400):
@@ -217,7 +217,7 @@ def test_the_model_finds_the_terms_of_a_cycle() -> None:
         assert found.verify_s == pytest.approx(0.4 + 0.01 * experts, rel=0.06)
         assert found.moved_bytes == pytest.approx(100 * experts / 4, rel=0.1)
         expected_s = 0.3 * k + 0.4 + 0.01 * experts + 0.05 * experts / 8
-        assert found.cycle_s == pytest.approx(expected_s, rel=0.06)
+        assert found.step_s == pytest.approx(expected_s, rel=0.06)
 
 
 def test_corrections_are_those_of_gaussian_regression() -> None:
@@ -263,7 +263,7 @@ def test_the_best_length_is_found_and_kept(draft_s: float, row_s: float, share: 
     steps = run(AdaptiveDraftLength(), machine, 600)
     took_s = sum(step.end_s - step.start_s for step in steps)
     ideal_s = sum(step.emitted for step in steps) * best_s
-    # Luck with tokens that stand is in it, as are the first cycles and all probes.
+    # Luck with tokens that stand is in it, as are the first steps and all probes.
     assert took_s <= 1.06 * ideal_s
     late = [step for step in steps[100:] if step.ground == "best"]
     mean_s = sum(machine.token_s(step.draft_length) for step in late) / len(late)
@@ -309,12 +309,12 @@ def test_room_for_trees_leaves_chains_as_they_were() -> None:
 def test_another_drafter_is_chosen_where_it_has_drafts_that_pay(
     longest: int, of_asides: float, share: float, pays: bool
 ) -> None:
-    """Of every ten cycles it has a draft for four."""
+    """Of every ten steps it has a draft for four."""
     machine = Asides(0.2, 0.1, share, of_asides)
     governor = AdaptiveDraftLength(longest, secondary="ngram")
     offered, aside, drafted = [], [], []
-    for cycle in range(600):
-        offered.append(cycle % 10 < 4)
+    for step in range(600):
+        offered.append(step % 10 < 4)
         decision = governor.decide(offered[-1])
         aside.append(decision.drafter == "ngram")
         drafted.append(decision.draft_length > 0)
@@ -323,7 +323,7 @@ def test_another_drafter_is_chosen_where_it_has_drafts_that_pay(
         governor.observe(machine.step(decision))
     late = [chosen for chosen, there in zip(aside[200:], offered[200:], strict=True) if there]
     assert sum(late) > 0.8 * len(late) if pays else sum(late) < 0.15 * len(late)
-    # The run's own drafts in the other cycles, where there is one.
+    # The run's own drafts in the other steps, where there is one.
     others = [drew for drew, there in zip(drafted[200:], offered[200:], strict=True) if not there]
     assert sum(others) > 0.7 * len(others) if longest else not any(others)
 
@@ -356,7 +356,7 @@ def test_a_change_for_the_better_is_noticed() -> None:
     assert all(step.draft_length >= 4 for step in steps[-50:] if step.ground == "best")
 
 
-def test_a_latency_objective_bounds_every_cycle() -> None:
+def test_a_latency_objective_bounds_every_step() -> None:
     machine = Machine(0.05, 0.05, 0.95)  # without one, the longest is best
     assert max(s.draft_length for s in run(AdaptiveDraftLength(), machine, 200)) == 12
     steps = run(AdaptiveDraftLength(objectives=Objectives(latency_s=1.45)), machine, 200)
@@ -534,7 +534,7 @@ def test_stopped_drafts_count_for_their_length(experts: int, pays: bool) -> None
     assert sum((k > 0) == pays for k in late) > 0.8 * len(late)
 
 
-def test_the_first_cycle_after_a_prompt_says_nothing_of_later_ones() -> None:
+def test_the_first_step_after_a_prompt_says_nothing_of_later_ones() -> None:
     """It takes ten times as long, prompt after prompt; the governor neither probes in it nor learns
     from it.
     """
@@ -554,26 +554,26 @@ def test_the_first_cycle_after_a_prompt_says_nothing_of_later_ones() -> None:
     best_s = min(usual.token_s(k) for k in range(13))
     for length, forecast, time_s in late:
         assert usual.token_s(length) < 1.03 * best_s
-        assert forecast is not None and forecast.cycle_s == pytest.approx(time_s, rel=0.1)
+        assert forecast is not None and forecast.step_s == pytest.approx(time_s, rel=0.1)
 
 
 class Warming(Machine):
-    """Plain cycles are slow while slots fill: the first eight, and three after every draft."""
+    """Plain steps are slow while slots fill: the first eight, and three after every draft."""
 
     def __init__(self) -> None:
         super().__init__(0.7, 0.3, 0.5)
-        self.cycles = self.plain_run = 0
+        self.steps = self.plain_run = 0
 
     def step(self, decision: Decision) -> StepStats:
-        self.cycles += 1
+        self.steps += 1
         self.plain_run = 0 if decision.draft_length else self.plain_run + 1
-        cold = self.cycles <= 8 or self.plain_run <= 3
+        cold = self.steps <= 8 or self.plain_run <= 3
         self.plain_s = 2.5 if cold and not decision.draft_length else 1.0
         return super().step(decision)
 
 
-def test_plain_cycles_are_looked_at_again_once_slots_have_filled() -> None:
-    """At first a draft of one token, 1.33 s a token, beats plain cycles of 2.5 s; these then take a
+def test_plain_steps_are_looked_at_again_once_slots_have_filled() -> None:
+    """At first a draft of one token, 1.33 s a token, beats plain steps of 2.5 s; these then take a
     second, but for those that follow drafts.
     """
     steps = run(AdaptiveDraftLength(), Warming(), 150)
@@ -590,7 +590,7 @@ def test_decisions_say_why() -> None:
     assert "ms/token expected (k=" in best.reason
     assert "accepted" in best.reason
     assert best.forecast is not None
-    assert best.forecast.cycle_s == pytest.approx(best.end_s - best.start_s, rel=0.1)
+    assert best.forecast.step_s == pytest.approx(best.end_s - best.start_s, rel=0.1)
     explained = explain([StepStats("prefill"), *steps])
     assert sum(choice.steps for choice in explained.choices) == 300
     chosen = next(choice for choice in explained.choices if choice.draft_length == k)
@@ -605,7 +605,7 @@ def test_an_explanation_by_hand() -> None:
         StepStats("decode", emitted=1, end_s=1.0, ground="fixed", reason="c"),
     ]
     steps[0].forecast = Forecast(
-        draft_length=2, serial_s=3.0, overlapped_s=1.0, cycle_s=2.2, tokens=3
+        draft_length=2, serial_s=3.0, overlapped_s=1.0, step_s=2.2, tokens=3
     )
     found = explain(steps)
     assert [choice.draft_length for choice in found.choices] == [0, 2]
@@ -626,7 +626,7 @@ def test_an_explanation_by_hand() -> None:
     assert errors == pytest.approx((0.5, 0.5, 0.1))
     assert explain(steps[1:]).error is None
     # A draft that was stopped is not what was forecast.
-    steps[1].forecast = Forecast(4, serial_s=30.0, overlapped_s=10.0, cycle_s=22.0, tokens=5)
+    steps[1].forecast = Forecast(4, serial_s=30.0, overlapped_s=10.0, step_s=22.0, tokens=5)
     assert explain(steps).error == pytest.approx(0.1)
 
 
@@ -649,8 +649,8 @@ def test_a_governor_is_made_without_torch() -> None:
 
 
 @pytest.mark.parametrize("short", range(1, 9))
-def test_requests_of_one_cycle_still_calibrate(short: int) -> None:
-    """The first cycle behind a prompt is not learnt from, and short requests have no other."""
+def test_requests_of_one_step_still_calibrate(short: int) -> None:
+    """The first step behind a prompt is not learnt from, and short requests have no other."""
     governor, machine = AdaptiveDraftLength(), Machine(0.1, 0.05, 0.9)
     for _ in range(short):
         governor.begin()

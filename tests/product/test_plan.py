@@ -334,7 +334,7 @@ def outlook(link: float = 1e6, **changes: Any) -> Outlook:
     return replace(made, **changes)
 
 
-def test_a_cycle_by_hand() -> None:
+def test_a_step_by_hand() -> None:
     of = replace(outlook(), locality=Locality(32, 4, None), acceptance=0.5)
     step = of.step_estimate(PLAIN, 0)
     assert step.verify_s == pytest.approx(10e-3 + 8 * 4 * 1e-4)

@@ -18,7 +18,7 @@ LINK = Link(10.0, overhead_s=1.0, first_fetch_s=3.0)
 VERIFY_S = (2.0, 2.5, 3.0, 4.5, 6.0)
 
 
-def cycle(draft_length: int, moved_bytes: float = 0.0, exposed: float = 1.0) -> StepEstimate:
+def step(draft_length: int, moved_bytes: float = 0.0, exposed: float = 1.0) -> StepEstimate:
     """Half of the drafted tokens stand; a draft takes 0.5 s and 0.25 s a token."""
     return StepEstimate(
         draft_length,
@@ -55,22 +55,22 @@ def test_terms_by_hand() -> None:
     assert [LINK.transfer_s(size) for size in (0, 5, 40)] == [0.0, 1.5, 5.0]
 
 
-def test_a_cycle_by_hand() -> None:
+def test_a_step_by_hand() -> None:
     """k = 2: tokens 1 + 0.5 + 0.25, draft 1 s, first fetch 3 s, 20 bytes 3 s, verification 3 s."""
-    found = cycle(2, 20.0)
+    found = step(2, 20.0)
     assert (found.tokens, found.draft_s, found.verify_s, found.new_s) == (1.75, 1.0, 3.0, 3.0)
-    assert found.serial_s == found.cycle_s == max(1.0, 3.0) + 3.0 + 3.0
+    assert found.serial_s == found.step_s == max(1.0, 3.0) + 3.0 + 3.0
     assert found.overlapped_s == max(1.0 + 3.0, 3.0)
     assert found.tokens_per_s == 1.75 / 9
     assert found.token_s == 9 / 1.75
     assert found.intensity == 1.75 / 20
     # A third of what could be hidden is not.
-    partly = cycle(2, 20.0, exposed=0.2)
-    assert partly.cycle_s == pytest.approx(4 + 0.2 * (9 - 4))
+    partly = step(2, 20.0, exposed=0.2)
+    assert partly.step_s == pytest.approx(4 + 0.2 * (9 - 4))
 
 
-def test_a_cycle_that_moves_nothing() -> None:
-    found = cycle(1)
+def test_a_step_that_moves_nothing() -> None:
+    found = step(1)
     assert found.serial_s == found.overlapped_s == found.compute_s == 0.75 + 2.5
     assert found.intensity == math.inf
     assert found.tokens_per_s == found.tokens / found.compute_s
@@ -103,7 +103,7 @@ def test_throughput_stays_under_both_roofs() -> None:
         assert found.tokens_per_s <= found.tokens / found.compute_s * (1 + 1e-12)
         roof = found.intensity * link.bandwidth_bytes_per_s
         assert found.tokens_per_s <= roof * (1 + 1e-12)
-        assert found.overlapped_s <= found.cycle_s <= found.serial_s
+        assert found.overlapped_s <= found.step_s <= found.serial_s
 
 
 PROFILE = Profile(
@@ -176,7 +176,7 @@ def test_the_longest_draft_within_a_latency_by_hand() -> None:
     """Cycles without transfers: 2, 3.25, 4, 5.75 and 7.5 s."""
 
     def longest(objectives: Objectives, moved_bytes: float = 0.0) -> int | None:
-        return longest_within(objectives, (cycle(k, moved_bytes if k else 0.0) for k in range(5)))
+        return longest_within(objectives, (step(k, moved_bytes if k else 0.0) for k in range(5)))
 
     for latency_s, expected in ((1.9, None), (2, 0), (3.3, 1), (4, 2), (7.4, 3), (100, 4)):
         assert longest(Objectives(latency_s=latency_s)) == expected

@@ -18,7 +18,7 @@ from tests.helpers.trace_format import crossing, faults, nanoseconds
 
 Row = dict[str, Any]
 
-FORECAST = Forecast(draft_length=3, serial_s=2.0, overlapped_s=1.5, cycle_s=1.75, tokens=2.5)
+FORECAST = Forecast(draft_length=3, serial_s=2.0, overlapped_s=1.5, step_s=1.75, tokens=2.5)
 PROMPT = [7, 3, 200, 41, 9]
 ALWAYS = ["steps", "draft", "verify", "verify by layer", "stalls", "governor"]
 
@@ -120,7 +120,7 @@ def test_a_timeline_by_hand(tmp_path: Path) -> None:
             "draft_length": 3,
             "serial_s": 2.0,
             "overlapped_s": 1.5,
-            "cycle_s": 1.75,
+            "step_s": 1.75,
             "tokens": 2.5,
         },
     }

@@ -50,7 +50,7 @@ def profile_of(path: Path) -> Profile:
     return Profile.from_entries(json.loads(path.read_text()))
 
 
-def cycle(k: int, accepted: int, draft_s: float, verify_s: float, requests: int) -> StepStats:
+def step(k: int, accepted: int, draft_s: float, verify_s: float, requests: int) -> StepStats:
     return StepStats(
         "decode",
         draft_length=k,
@@ -62,12 +62,12 @@ def cycle(k: int, accepted: int, draft_s: float, verify_s: float, requests: int)
     )
 
 
-def test_figures_of_cycles_by_hand() -> None:
+def test_figures_of_steps_by_hand() -> None:
     figures = tune.figures_of(
         {
-            0: [cycle(0, 0, 0.0, 0.1, 8), cycle(0, 0, 0.0, 0.1, 10), cycle(0, 0, 0.0, 0.9, 9)],
-            2: [cycle(2, 2, 0.21, 0.2, 14), cycle(2, 1, 0.21, 0.2, 16)],
-            4: [cycle(4, 0, 0.41, 0.3, 20)],
+            0: [step(0, 0, 0.0, 0.1, 8), step(0, 0, 0.0, 0.1, 10), step(0, 0, 0.0, 0.9, 9)],
+            2: [step(2, 2, 0.21, 0.2, 14), step(2, 1, 0.21, 0.2, 16)],
+            4: [step(4, 0, 0.41, 0.3, 20)],
         }
     )
     assert figures["verify"] == (
@@ -84,9 +84,9 @@ def test_figures_of_cycles_by_hand() -> None:
 
 def test_verifications_that_readers_disturb_do_not_count() -> None:
     """Readers took the processor in three passes of four."""
-    disturbed = [cycle(0, 0, 0.0, verify_s, 8) for verify_s in (0.16, 0.1, 0.13, 0.15)]
+    disturbed = [step(0, 0, 0.0, verify_s, 8) for verify_s in (0.16, 0.1, 0.13, 0.15)]
     assert tune.figures_of({0: disturbed})["verify"] == ((1.0, pytest.approx(0.13)),)
-    quiet = [cycle(0, 0, 0.0, 0.1, 8), *disturbed]
+    quiet = [step(0, 0, 0.0, 0.1, 8), *disturbed]
     assert tune.figures_of({0: quiet})["verify"] == ((1.0, pytest.approx(0.1)),)
 
 
@@ -125,9 +125,9 @@ def test_every_phase_is_told_of(
     assert told.steps("timing kernels of each codec") == 3
     assert told.steps("timing encoders") == 2
     assert told.steps("measuring the link") == 2
-    cycles = [call[1:] for call in told.calls if call[0] == "measuring drafts and verifications"]
-    assert (cycles[0], cycles[-1]) == ((0, 39), (39, 39))
-    assert cycles == sorted(cycles)
+    steps = [call[1:] for call in told.calls if call[0] == "measuring drafts and verifications"]
+    assert (steps[0], steps[-1]) == ((0, 39), (39, 39))
+    assert steps == sorted(steps)
     assert not told.unfinished
 
 

@@ -61,7 +61,7 @@ def forecasts(run: RunRecord) -> Panel:
         and step.forecast["draft_length"] == step.figures["draft_length"]
     ]
     times = [round(step.end_ms - step.start_ms, 3) for step, _ in found]
-    expected = [forecast["cycle_ms"] for _, forecast in found]
+    expected = [forecast["step_ms"] for _, forecast in found]
     top = max([*times, *expected], default=1.0) * 1.05
     data = [
         points(
@@ -103,7 +103,7 @@ def forecasts(run: RunRecord) -> Panel:
                 [
                     step.number,
                     forecast["draft_length"],
-                    forecast["cycle_ms"],
+                    forecast["step_ms"],
                     forecast["serial_ms"],
                     forecast["overlapped_ms"],
                     time_ms,

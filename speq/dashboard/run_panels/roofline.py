@@ -50,12 +50,12 @@ def expected_points(run: RunRecord) -> list[Point]:
         Point(
             int(step["draft_length"]),
             step["tokens"] / step["moved_bytes"] * MIB,
-            step["tokens"] / step["cycle_s"],
+            step["tokens"] / step["step_s"],
             step["tokens"] / step["compute_s"] if step["compute_s"] > 0 else None,
             0,
         )
-        for step in run.cycles
-        if step["moved_bytes"] > 0 and step["cycle_s"] > 0
+        for step in run.estimates
+        if step["moved_bytes"] > 0 and step["step_s"] > 0
     ]
 
 

@@ -256,7 +256,7 @@ class Outlook:
         return speeds.pass_s + (rows - 1) * speeds.row_s + experts_s
 
     def step_estimate(self, plan: ResidencyPlan, draft_length: int) -> StepEstimate:
-        """The time and the yield of a round with so many drafted tokens.
+        """The time and the yield of a step with so many drafted tokens.
 
         Experts of rejected tokens are moved and read like all others. Encoding takes the processor
         that the pass runs on, so that nothing hides it.

@@ -31,7 +31,7 @@ class ResidencyPlan:
     encode_s     added to a miss by encoding; 0 where records are moved
     start_s      encoding of all experts before the first token; 0 where records are moved
     slots        for exact experts, of all layers together; 0: not planned yet
-    expected     a round at the best draft length; None: not weighed yet
+    expected     a step at the best draft length; None: not weighed yet
     """
 
     codec: str
