@@ -27,8 +27,6 @@ RELEASES = {
     "newest": "transformers",
 }
 EXACTNESS = "tests/product/test_exactness.py"
-# Products of settings, which do not depend on the release: they run on the pinned one alone.
-PRODUCTS = ("test_greedy_tokens_full_product", "test_bundled_model_on_twenty_prompts_full")
 # Tests that depend on the interface of transformers' layers.
 LAYERS = tuple(
     f"tests/product/test_{name}.py"
@@ -81,11 +79,10 @@ def version_in(python: Path) -> str:
 
 
 def tests_of(whole: bool) -> list[str]:
-    """Return the arguments of pytest."""
-    if whole:
-        left_out = [f"--deselect={EXACTNESS}::{name}" for name in PRODUCTS]
-        return ["-m", "not gpu", EXACTNESS, *LAYERS, *left_out]
-    return ["-m", "not full and not gpu", *LAYERS, *SHORT]
+    """Return the arguments of pytest. Tests that are marked full are products of settings, which do
+    not depend on the release: they run on the pinned one alone.
+    """
+    return ["-m", "not full and not gpu", *LAYERS, *([EXACTNESS] if whole else SHORT)]
 
 
 def main() -> None:
