@@ -67,7 +67,7 @@ class Forecast:
 
     draft_length            chosen length; the draft may be stopped before it
     serial_s, overlapped_s  by Eq. 3 of MoE-SpeQ, and with transfers hidden behind computation
-    step_s                 basis of the decision: the model, corrected by measurements
+    step_s                  basis of the decision: the model, corrected by measurements
     tokens                  1 + k_accept
     """
 

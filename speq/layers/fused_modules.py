@@ -4,6 +4,7 @@ Each class replaces the `forward` of a module of transformers and uses its weigh
 inputs go to the module's own forward.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,11 +27,11 @@ ATTENTIONS = frozenset(
         *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss"),
     )
 )
-# Classes with latent attention; those whose neighbouring columns are rotated together say so in
-# their configuration, or are of a family that always has it so.
+# Classes with latent attention.
 LATENT_ATTENTIONS = frozenset(
     {"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"}
 )
+# They always rotate neighbouring columns together; the configuration of the others says so.
 INTERLEAVED = frozenset({"DeepseekV2Attention"})
 # Their cos and sin are for half a head; the other half uses the same ones.
 HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
@@ -133,12 +134,14 @@ class FusedRouter:
 
 
 @dataclass(slots=True, eq=False)
-class FusedAttention:
-    """Fused attention of rows [T, H] over the KV of layer `layer`, sequence by sequence."""
+class FusedMixer(ABC):
+    """Fused attention of rows [T, H] over what layer `layer` caches, sequence by sequence.
 
-    projections: tuple[nn.Module, nn.Module, nn.Module]
+    output   projection of the mixed rows
+    forward  the module's own
+    """
+
     output: nn.Module
-    heads: Heads
     layer: int
     forward: Forward
 
@@ -154,27 +157,41 @@ class FusedAttention:
             )
             return attended
         refuse_unknown(type(self).__name__, others, ())
+        return self.output(self.mix(hidden_states, attention_mask)), None
+
+    @abstractmethod
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        """Attend: the results of all heads, [T, heads * V]."""
+
+
+@dataclass(slots=True, eq=False)
+class FusedAttention(FusedMixer):
+    """Attention over heads of keys and values."""
+
+    projections: tuple[nn.Module, nn.Module, nn.Module]
+    heads: Heads
+
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
         queries, keys, values = (project(hidden_states) for project in self.projections)
-        sequences, window = attention_mask.sequences, attention_mask.window
         mixed = torch.empty_like(queries)
-        for sequence in sequences:
-            alone = len(sequences) == 1
+        for sequence in batch.sequences:
+            alone = len(batch.sequences) == 1
             decoder_ops.attention(
                 queries if alone else queries[sequence.rows],
                 keys if alone else keys[sequence.rows],
                 values if alone else values[sequence.rows],
                 self.heads,
                 sequence.positions,
-                window,
+                batch.window,
                 sequence.layers[self.layer].row,
                 mixed if alone else mixed[sequence.rows],
             )
-        return self.output(mixed), None
+        return mixed
 
 
 @dataclass(slots=True, eq=False)
-class FusedLatentAttention:
-    """Fused latent attention of rows [T, H] over what layer `layer` caches, sequence by sequence.
+class FusedLatentAttention(FusedMixer):
+    """Attention over latents.
 
     queries      modules that make queries of the rows, one after the other
     compress     makes latents and the key columns that are rotated
@@ -183,39 +200,25 @@ class FusedLatentAttention:
 
     queries: tuple[nn.Module, ...]
     compress: nn.Module
-    output: nn.Module
     latents: Latents
     value_width: int
-    layer: int
-    forward: Forward
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        if not isinstance(attention_mask, DecodeBatch):
-            attended: tuple[Tensor, None] = self.forward(
-                hidden_states, attention_mask=attention_mask, **others
-            )
-            return attended
-        refuse_unknown(type(self).__name__, others, ())
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
         queries, latents = hidden_states, self.compress(hidden_states)
         for module in self.queries:
             queries = module(queries)
         mixed = queries.new_empty(len(queries), self.value_width)
-        for sequence in attention_mask.sequences:
+        for sequence in batch.sequences:
             decoder_ops.latent_attention(
                 queries[sequence.rows],
                 latents[sequence.rows],
                 self.latents,
                 sequence.positions,
-                attention_mask.window,
+                batch.window,
                 sequence.layers[self.layer].row,
                 mixed[sequence.rows],
             )
-        return self.output(mixed), None
+        return mixed
 
 
 def fuse_norm(module: nn.Module) -> bool:
@@ -252,11 +255,11 @@ def fuse_attention(module: Any) -> bool:
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
     module.forward = FusedAttention(
-        (module.q_proj, module.k_proj, module.v_proj),
         module.o_proj,
-        Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
         module.layer_idx,
         own_forward(module),
+        (module.q_proj, module.k_proj, module.v_proj),
+        Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
     )
     return True
 
@@ -265,9 +268,11 @@ def fused_latent_attention(module: Any) -> FusedLatentAttention:
     low_rank = (module.q_a_proj, module.q_a_layernorm, module.q_b_proj)
     interleaved = type(module).__name__ in INTERLEAVED or bool(module.config.rope_interleave)
     return FusedLatentAttention(
+        module.o_proj,
+        module.layer_idx,
+        own_forward(module),
         low_rank if module.q_proj is None else (module.q_proj,),
         module.kv_a_proj_with_mqa,
-        module.o_proj,
         Latents(
             rms_norm_of(module.kv_a_layernorm),
             module.kv_b_proj.exact.words(),
@@ -275,8 +280,6 @@ def fused_latent_attention(module: Any) -> FusedLatentAttention:
             interleaved,
         ),
         module.num_heads * module.v_head_dim,
-        module.layer_idx,
-        own_forward(module),
     )
 
 

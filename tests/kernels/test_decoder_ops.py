@@ -12,6 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from speq.kernels import decoder_ops, reference_decoder
 from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
 from tests.helpers.backends import CPU_BACKENDS, Backend, backend_named
+from tests.helpers.threads import by_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sums are added up in another order; one rounding of the dtype may then fall the other way.
@@ -204,14 +205,7 @@ def test_rows_do_not_depend_on_one_another(case: AttentionCase, dtype: torch.dty
 
 @pytest.mark.parametrize("case", CASES[-2:], ids=str)
 def test_attention_does_not_depend_on_threads(case: AttentionCase) -> None:
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(Problem.of(case, torch.bfloat16).run(case.window))
-    finally:
-        torch.set_num_threads(threads)
+    results = by_threads(lambda: Problem.of(case, torch.bfloat16).run(case.window))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 

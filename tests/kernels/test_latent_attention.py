@@ -10,6 +10,7 @@ from torch import Tensor
 from speq.kernels import decoder_ops, reference_decoder
 from speq.kernels.decoder_ops import Latents, Positions, RMSNorm
 from tests.helpers.backends import CPU_BACKENDS, Backend, backend_named
+from tests.helpers.threads import by_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of results of about one; keys, values and queries are rounded in other places.
@@ -184,14 +185,8 @@ def test_a_branch_is_its_chain(dtype: torch.dtype, start: int, window: int | Non
 
 
 def test_it_does_not_depend_on_threads() -> None:
-    case, threads = CASES[4], torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(Problem.of(case, torch.bfloat16).run(case.window))
-    finally:
-        torch.set_num_threads(threads)
+    case = CASES[4]
+    results = by_threads(lambda: Problem.of(case, torch.bfloat16).run(case.window))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 

@@ -187,6 +187,53 @@ def test_attention(
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("columns", ["halves", "parted", "neighbours"])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("parents", "rows"), [(CHAIN, 7), (TREE, 3)])
+def test_latent_attention(
+    parents: list[int], rows: int, window: int | None, columns: str, random: Random
+) -> None:
+    heads, key, rotary, value, rank, before = 3, 6, 4, 5, 8, 6
+    start = before + len(parents) - rows
+    queries, latents = random(rows, heads * (key + rotary)), random(rows, rank + rotary)
+    norm, expansion = random(rank), random(heads * (key + value), rank)
+    angles, out = random(rows, rotary // 2), torch.empty(rows, heads * value)
+    given = angles if columns == "neighbours" else angles.repeat(1, 2)
+    cached = random(1, 20, rank), random(1, 20, rotary)
+    reference_decoder.latent_attention_out(
+        queries, latents, norm, 1e-5, expansion, given.cos(), given.sin(), columns != "halves",
+        *cached, start, window or 1 << 40, 0.3,
+        torch.tensor(parents) if parents == TREE else None, out,
+    )  # fmt: skip
+
+    def turned(part: np.ndarray, row: int) -> np.ndarray:
+        angle = numbers(angles[row])
+        if columns == "neighbours":
+            made = (part[0::2] + 1j * part[1::2]) * np.exp(1j * angle)
+            return np.stack([made.real, made.imag], axis=1).reshape(-1)
+        if columns == "parted":
+            part = np.concatenate([part[0::2], part[1::2]])
+        both = np.concatenate([angle, angle])
+        return decoder.turned(part, np.cos(both), np.sin(both))
+
+    matrices = numbers(expansion).reshape(heads, key + value, rank)
+    for row in range(rows):
+        latent, own = numbers(latents[row]), (cached[0][0, start + row], cached[1][0, start + row])
+        normed = decoder.rms_norm(latent[:rank], numbers(norm), 1e-5)
+        np.testing.assert_allclose(own[0].numpy(), normed, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(own[1].numpy(), turned(latent[rank:], row), rtol=1e-4, atol=1e-5)
+        seen = decoder.seen_by(len(parents) - rows + row, parents, before, window)
+        entries, rotated = numbers(cached[0][0][seen]), numbers(cached[1][0][seen])
+        for at in range(heads):
+            query = numbers(queries[row]).reshape(heads, -1)[at]
+            query = np.concatenate([query[:key], turned(query[key:], row)])
+            keys = np.concatenate([entries @ matrices[at, :key].T, rotated], axis=1)
+            values = entries @ matrices[at, key:].T
+            wanted = decoder.attended(query, keys, values, 0.3, None)
+            found = out[row].reshape(heads, value)[at].numpy()
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("normalised", [False, True])
 def test_routes(normalised: bool, random: Random) -> None:
     logits, weights = random(20, 512) * 3, torch.empty(20, 10)

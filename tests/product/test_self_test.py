@@ -177,7 +177,7 @@ def test_other_modules_refuse_what_they_do_not_know() -> None:
     with pytest.raises(SpeqError, match="passes softcap to attention of gpt_oss"):
         attend_by_group(Mixer(), heads, heads, heads, mask, 0.5, sinks, softcap=3.0)
     linear = torch.nn.Identity()
-    attention = FusedAttention((linear,) * 3, linear, Heads(1.0, None, None), 0, lambda: None)
+    attention = FusedAttention(linear, 0, lambda: None, (linear,) * 3, Heads(1.0, None, None))
     with pytest.raises(SpeqError, match="passes cache to FusedAttention"):
         attention(rows[0], attention_mask=DecodeBatch([], None), cache=None)
     layer = KVCache(1, ((2, 4), (2, 4)), 3, torch.float32, torch.device("cpu")).layers[0]
