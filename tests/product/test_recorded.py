@@ -238,7 +238,7 @@ class Counted:
     """A bank that is told by the host when a layer's experts are asked for.
 
     What it answers depends on rows and routes, and rounds nothing: INT4 experts would make last
-    bits large differences.
+    bits large differences. It is never close to 0, since norms behind it would do the same.
     """
 
     drafts = True
@@ -248,7 +248,7 @@ class Counted:
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         self.routes.append((layer, route.topk_ids.tolist()))
-        return hidden_states * (route.topk_ids * route.topk_weights).sum(1, True).sin() / 8
+        return hidden_states * (2 + (route.topk_ids * route.topk_weights).sum(1, True).sin()) / 16
 
 
 @pytest.mark.parametrize("family", WITH_ENTRIES)
