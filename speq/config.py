@@ -93,7 +93,7 @@ DraftCounts = Annotated[
     Path | None,
     Option(
         "With draft_experts: counts of how often each expert is used, which `python -m "
-        "bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.",
+        "bench.lab.hit_rate --counts` writes. Default: what `speq tune` kept of the model.",
         File("a file of counts", readable=True),
         by_set=True,
     ),
@@ -268,7 +268,7 @@ class ExpertBudgetOptions(Options):
     expert_counts: Annotated[
         Path | None,
         Option(
-            "Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes.",
+            "Counts for the static ranking, which `python -m bench.lab.hit_rate --counts` writes.",
             File("a file of counts", readable=True),
             by_set=True,
         ),

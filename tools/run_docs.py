@@ -39,7 +39,7 @@ PROMPT_FILES = ("humaneval.jsonl", "text.jsonl")
 TEXTS = "TEXTS"
 REQUESTS = "requests.jsonl"
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
-QUICK_BENCHES = ("widen", "bench.lab.memory", "bench.lab.step")
+QUICK_BENCHES = ("widen", "bench.lab.step")
 SLOW = ("bench", "quantize", "train-head", "tune", "check")
 # They serve until an interrupt, or ask what serves.
 ENDLESS = ("dashboard", "serve")

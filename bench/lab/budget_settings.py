@@ -54,7 +54,7 @@ class BudgetSettings(Options):
     counts: Annotated[
         Path | None,
         Option(
-            "Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes.",
+            "Counts for the static ranking, which `python -m bench.lab.hit_rate --counts` writes.",
             File("a file of counts", readable=True),
         ),
     ] = None

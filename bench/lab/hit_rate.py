@@ -21,6 +21,7 @@ from speq.measure.link import link_bytes_per_s
 from speq.measure.picture import MOVED, Axis, Picture, percent
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.route_trace import RouteTrace, record
+from speq.measure.routes import accepted_routes, expert_counts
 from speq.measure.settings import MaxNewTokens, NumPrompts, Prompts
 from speq.models.opened import open_model
 from speq.options.declared import Option, Options
@@ -46,6 +47,10 @@ class HitRateSettings(Options):
         str | None, Option("Room for all of its experts.", Size(kept=True))
     ] = None
     routes: Annotated[Path | None, Option("Keep the recorded routes here.", File())] = None
+    counts: Annotated[
+        Path | None,
+        Option("Keep here how often each expert was chosen, for static rankings.", File()),
+    ] = None
 
 
 # Of 64 experts a layer, so many slots: the paper's low, medium and high capacities.
@@ -63,7 +68,7 @@ SYSTEMS = {
 WARM_UP = 10
 
 # Options that name files it writes beside its JSON.
-WRITTEN = ("routes",)
+WRITTEN = ("routes", "counts")
 COLUMNS: dict[str, Column] = {
     "slots/layer": ("slots", "{}"),
     "policy": ("policy", "{}"),
@@ -93,6 +98,8 @@ def run(model: str, settings: HitRateSettings, progress: Progress | None = None)
     )
     if settings.routes is not None:
         trace.write(settings.routes)
+    if settings.counts is not None:
+        expert_counts(model, accepted_routes(trace), trace.num_experts).write(settings.counts)
     beside = None
     if settings.beside is not None and settings.beside_budget is not None:
         beside = record_routes(settings.beside, settings.beside_budget, settings, 1, progress)[1]

@@ -14,8 +14,8 @@ from speq.files.atomic_file import write_whole
 from speq.files.json_file import read_json
 
 FORMAT = "speq-expert-counts-1"
-COUNT_AGAIN = "count again with `python -m bench.lab.coverage MODEL --counts FILE`"
-INSTEAD = "give a file that `python -m bench.lab.coverage MODEL --counts FILE` wrote"
+COUNT_AGAIN = "count again with `python -m bench.lab.hit_rate MODEL --counts FILE`"
+INSTEAD = "give a file that `python -m bench.lab.hit_rate MODEL --counts FILE` wrote"
 # Tokens that any text could have.
 MOST_TOKENS = 1 << 50
 

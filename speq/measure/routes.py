@@ -16,14 +16,19 @@ WINDOWS_OF_A_POINT = 3
 
 def curve_of(trace: RouteTrace) -> RouteCurve:
     """Compute D(t) of the accepted tokens. Raises SpeqError for a trace that is too short."""
-    steps = trace.plain().steps
-    routes = [[step.used[layer][0] for step in steps] for layer in range(trace.num_layers)]
+    routes = accepted_routes(trace)
     points = distinct_points(routes, trace.num_experts)
     if len(points) < 2:
         raise FileError(
-            f"the trace of {trace.model} has {len(steps)} tokens; record at least some dozens"
+            f"the trace of {trace.model} has {len(routes[0])} tokens; record at least some dozens"
         )
     return RouteCurve(trace.model, trace.num_experts, trace.top_k, points)
+
+
+def accepted_routes(trace: RouteTrace) -> list[list[list[int]]]:
+    """Return the expert ids of accepted tokens, by layer and token."""
+    steps = trace.plain().steps
+    return [[step.used[layer][0] for step in steps] for layer in range(trace.num_layers)]
 
 
 def distinct_points(routes: list[list[list[int]]], num_experts: int) -> Points:

@@ -74,7 +74,7 @@ class _RunTune(TypedDict, total=False):
     (expert_counts).
     """
     expert_counts: str | Path | None
-    """Counts for the static ranking, which `python -m bench.lab.coverage --counts` writes."""
+    """Counts for the static ranking, which `python -m bench.lab.hit_rate --counts` writes."""
     expert_rows: str
     """Under an expert budget, how drafted tokens count: reach (by the chance that they are
     accepted) or equal.
@@ -118,7 +118,7 @@ class _RunPlan(TypedDict, total=False):
     """
     draft_counts: str | Path | None
     """With draft_experts: counts of how often each expert is used, which `python -m
-    bench.lab.coverage --counts` writes. Default: what `speq tune` kept of the model.
+    bench.lab.hit_rate --counts` writes. Default: what `speq tune` kept of the model.
     """
     head: str | Path
     """The head of drafter head: auto (.speq/head in the model's folder), mtp (the MTP layer of the

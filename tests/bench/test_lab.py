@@ -22,17 +22,6 @@ BENCHES: dict[str, tuple[str, ...]] = {
     "batch": (*ROOMY, *SHORT, *ONCE, "--batches", "1", "--draft-lengths", "2"),
     "budget": (*ROOMY, "--experts", "8", "--max-tokens", "24", *SHORT),
     "codec": (),
-    "coverage": (
-        *ROOMY,
-        "--max-new-tokens",
-        "20",
-        "--chains",
-        "1,4",
-        "--windows",
-        "1,4",
-        "--tree-nodes",
-        "4",
-    ),
     "drafters": (
         "--budgets",
         "60MiB",
@@ -44,14 +33,12 @@ BENCHES: dict[str, tuple[str, ...]] = {
         "none,int4",
     ),
     "fidelity": (*ROOMY, "--max-tokens", "32"),
-    "formats": (),
     "gpu_link": (),
     "hit_rate": (*ROOMY, *SHORT),
-    "memory": ("--experts", "token"),
     "step": (*ROOMY, *SHORT),
 }
-# Of random weights, and of machines that tests do not have.
-WITHOUT_MODEL = ("formats", "gpu_link")
+# Of a machine that tests do not have.
+WITHOUT_MODEL = ("gpu_link",)
 
 
 def test_every_bench_of_the_lab_is_named_here() -> None:
@@ -71,12 +58,9 @@ def test_the_command_line_has_the_settings(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "memory",
-        *(
-            pytest.param(name, marks=pytest.mark.wide)
-            for name in BENCHES
-            if name not in ("memory", *WITHOUT_MODEL)
-        ),
+        pytest.param(name, marks=[] if name == "codec" else pytest.mark.wide)
+        for name in BENCHES
+        if name not in WITHOUT_MODEL
     ],
 )
 def test_rows_and_pictures_of_a_small_run(

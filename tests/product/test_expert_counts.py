@@ -42,7 +42,7 @@ def test_another_models_sizes_are_refused(sizes: tuple[int, int, int]) -> None:
     assert str(caught.value) == (
         "expert counts counts.json are of a model, with 2 of 4 experts in 2 MoE layers, and this "
         f"model has {top_k} of {experts} in {layers}; count again with "
-        "`python -m bench.lab.coverage MODEL --counts FILE`"
+        "`python -m bench.lab.hit_rate MODEL --counts FILE`"
     )
 
 
