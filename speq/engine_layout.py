@@ -36,6 +36,7 @@ from speq.governor.draft_length import FixedDraftLength
 from speq.layers.expert_budget import LayerBudgets
 from speq.load import Loaded
 from speq.models.kv_cache import KVCache
+from speq.models.states import SNAPSHOTS
 from speq.planning.candidates import drafter_of
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.memory import MemoryPlan
@@ -109,8 +110,6 @@ class EngineLayout:
         listeners: list[FeatureDrafter] = [
             each for each in drafters if isinstance(each, FeatureDrafter)
         ]
-        # A state at the end of a prefix says nothing of its beginning.
-        reuse = "none" if loaded.opened.shape.states.layers else memory.prefix_reuse
         return Engine(
             model=model,
             caches=caches,
@@ -123,7 +122,7 @@ class EngineLayout:
             sampler=sampler,
             confidence=confidence,
             approximation=approximation,
-            prefixes=Prefixes(caches, chunk, reuse, listeners),
+            prefixes=Prefixes(caches, chunk, self._reuse, listeners),
             secondary_drafters=secondary_drafters,
         )
 
@@ -142,11 +141,19 @@ class EngineLayout:
             part.zero_()
         return slots
 
+    @property
+    def _reuse(self) -> str:
+        """What prompts reuse. Other stages keep no copies of states."""
+        reuse = self.loaded.config.group(MemoryOptions).prefix_reuse
+        has_states = bool(self.loaded.opened.shape.states.layers)
+        return "none" if has_states and self.loaded.others is not None else reuse
+
     def _caches(self, count: int) -> list[KVCache]:
         loaded, context = self.loaded, self.plan.context
         dtype, device = loaded.model_spec.dtype, loaded.device.torch
         shape = loaded.opened.shape
-        return [shape.cache(context, dtype, device, number) for number in range(count)]
+        snapshots = 0 if self._reuse == "none" else SNAPSHOTS
+        return [shape.cache(context, dtype, device, number, snapshots) for number in range(count)]
 
     def _offload(self, slots: Tensor, experts: SlotExperts) -> Offload:
         loaded, config = self.loaded, self.loaded.config

@@ -63,13 +63,13 @@ class Prefixes:
         if self.listeners:
             count = min(count, self.listeners[kv_slot].common_prefix_length(prompt_token_ids))
         if self.kind == "tokens":
-            return count
+            return cache.resumable(count)
         whole = 0
         for end in cache.ends:
             if end > count or end != self.end(whole, len(prompt_token_ids)):
                 break
             whole = end
-        return whole
+        return cache.resumable(whole)
 
     def kv_slot_for(
         self, prompt_token_ids: list[int], kv_slots: Iterable[int], owner: str = ""
@@ -94,7 +94,7 @@ class Prefixes:
         )
         count = self.common(best, prompt_token_ids, owner)
         if best == kv_slot:
-            cache.length = count
+            cache.resume(count)
         else:
             cache.take(self.caches[best], count)
         cache.owner = owner
@@ -112,9 +112,11 @@ class Prefixes:
         if whole or self.kind == "tokens":
             cache.known += token_ids
             cache.ends.append(end)
+            cache.save_states()
 
     def ended(self, kv_slot: int, token_ids: list[int]) -> None:
         """Note that a slot's sequence, prompt and output, has ended or was dropped."""
         cache = self.caches[kv_slot]
         if self.kind == "tokens":
             cache.known = token_ids[: cache.length]
+            cache.save_states()

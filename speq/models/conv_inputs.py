@@ -42,6 +42,18 @@ class ConvInputs:
         self._sequence, self.base_at = self.length.sequence, 0
         return True
 
+    def new_snapshot(self) -> Tensor:
+        return torch.zeros_like(self.tensor[: self._before])
+
+    def save(self, snapshot: Tensor) -> None:
+        """Copy the inputs that the next token looks back at."""
+        snapshot.copy_(self.tensor[: self._before])
+
+    def restore(self, snapshot: Tensor) -> None:
+        """Go on after the sequence's tokens, which these inputs are the last of."""
+        self.tensor[: self._before] = snapshot
+        self._sequence, self.base_at = self.length.sequence, self.length.count
+
     @property
     def newly_settled(self) -> int:
         settled = self.length.settled - self.base_at

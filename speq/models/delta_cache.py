@@ -79,6 +79,8 @@ class DeltaLayer:
         self._decays = torch.zeros(PENDING, sizes.value_heads, device=device)
         self._betas = torch.zeros(PENDING, sizes.value_heads, device=device)
         self._tip_at = -1
+        # Of the last pass: what is settled after it is run when a state is copied.
+        self._parts: DeltaParts | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -88,6 +90,7 @@ class DeltaLayer:
         """Run the tokens of a pass after the sequence's length; they are nodes of `Length.tree` if
         there is one. Return [T, value heads, value width] float32.
         """
+        self._parts = parts
         self._begin(parts)
         start, count = self.length.count, len(rows.inputs)
         if self.length.reading and count > MAX_LINEAR_ROWS:
@@ -107,6 +110,22 @@ class DeltaLayer:
         first = start - self._inputs.base_at
         for each in (self._decays, self._betas):
             each[first : first + len(nodes)] = each[nodes - self._inputs.base_at]
+        self._tip_at = -1
+
+    def new_snapshot(self) -> list[Tensor]:
+        return [torch.zeros_like(self._base), self._inputs.new_snapshot()]
+
+    def save(self, snapshot: list[Tensor]) -> None:
+        """Copy the state after the sequence's tokens, which are all settled."""
+        if self._inputs.newly_settled:
+            self._begin(present(self._parts, "tokens are settled that never ran"))
+        snapshot[0].copy_(self._base)
+        self._inputs.save(snapshot[1])
+
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Go on from a copied state, which is the one after `Length.count` tokens."""
+        self._base.copy_(snapshot[0])
+        self._inputs.restore(snapshot[1])
         self._tip_at = -1
 
     def _begin(self, parts: DeltaParts) -> None:

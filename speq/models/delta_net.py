@@ -5,6 +5,7 @@ the layer's cache runs a few tokens one after another, with the results that eac
 """
 
 import importlib
+import math
 import weakref
 from typing import Any, NamedTuple
 
@@ -126,6 +127,11 @@ class DeltaState(NamedTuple):
 
     def sizes_of(self, dtype: torch.dtype) -> list[int]:
         return state_sizes(self.sizes, dtype)
+
+    def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
+        sizes = self.sizes
+        inputs = (sizes.taps - 1) * sizes.channels * dtype.itemsize
+        return [math.prod(sizes.state) * torch.float32.itemsize, inputs]
 
     def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> DeltaLayer:
         return DeltaLayer(self.sizes, dtype, device, length)

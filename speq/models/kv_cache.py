@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from speq.errors import Broken
 from speq.models.attention import KVShapes
 from speq.models.length import Length
-from speq.models.states import NO_STATES, StateShape
+from speq.models.states import NO_STATES, StateShape, StateSnapshot
 from speq.models.tree import Tree
 
 # A change to the KV cache of a KV slot: the slot, the name of the method, and its argument.
@@ -125,6 +125,7 @@ class KVCache(Cache):
     by_layer   kv_shapes of each layer, where they differ
     number     KV slot
     states     layers that keep states in place of KV
+    snapshots  copies of all states that are kept at most, for later sequences
     own        layers that are held here; None: all of them
     known      first cached tokens, if a later sequence may reuse them
     written    tokens that passes have written, kept or not, where the cache mirrors another: no
@@ -145,6 +146,7 @@ class KVCache(Cache):
         states: StateShape = NO_STATES,
         own: range | None = None,
         by_layer: tuple[KVShapes, ...] = (),
+        snapshots: int = 0,
     ) -> None:
         self.capacity, self.number = capacity, number
         self.written = 0
@@ -168,6 +170,11 @@ class KVCache(Cache):
             return KVLayer(storage(keys), storage(values), length)
 
         super().__init__(layers=[made(layer) for layer in range(num_layers)])
+        held = [each for each in states.layers if own is None or each in own]
+        self._snapshots = [
+            StateSnapshot({each: self.layers[each].new_snapshot() for each in held})
+            for _ in range(snapshots if held else 0)
+        ]
 
     @property
     def length(self) -> int:
@@ -190,6 +197,8 @@ class KVCache(Cache):
         if not count:
             length.sequence, length.settled, self.written = length.sequence + 1, 0, 0
         length.count, length.settled = count, min(length.settled, count)
+        for snapshot in self._snapshots:
+            snapshot.count = snapshot.count if snapshot.count <= count else 0
         del self.known[count:]
         self.ends = [end for end in self.ends if end <= count]
 
@@ -209,7 +218,8 @@ class KVCache(Cache):
         self._length.tree, self._length.reading = tree, reading
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for layer in self.layers for tensor in layer.tensors]
+        copies = [each for kept in self._snapshots for each in kept.tensors.values()]
+        return [each for part in (*(at.tensors for at in self.layers), *copies) for each in part]
 
     def placed(self, places: Tensor, seen: int) -> Cache:
         """View of the same KV with layers of `PlacedKVLayer`."""
@@ -232,14 +242,52 @@ class KVCache(Cache):
         for tensor in self.tensors():
             tensor.zero_()
 
+    def save_states(self) -> None:
+        """Keep a copy of all states after the cached tokens, in place of the oldest one. The tokens
+        are final.
+        """
+        if not self._snapshots or not self.length:
+            return
+        self.settle()
+        kept = min(self._snapshots, key=lambda each: (each.count != self.length, each.count))
+        kept.count = 0
+        for layer, tensors in kept.tensors.items():
+            self.layers[layer].save(tensors)
+        kept.count = self.length
+
+    def resumable(self, count: int) -> int:
+        """Most tokens, of the first `count`, that another sequence can go on from."""
+        if self.keeps_entries:
+            return count
+        return max((each.count for each in self._snapshots if each.count <= count), default=0)
+
+    def resume(self, count: int) -> None:
+        """Keep the first `count` tokens, which are `resumable`, for another sequence."""
+        self.length = count
+        self._restore(self, count)
+
+    def _restore(self, other: "KVCache", count: int) -> None:
+        """Take the states after the first `count` tokens from another cache, or from this one."""
+        if self.keeps_entries or not count:
+            return
+        kept = next(each for each in other._snapshots if each.count == count)
+        self.settle()
+        for layer, tensors in kept.tensors.items():
+            self.layers[layer].restore(tensors)
+
     def take(self, other: "KVCache", count: int) -> None:
-        """Copy the first `count` tokens' KV from another cache, with their token ids."""
+        """Copy the first `count` tokens, which are `resumable`, from another cache: their KV, the
+        states after them, and their token ids.
+        """
         self._note("take", (other.number, count))
         self._cut(0)
         for layer, theirs in zip(self.layers, other.layers, strict=True):
-            for storage, found in zip(layer.row, theirs.row, strict=True):
-                storage[:, :count] = found[:, :count]
+            if isinstance(layer, KVLayer):
+                for storage, found in zip(layer.row, theirs.row, strict=True):
+                    storage[:, :count] = found[:, :count]
         self._cut(count)
+        self._restore(other, count)
+        self.save_states()
         self.written = count
         self.known = other.known[:count]
         self.ends = [end for end in other.ends if end <= count]

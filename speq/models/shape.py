@@ -105,17 +105,25 @@ class ModelShape:
         return [by_layer[layer] for layer in layers if layer not in self.states.layers]
 
     def cache(
-        self, capacity: int, dtype: torch.dtype, device: torch.device, number: int = 0
+        self,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        number: int = 0,
+        snapshots: int = 0,
     ) -> KVCache:
         """Allocate the cache of one sequence of up to `capacity` tokens.
 
-        number  KV slot
+        number     KV slot
+        snapshots  copies of its states that it keeps at most
         """
         kv_shapes, by_layer = self.attention.kv_shapes, self.attention.by_layer
         own = None if self.part is None else self.part.layers
         layers = self.num_layers if own is None else own.stop
+        states = self.states
         return KVCache(
-            layers, kv_shapes, capacity, dtype, device, number, self.states, own, by_layer
+            *(layers, kv_shapes, capacity, dtype, device, number, states, own, by_layer),
+            snapshots=snapshots,
         )
 
     def resident_bytes(self, dtype: torch.dtype) -> int:

@@ -66,6 +66,18 @@ class ConvLayer:
         """Keep, of the tokens from `start` on, those at positions `nodes`."""
         self._inputs.keep(start, nodes)
 
+    def new_snapshot(self) -> list[Tensor]:
+        return [self._inputs.new_snapshot()]
+
+    def save(self, snapshot: list[Tensor]) -> None:
+        """Copy the state after the sequence's tokens, which are all settled."""
+        self._inputs.settle()
+        self._inputs.save(snapshot[0])
+
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Go on from a copied state, which is the one after `Length.count` tokens."""
+        self._inputs.restore(snapshot[0])
+
 
 class ShortConv:
     """Replacement of a module's forward that uses the module's parameters.
@@ -114,6 +126,9 @@ class ConvState(NamedTuple):
 
     def sizes_of(self, dtype: torch.dtype) -> list[int]:
         return [ConvInputs.nbytes(self.taps, self.channels, dtype)]
+
+    def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
+        return [(self.taps - 1) * self.channels * dtype.itemsize]
 
     def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> ConvLayer:
         return ConvLayer(self.taps, self.channels, dtype, device, length)

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from speq.models.length import Length
 
+# Snapshots of a sequence's states: at the last two places from which a longer prompt may go on.
+SNAPSHOTS = 2
+
 
 class StateLayer(Protocol):
     """Cache of one layer for one sequence, with rollback to any token after the settled ones."""
@@ -19,6 +22,15 @@ class StateLayer(Protocol):
 
     def keep(self, start: int, nodes: Tensor) -> None:
         """Keep, of the tokens from `start` on, those at positions `nodes`."""
+
+    def new_snapshot(self) -> list[Tensor]:
+        """Allocate what `save` fills."""
+
+    def save(self, snapshot: list[Tensor]) -> None:
+        """Copy the state after the sequence's tokens, which are all settled."""
+
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Go on from a copied state, which is the one after `Length.count` tokens."""
 
     def run(self, rows: Any, parts: Any) -> Tensor:
         """Run the layer's rule over tokens after the sequence's length; they are nodes of
@@ -41,6 +53,9 @@ class StateKind(Protocol):
     def sizes_of(self, dtype: torch.dtype) -> list[int]:
         """Bytes of each tensor, computing in `dtype`."""
 
+    def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each tensor of a snapshot, computing in `dtype`."""
+
     def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> StateLayer: ...
 
     def stand_in(self, module: nn.Module) -> Callable[..., Tensor]:
@@ -54,13 +69,16 @@ class StateShape:
     layers: frozenset[int] = frozenset()
     kind: StateKind | None = None
 
-    def sizes_of(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each tensor of one sequence, in all of them."""
-        return [] if self.kind is None else self.kind.sizes_of(dtype) * len(self.layers)
+    def sizes_of(self, dtype: torch.dtype, snapshots: int = 0) -> list[int]:
+        """Bytes of each tensor of one sequence with so many snapshots, in all of them."""
+        if self.kind is None:
+            return []
+        of_layer = self.kind.sizes_of(dtype) + snapshots * self.kind.snapshot_sizes(dtype)
+        return of_layer * len(self.layers)
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one sequence, in all of them."""
-        return sum(self.sizes_of(dtype))
+    def nbytes(self, dtype: torch.dtype, snapshots: int = 0) -> int:
+        """Bytes of one sequence with so many snapshots, in all of them."""
+        return sum(self.sizes_of(dtype, snapshots))
 
     def among(self, layers: range) -> "StateShape":
         """The states of some layers only."""
@@ -79,6 +97,17 @@ class StateShape:
 
 
 NO_STATES = StateShape()
+
+
+@dataclass(slots=True)
+class StateSnapshot:
+    """Copies of the states of a sequence after its first `count` tokens; 0: of none.
+
+    tensors  by layer number
+    """
+
+    tensors: dict[int, list[Tensor]]
+    count: int = 0
 
 
 def layers_of_kind(config: Any, kind: str) -> frozenset[int]:

@@ -19,6 +19,7 @@ from speq.kernels.library import KERNELS
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
+from speq.models.states import SNAPSHOTS
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.memory import Demand
 from speq.planning.model_spec import ModelSpec
@@ -54,6 +55,7 @@ class Budget:
     batch_size     sequences that run as one batch, at most, each with a KV cache of its own
     longest_side   as `longest_draft`, of a drafter that takes no memory, beside the run's own or
                    alone
+    snapshots      copies of a sequence's states that are kept for later prompts
     """
 
     budget_bytes: int
@@ -65,6 +67,7 @@ class Budget:
     graphs: bool = False
     batch_size: int = 1
     longest_side: int = 0
+    snapshots: int = 0
 
     @classmethod
     def of(
@@ -78,7 +81,9 @@ class Budget:
         if context is None:
             context = min(DEFAULT_CONTEXT, limit)
         context = checked_int("context_length", context, 1, limit)
-        return cls(budget_bytes, context, on_cpu, longest_side=LONGEST_SECONDARY)
+        return cls(
+            *(budget_bytes, context, on_cpu), longest_side=LONGEST_SECONDARY, snapshots=SNAPSHOTS
+        )
 
 
 def demand_of(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Demand:
@@ -142,7 +147,7 @@ def demand_of(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Dem
         graphs=graphs if recorded else None,
         overhead=overhead_of(model_spec, plan, budget),
         head_bytes=head.nbytes(dtype) if head else 0,
-        state_bytes=batch_size * shape.states.nbytes(dtype),
+        state_bytes=batch_size * shape.states.nbytes(dtype, budget.snapshots),
     )
 
 
@@ -170,7 +175,7 @@ def overhead_of(
     if beside is None:
         return None
     return lambda context: beside.overhead(
-        kept_bytes(model_spec, plan, context, budget.batch_size), budget.graphs
+        kept_bytes(model_spec, plan, context, budget.batch_size, budget.snapshots), budget.graphs
     )
 
 
@@ -208,7 +213,11 @@ def reading_bytes_of(model_spec: ModelSpec, plan: ResidencyPlan) -> int:
 
 
 def kept_bytes(
-    model_spec: ModelSpec, plan: ResidencyPlan, context: int, batch_size: int = 1
+    model_spec: ModelSpec,
+    plan: ResidencyPlan,
+    context: int,
+    batch_size: int = 1,
+    snapshots: int = 0,
 ) -> Iterator[int]:
     """Each tensor that a run keeps on a device, slots apart, in the order in which they are made:
     weights, the INT4 copy part by part, the head, and the KV caches of the batch.
@@ -225,7 +234,7 @@ def kept_bytes(
         for layout in model_spec.dense_draft.layouts.values():
             yield from (math.prod(part) * kind.itemsize for part, kind in layout.shapes.values())
     kv_shapes = shape.kv_layers * batch_size
-    yield from batch_size * shape.states.sizes_of(model_spec.dtype)
+    yield from batch_size * shape.states.sizes_of(model_spec.dtype, snapshots)
     if plan.drafter == "head" and model_spec.head is not None:
         yield from model_spec.head.sizes(model_spec.dtype)
         kv_shapes += [model_spec.head.kv_shapes] * batch_size

@@ -8,6 +8,7 @@ from speq.devices.device import Accelerator, Processor
 from speq.errors import NoRoom, OptionError
 from speq.governor.draft_length import LONGEST, LONGEST_SECONDARY
 from speq.machine import default_host_bytes
+from speq.models.states import SNAPSHOTS
 from speq.planning.demand import Budget, DeviceOverhead
 from speq.planning.memory import MemoryPlan
 from speq.units import format_bytes
@@ -44,6 +45,7 @@ def run_budget(
         longest_draft(drafts),
         batch_size=memory.max_batch,
         longest_side=0 if secondary is None else LONGEST_SECONDARY,
+        snapshots=0 if memory.prefix_reuse == "none" else SNAPSHOTS,
     )
     if isinstance(device, Processor):
         return budget

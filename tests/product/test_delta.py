@@ -231,3 +231,28 @@ def test_any_number_of_tokens_can_be_given_up(count: int) -> None:
     length.count = length.settled = 4  # the pending token alone stands
     kept = together(before, some(drafted, slice(0, 1)), following)
     assert torch.equal(layer.run(following, PARTS), alone(kept)[-2:])
+
+
+@pytest.mark.parametrize("prompt", [5, MAX_LINEAR_ROWS + 4])
+@pytest.mark.parametrize("drafted", [0, 3])
+def test_another_sequence_goes_on_from_a_copied_state(prompt: int, drafted: int) -> None:
+    """Of the same cache or another, whatever ran after it and whatever was taken back before it."""
+    rows, other, following = rows_of(prompt, 41), rows_of(4, 42), rows_of(3, 43)
+    layer, length = new_layer()
+    length.reading = True
+    layer.run(rows, PARTS)
+    length.count = length.settled = prompt
+    length.reading = False
+    if drafted:
+        layer.run(rows_of(drafted, 44), PARTS)  # and nothing of it is kept
+    snapshot = layer.new_snapshot()
+    layer.save(snapshot)
+    layer.run(other, PARTS)
+    length.count = length.settled = prompt + 4
+    layer.run(other, PARTS)
+    expected = alone(together(rows, following))[-3:]
+    fresh, its = new_layer()
+    for each, at in ((fresh, its), (layer, length)):
+        at.count = at.settled = prompt
+        each.restore(snapshot)
+        assert torch.equal(each.run(following, PARTS), expected)

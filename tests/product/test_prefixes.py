@@ -19,10 +19,10 @@ from speq.engine.drafters.head import HeadDrafter
 from speq.engine.prefixes import Prefixes, chunk_end
 from speq.engine.request import Request
 from speq.errors import SpeqError
-from speq.models.kv_cache import KVCache, common_prefix
+from speq.models.kv_cache import KVCache, KVLayer, common_prefix
 from speq.models.packed_batch import SequenceTokens
 from tests.helpers.heads import write_random_head
-from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import WITH_STATES, greedy_tokens, load_plain, write_model
 
 CHUNK, CONTEXT = 16, 160
 SAMPLING = SamplingParams(max_new_tokens=10, ignore_eos=True)
@@ -65,15 +65,17 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generator], list[int]]:
 
 
 def entries(generator: Generator, row: int, count: int) -> list[Tensor]:
-    cache = generator.runtime.engine.caches[row]
-    return [tensor[:, :, :count].clone() for tensor in cache.tensors()]
+    """KV of the first tokens, of the layers that have any."""
+    layers = generator.runtime.engine.caches[row].layers
+    kept = [layer for layer in layers if isinstance(layer, KVLayer)]
+    return [tensor[:, :, :count].clone() for layer in kept for tensor in layer.tensors]
 
 
 def alike(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", *WITH_STATES])
 def test_turns_of_a_chat(
     family: str, tiny: Callable[[str], Path], reads: Callable[[Generator], list[int]]
 ) -> None:
@@ -135,6 +137,33 @@ def test_all_tokens_of_a_chat(
         generator.close()
 
 
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_states_that_a_chat_goes_on_from(
+    family: str, tiny: Callable[[str], Path], reads: Callable[[Generator], list[int]]
+) -> None:
+    """After an answer and after its prompt; a prompt that parts from these earlier begins anew."""
+    plain = load_plain(tiny(family))
+    generator = made(tiny(family), "tokens")
+    counts = reads(generator)
+    try:
+
+        def asked(prompt: list[int]) -> tuple[list[int], int]:
+            told = generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
+            assert told.token_ids == greedy_tokens(plain, prompt, 10)
+            return told.token_ids, told.stats["cached_tokens"]
+
+        answer, cached = asked(FIRST)
+        assert cached == 0
+        turn = [*FIRST, *answer, 7, 8, 9]
+        assert asked(turn)[1] == 50 + 9
+        # The answer is left out.
+        assert asked([*turn, 11, 12])[1] == 63
+        assert asked(FIRST)[1] == 0
+        assert counts == [16, 16, 16, 2, 4, 2, 16, 16, 16, 2]
+    finally:
+        generator.close()
+
+
 def run_to_end(batch: Batch, prompt: list[int]) -> Request:
     request = batch.add(Request(prompt, SAMPLING))
     while request.finish_reason is None:
@@ -142,10 +171,11 @@ def run_to_end(batch: Batch, prompt: list[int]) -> Request:
     return request
 
 
-def test_texts_side_by_side(tiny: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_next", "lfm2_moe"])
+def test_texts_side_by_side(family: str, tiny: Callable[[str], Path]) -> None:
     """What one text has is copied to others that begin so, also while it is under way."""
-    plain = load_plain(tiny("olmoe"))
-    generator, anew = made(tiny("olmoe"), "chunks", 3), made(tiny("olmoe"), "none", 3)
+    plain = load_plain(tiny(family))
+    generator, anew = made(tiny(family), "chunks", 3), made(tiny(family), "none", 3)
     try:
         with generator.batch() as batch, anew.batch() as other:
             prompts = [FIRST, [*FIRST[:40], 1, 2], [*FIRST, 3, 4]]
@@ -180,12 +210,21 @@ def test_texts_side_by_side(tiny: Callable[[str], Path]) -> None:
         anew.close()
 
 
-@pytest.mark.parametrize("kind", ["chunks", "tokens"])
-def test_texts_at_random(kind: str, tiny: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("qwen2_moe", "chunks"),
+        ("qwen2_moe", "tokens"),
+        ("qwen3_next", "tokens"),
+        ("qwen3_5_moe", "chunks"),
+        ("lfm2_moe", "tokens"),
+    ],
+)
+def test_texts_at_random(family: str, kind: str, tiny: Callable[[str], Path]) -> None:
     """Conversations that go on, begin alike, are given up and come back, under drawn tokens too."""
     dice = random.Random(3)
-    plain = load_plain(tiny("qwen2_moe"))
-    generator = made(tiny("qwen2_moe"), kind, 2)
+    plain = load_plain(tiny(family))
+    generator = made(tiny(family), kind, 2)
     try:
         told = [[5] * 20, [5] * 40, FIRST]
         with generator.batch() as batch:
@@ -209,7 +248,8 @@ def test_texts_at_random(kind: str, tiny: Callable[[str], Path]) -> None:
                     assert len(got) == 10 or request is dropped
                     told.append([*prompt, *got])
         assert generator.last_run is not None
-        assert generator.last_run.summary()["cached_tokens"] > 100
+        least = 50 if family in WITH_STATES else 100
+        assert generator.last_run.summary()["cached_tokens"] > least
     finally:
         generator.close()
 
@@ -383,9 +423,10 @@ TURNS = {300: 0, 320: 256, 819: 0, 848: 512, 877: 512, 1100: 0, 1101: 1024}
 BOTH = ["float32", "bfloat16"]
 FAMILY_DTYPES = [(family, BOTH[at % 2]) for at, family in enumerate(("gpt_oss", "deepseek_v3"))]
 FAMILY_DTYPES += [("olmoe", dtype) for dtype in BOTH]
+FAMILY_DTYPES += [("qwen3_next", "bfloat16"), ("lfm2_moe", "float32")]
 OTHER_FAMILIES = [
     (family, dtype)
-    for family in ("gpt_oss", "deepseek_v3", "gemma4", "qwen3_moe", "glm4_moe")
+    for family in ("gpt_oss", "deepseek_v3", "gemma4", "qwen3_moe", "glm4_moe", *WITH_STATES)
     for dtype in BOTH
     if (family, dtype) not in FAMILY_DTYPES
 ]

@@ -168,6 +168,27 @@ def test_texts_side_by_side_are_each_alone() -> None:
         assert torch.equal(found, alone(each))
 
 
+@pytest.mark.parametrize("prompt", [2, 5, MAX_LINEAR_ROWS + 4])
+def test_another_sequence_goes_on_from_copied_inputs(prompt: int) -> None:
+    inputs, other, following = inputs_of(prompt, 41), inputs_of(4, 42), inputs_of(3, 43)
+    layer, length = new_layer()
+    length.reading = True
+    layer.run(inputs, PARTS)
+    length.count = length.settled = prompt
+    snapshot = layer.new_snapshot()
+    layer.save(snapshot)
+    length.reading = False
+    layer.run(other, PARTS)
+    length.count = length.settled = prompt + 4
+    layer.run(other, PARTS)
+    expected = alone(torch.cat([inputs, following]))[-3:]
+    fresh, its = new_layer()
+    for each, at in ((fresh, its), (layer, length)):
+        at.count = at.settled = prompt
+        each.restore(snapshot)
+        assert torch.equal(each.run(following, PARTS), expected)
+
+
 # The model
 
 
@@ -223,6 +244,9 @@ def test_memory_is_planned_for_the_inputs_of_convolutions(tiny: Folder) -> None:
     entries = 32 * 2 * 2 * 16 * 2  # of one layer with attention
     assert cache.nbytes == entries + 2 * (2 + 96) * 64 * 2
     assert opened.shape.states.nbytes(torch.bfloat16) == cache.nbytes - entries
+    copies = opened.shape.cache(32, torch.bfloat16, CPU, snapshots=2)
+    assert copies.nbytes == cache.nbytes + 2 * (2 * 2 * 64 * 2)
+    assert opened.shape.states.nbytes(torch.bfloat16, 2) == copies.nbytes - entries
     opened.close()
 
 
