@@ -154,6 +154,30 @@ class MemoryOptions(Options):
             Choice(("chunks", "tokens", "none")),
         ),
     ] = "chunks"
+    prefix_cache: Annotated[
+        Path | None,
+        Option(
+            "Keep the KV cache of prompts' chunks in this folder, for later runs, which then read "
+            "it in place of running these chunks again.",
+            File("a folder"),
+        ),
+    ] = None
+    prefix_cache_limit: Annotated[
+        int,
+        Option(
+            "Most bytes in the folder of prefix_cache; what was used longest ago goes.",
+            Size(),
+            by_set=True,
+        ),
+    ] = 4 << 30
+
+    def check_together(self) -> None:
+        """Raise SpeqError for a folder of chunks in a run that reuses something else."""
+        if self.prefix_cache is not None and self.prefix_reuse != "chunks":
+            raise OptionError(
+                f"prefix_cache is given and prefix_reuse is {self.prefix_reuse}; the folder holds "
+                "whole chunks, so give chunks, or leave prefix_cache out"
+            )
 
 
 @dataclass(frozen=True)
@@ -441,6 +465,7 @@ class RunConfig(
         """Raise SpeqError for options that exclude each other. An expert budget is for one
         sequence at a time: what is left out of one would depend on the others.
         """
+        MemoryOptions.check_together(self)
         ExpertBudgetOptions.check_together(self)
         DraftOptions.check_together(self)
         if not self.approximates:

@@ -1,7 +1,11 @@
 """Lays an engine out over a loaded model: slots, KV caches, drafters, and what fills the slots."""
 
+import json
+import logging
+import os
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from speq.config import DraftOptions, MemoryOptions, TransferOptions
@@ -24,17 +28,21 @@ from speq.engine.offload import (
     offload_over,
     residents_of,
 )
+from speq.engine.prefix_files import PrefixFiles
 from speq.engine.prefixes import Prefixes
 from speq.engine.sampler import sampler_on
 from speq.engine.verification import verification_over
 from speq.errors import present
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import allocate_aligned
+from speq.files.contents import stamp
 from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import FixedDraftLength
+from speq.kernels.library import CPU_LIBRARY, CUDA_LIBRARY
 from speq.layers.expert_budget import LayerBudgets
 from speq.load import Loaded
+from speq.machine import device_name
 from speq.models.kv_cache import KVCache
 from speq.models.states import SNAPSHOTS
 from speq.planning.candidates import drafter_of
@@ -47,6 +55,9 @@ from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import TransferEngine
 from speq.stats import Recorder, Timed
 from speq.units import Progress, track
+from speq.version import __version__, transformers_version
+
+logger = logging.getLogger("speq")
 
 # Of slots, at a time.
 TAKEN_BYTES = 256 << 20
@@ -122,7 +133,9 @@ class EngineLayout:
             sampler=sampler,
             confidence=confidence,
             approximation=approximation,
-            prefixes=Prefixes(caches, chunk, self._reuse, listeners),
+            prefixes=Prefixes(
+                caches, chunk, self._reuse, listeners, self._prefix_files(bool(listeners))
+            ),
             secondary_drafters=secondary_drafters,
         )
 
@@ -147,6 +160,29 @@ class EngineLayout:
         reuse = self.loaded.config.group(MemoryOptions).prefix_reuse
         has_states = bool(self.loaded.opened.shape.states.layers)
         return "none" if has_states and self.loaded.others is not None else reuse
+
+    def _prefix_files(self, heads: bool) -> PrefixFiles | None:
+        """Chunks of prompts on disk. Their bits depend on the weights and on what computes.
+
+        heads  drafters keep KV of their own, which no file has
+        """
+        loaded = self.loaded
+        memory, device = loaded.config.group(MemoryOptions), loaded.device.torch.type
+        if memory.prefix_cache is None:
+            return None
+        if heads:
+            logger.warning("prefix_cache is not used: a draft head needs to see prompts whole")
+            return None
+        kernels = CPU_LIBRARY if device == "cpu" else CUDA_LIBRARY
+        built = os.stat(kernels) if kernels.exists() else None
+        spec = loaded.model_spec
+        identity = [
+            *(__version__, transformers_version(), torch.__version__, torch.get_num_threads()),
+            *(device_name(device), built and (built.st_size, built.st_mtime_ns)),
+            *(str(spec.dtype), spec.dense.name, self.residency_plan.codec),
+            stamp(loaded.opened.checkpoint),
+        ]
+        return PrefixFiles(memory.prefix_cache, memory.prefix_cache_limit, json.dumps(identity))
 
     def _caches(self, count: int) -> list[KVCache]:
         loaded, context = self.loaded, self.plan.context

@@ -12,6 +12,7 @@ from speq.pipeline.settings import StageSettings
 DECIDED = (
     *option_names(ComputeOptions, DraftOptions, ExpertBudgetOptions),
     *("context_length", "host_budget", "max_batch", "packed_copy", "prefix_reuse"),
+    *("prefix_cache", "prefix_cache_limit"),
 )
 
 

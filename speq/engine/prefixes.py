@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from speq.engine.drafter import FeatureDrafter
+from speq.engine.prefix_files import PrefixFiles
 from speq.models.kv_cache import KVCache, common_prefix
 
 # The last chunk of a prompt is divided at this size times a power of two.
@@ -38,12 +39,14 @@ class Prefixes:
     chunk      most tokens of a prefill pass
     kind       what is reused: "chunks" with the same ends, all "tokens", or "none"
     listeners  drafters by KV slot that must have observed what is reused; empty: none must
+    files      chunks of earlier runs on disk; None: there are none
     """
 
     caches: list[KVCache]
     chunk: int
     kind: str = "none"
     listeners: list[FeatureDrafter] = field(default_factory=list)
+    files: PrefixFiles | None = None
 
     def end(self, start: int, length: int) -> int:
         """Return the end of the prefill pass from `start` in a prompt of `length` tokens."""
@@ -85,7 +88,7 @@ class Prefixes:
     def begin(self, kv_slot: int, prompt_token_ids: list[int], owner: str = "") -> int:
         """Keep only the KV of a prompt's prefix in a slot; return its number of tokens.
 
-        KV is copied from another slot that has more of it.
+        KV is copied from another slot that has more of it, and read from files that have more.
         """
         cache = self.caches[kv_slot]
         slots = range(len(self.caches))
@@ -100,7 +103,20 @@ class Prefixes:
         cache.owner = owner
         if self.listeners:
             self.listeners[kv_slot].reset(count, self.listeners[best])
-        return count
+        return self._read_files(cache, prompt_token_ids)
+
+    def _read_files(self, cache: KVCache, prompt_token_ids: list[int]) -> int:
+        """Add the chunks of a prompt that files have to a cache; return its number of tokens."""
+        start, length = cache.length, len(prompt_token_ids)
+        if self.files is None:
+            return start
+        while (end := self.end(start, length)) < length:
+            name = self.files.name(cache.owner, prompt_token_ids[:end], [*cache.ends, end])
+            if not self.files.has(name) or not self.files.read(name, cache.chunk(start, end)):
+                break
+            cache.extend(prompt_token_ids[start:end])
+            start = end
+        return start
 
     def read(self, kv_slot: int, token_ids: list[int]) -> None:
         """Note that the next tokens of a slot's prompt were run in one pass."""
@@ -113,6 +129,9 @@ class Prefixes:
             cache.known += token_ids
             cache.ends.append(end)
             cache.save_states()
+        if whole and self.files is not None:
+            name = self.files.name(cache.owner, cache.known, cache.ends)
+            self.files.write(name, cache.chunk(start, end))
 
     def ended(self, kv_slot: int, token_ids: list[int]) -> None:
         """Note that a slot's sequence, prompt and output, has ended or was dropped."""

@@ -249,11 +249,37 @@ class KVCache(Cache):
         if not self._snapshots or not self.length:
             return
         self.settle()
-        kept = min(self._snapshots, key=lambda each: (each.count != self.length, each.count))
+        kept = self._snapshot(self.length)
         kept.count = 0
         for layer, tensors in kept.tensors.items():
             self.layers[layer].save(tensors)
         kept.count = self.length
+
+    def _snapshot(self, count: int) -> StateSnapshot:
+        """The copy of the states after so many tokens, or the oldest, which another replaces."""
+        return min(self._snapshots, key=lambda each: (each.count != count, each.count))
+
+    def chunk(self, start: int, end: int) -> list[Tensor]:
+        """Return what a chunk of a prompt leaves, as views [heads, end - start, width] of the KV of
+        each layer that has any, and the copy of the states after it, to be read or filled.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        found = [storage[:, start:end] for layer in layers for storage in layer.row]
+        if self._snapshots:
+            kept = self._snapshot(end)
+            kept.count = end if kept.count == end else 0
+            found += [each for tensors in kept.tensors.values() for each in tensors]
+        return found
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Add tokens that one pass ran and whose `chunk` was filled."""
+        self.advance(len(token_ids))
+        self.known += token_ids
+        self.ends.append(self.length)
+        if self._snapshots:
+            self._snapshot(0).count = self.length
+        self.settle()
+        self._restore(self, self.length)
 
     def resumable(self, count: int) -> int:
         """Most tokens, of the first `count`, that another sequence can go on from."""

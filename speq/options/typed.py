@@ -33,6 +33,12 @@ class _RunTune(TypedDict, total=False):
     the answer's too; in 16 bits the last bits may differ, since other passes computed them) or
     none.
     """
+    prefix_cache: str | Path | None
+    """Keep the KV cache of prompts' chunks in this folder, for later runs, which then read it in
+    place of running these chunks again.
+    """
+    prefix_cache_limit: str | int
+    """Most bytes in the folder of prefix_cache; what was used longest ago goes."""
     graphs: str
     """Passes that are recorded and launched as a whole: auto (on the device cuda, all but those of
     prompts) or none.

@@ -207,15 +207,21 @@ def test_options_that_few_need_stand_behind_set() -> None:
     assert listed.exit_code == 0 and len(given) == 1
     names = [line.partition("=")[0] for line in listed.stdout.splitlines() if line[0] != " "]
     assert names == [each.name for each in declared_options(RunConfig) if each.option.by_set]
-    assert {"expert_floor", "graphs", "draft_counts"} <= set(names) and len(names) == 13
+    assert {"expert_floor", "graphs", "draft_counts"} <= set(names) and len(names) == 14
     assert "graphs=NAME (default auto)" in listed.stdout
     help_text = CliRunner().invoke(made, ["--help"], env={"COLUMNS": "200"}).stdout
     assert "--set" in help_text and "--expert-floor" not in help_text
     for words, sentence in (
         (["graphs"], "--set has 'graphs'; give NAME=VALUE"),
         (["=1"], "--set has '=1'; give NAME=VALUE"),
-        (["colour=1"], "--set has unknown option 'colour'; give one of graphs, "),
-        (["codec=raw"], "--set has unknown option 'codec'; give one of graphs, "),
+        (
+            ["colour=1"],
+            "--set has unknown option 'colour'; give one of prefix_cache_limit, graphs, ",
+        ),
+        (
+            ["codec=raw"],
+            "--set has unknown option 'codec'; give one of prefix_cache_limit, graphs, ",
+        ),
         (["graphs=auto", "graphs=none"], "--set has graphs twice; give it once"),
         (["draft_nodes=many"], "--set has 'draft_nodes=many'; draft_nodes takes a number"),
         (["verify_reads=perhaps"], "verify_reads takes true or false"),

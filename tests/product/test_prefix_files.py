@@ -1,0 +1,203 @@
+"""Chunks of prompts on disk: a later run reads them, and its bits are those of a run anew."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq import Generator
+from speq.config import RunConfig
+from speq.engine import prefix_files
+from speq.engine.prefix_files import PrefixFiles
+from speq.errors import SpeqError
+from tests.helpers.tiny_models import WITH_STATES, greedy_tokens, load_plain
+
+PROMPT = [*range(20, 70)]
+CHUNK = 16
+# Its chunks end there; the last one belongs to it alone.
+ENDS = [16, 32, 48]
+
+
+def made(folder: Path, kept: Path | None, **options: Any) -> Generator:
+    given = {"dtype": "float32", "draft_length": 2, "context_length": 160} | options
+    generator = Generator.from_pretrained(folder, "64MiB", prefix_cache=kept, **given)
+    engine = generator.runtime.engine
+    engine.chunk = engine.prefixes.chunk = CHUNK
+    return generator
+
+
+def asked(generator: Generator, prompt: list[int]) -> tuple[list[int], int]:
+    told = generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
+    return told.token_ids, told.stats["cached_tokens"]
+
+
+def asked_anew(folder: Path, kept: Path | None, prompt: list[int], **options: Any) -> Any:
+    """(tokens, tokens that were not run, all that the cache holds) of a run of its own."""
+    generator = made(folder, kept, **options)
+    try:
+        found = asked(generator, prompt)
+        cache = generator.runtime.engine.caches[0]
+        return *found, [tensor.clone() for tensor in cache.chunk(0, len(prompt))]
+    finally:
+        generator.close()
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "gemma4", *WITH_STATES])
+def test_a_later_run_reads_what_was_run(
+    family: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, kept = tiny(family), tmp_path / "kept"
+    plain = load_plain(folder)
+    longer = [*PROMPT[:40], 1, 2, 3, *range(100, 130)]
+    _, _, alone = asked_anew(folder, None, PROMPT)
+    first, cached, there = asked_anew(folder, kept, PROMPT)
+    assert (first, cached) == (greedy_tokens(plain, PROMPT, 10), 0)
+    assert len(files_in(kept)) == len(ENDS)
+    again, cached, read = asked_anew(folder, kept, PROMPT)
+    assert (again, cached) == (first, ENDS[-1])
+    # The copies of states are of the last chunks' ends, wherever the second run took them from.
+    for one, other, each in zip(alone, there, read, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, each)
+    # Another prompt takes what it shares, goes on from there, and leaves its own chunks.
+    other, cached, _ = asked_anew(folder, kept, longer)
+    assert (other, cached) == (greedy_tokens(plain, longer, 10), 32)
+    assert len(files_in(kept)) == len(ENDS) + 2
+    assert {file.stat().st_mode & 0o777 for file in files_in(kept)} == {0o600}
+
+
+def test_what_memory_has_is_not_read(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Files go on where memory ends, and memory where files end."""
+    plain = load_plain(tiny("olmoe"))
+    longer = [*PROMPT, *range(130, 150)]
+    asked_anew(tiny("olmoe"), tmp_path, longer)
+    for file in files_in(tmp_path):
+        os.utime(file, ns=(0, 0))
+    generator = made(tiny("olmoe"), tmp_path)
+    try:
+        assert asked(generator, PROMPT)[1] == 48
+        assert asked(generator, longer) == (greedy_tokens(plain, longer, 10), 64)
+        read = [file for file in files_in(tmp_path) if file.stat().st_mtime_ns]
+        assert len(read) == 4
+        for file in read:
+            file.unlink()
+        assert asked(generator, longer)[1] == 64
+    finally:
+        generator.close()
+
+
+def test_nothing_is_shared_with_another_run(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of another dtype, model or form of the weights, or of another owner."""
+    asked_anew(tiny("olmoe"), tmp_path, PROMPT)
+    count = len(files_in(tmp_path))
+    for at, (family, options) in enumerate(
+        [
+            ("olmoe", {"dtype": "float64"}),
+            ("olmoe", {"dtype": "bfloat16", "dense": "raw"}),
+            ("qwen3_moe", {}),
+            ("olmoe", {"dtype": "bfloat16", "dense": "lossless"}),
+        ]
+    ):
+        assert asked_anew(tiny(family), tmp_path, PROMPT, **options)[1] == 0
+        assert len(files_in(tmp_path)) == count * (at + 2)
+    files = PrefixFiles(tmp_path, 1 << 20, "the same")
+    names = {
+        files.name(owner, ids, ends)
+        for owner in ("", "one")
+        for ids in ([1, 2, 3], [1, 2, 4], [1, 2])
+        for ends in ([3], [2, 3], [])
+    }
+    assert len(names) == 18
+    assert PrefixFiles(tmp_path, 1 << 20, "another").name("", [1, 2, 3], [3]) not in names
+
+
+@pytest.mark.parametrize("damage", ["a bit", "the end", "more", "another beginning", "a pipe"])
+def test_a_damaged_file_is_run_again(
+    damage: str, tiny: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny("olmoe")
+    first, _, entries = asked_anew(folder, tmp_path, PROMPT)
+    file = files_in(tmp_path)[1]
+    content = bytearray(file.read_bytes())
+    if damage == "a bit":
+        content[len(content) // 2] ^= 4
+    elif damage == "the end":
+        del content[-5:]
+    elif damage == "more":
+        content += b"\0"
+    elif damage == "another beginning":
+        content[:4] = b"none"
+    file.unlink()
+    if damage == "a pipe":
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        again, cached, read = asked_anew(folder, tmp_path, PROMPT)
+    assert (again, cached) == (first, 16)
+    assert all(torch.equal(*each) for each in zip(entries, read, strict=True))
+    assert "is removed, and its tokens are run again" in caplog.text
+    assert asked_anew(folder, tmp_path, PROMPT)[1] == 48
+
+
+def tensors(seed: int) -> list[Tensor]:
+    drawn = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
+    return [drawn, drawn.bfloat16()[:, 1:4], torch.zeros(0, 4)]
+
+
+def test_a_limit_is_kept_to(tmp_path: Path) -> None:
+    """What was used longest ago goes; other files are left alone."""
+    one = len(prefix_files.MAGIC) + sum(each.nbytes + 4 for each in tensors(0))
+    files = PrefixFiles(tmp_path / "made", 3 * one, "")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "other.txt").write_text("x" * 10_000)
+    names = [files.name("", [at], [1]) for at in range(5)]
+    for at, name in enumerate(names[:3]):
+        files.write(name, tensors(at))
+        os.utime(tmp_path / "made" / name, ns=(at, at))
+    found = [torch.empty_like(each) for each in tensors(0)]
+    assert files.read(names[0], found)
+    assert all(torch.equal(*each) for each in zip(found, tensors(0), strict=True))
+    files.write(names[3], tensors(3))
+    assert [files.has(name) for name in names] == [True, False, True, True, False]
+    files.write(names[4], [torch.zeros(100, 100)])  # larger than the limit
+    assert [files.has(name) for name in names] == [True, False, True, True, False]
+    assert (tmp_path / "made" / "other.txt").exists()
+
+
+def test_a_full_disk_ends_writing_and_nothing_else(
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = asked_anew(tiny("olmoe"), None, PROMPT)[0]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prefix_files, "store", full)
+    with caplog.at_level(logging.WARNING):
+        assert asked_anew(tiny("olmoe"), tmp_path, PROMPT)[:2] == (first, 0)
+    assert caplog.text.count("no more prompts are kept") == 1
+    assert "No space left on device" in caplog.text
+    assert files_in(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_is_refused_at_once(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpeqError, match="cannot be written"):
+        made(tiny("olmoe"), tmp_path / "file" / "kept")
+    with pytest.raises(SpeqError, match="prefix_cache is given and prefix_reuse is tokens"):
+        RunConfig.of("1GiB", prefix_reuse="tokens", prefix_cache=tmp_path)
