@@ -20,7 +20,7 @@ NEW_TOKENS = 24
 
 
 def marks(at: int) -> list[pytest.MarkDecorator]:
-    return [] if not at else [pytest.mark.wide if at % 4 == 1 else pytest.mark.full]
+    return [] if not at else [pytest.mark.wide if at % 8 == 1 else pytest.mark.full]
 
 
 @pytest.mark.parametrize(

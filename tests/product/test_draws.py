@@ -90,9 +90,7 @@ LARGE = (151_936, 201_088)
     [
         (1_000, 1.0, 0, 1.0),
         *(pytest.param(1_000, *shape, marks=pytest.mark.wide) for shape in SHAPES[1:]),
-        pytest.param(LARGE[0], *SHAPES[0], marks=pytest.mark.wide),
-        *(pytest.param(LARGE[0], *shape, marks=pytest.mark.full) for shape in SHAPES[1:]),
-        *(pytest.param(LARGE[1], *shape, marks=pytest.mark.full) for shape in SHAPES),
+        *(pytest.param(size, *shape, marks=pytest.mark.full) for size in LARGE for shape in SHAPES),
     ],
 )
 def test_tokens_follow_the_exact_distribution(

@@ -69,7 +69,7 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], order: int, **sa
         pytest.param(
             family,
             ("none", "small")[at % 2],
-            marks=[pytest.mark.wide if family in ("olmoe", "deepseek_v2") else pytest.mark.full],
+            marks=[pytest.mark.wide if family == "deepseek_v2" else pytest.mark.full],
         )
         for at, family in enumerate(FAMILIES)
     ],
@@ -101,7 +101,7 @@ def test_texts_side_by_side(family: str, trees: str, folders: Folders) -> None:
 @pytest.mark.parametrize(
     "at",
     [
-        pytest.param(at, marks=[pytest.mark.full if at % 4 else pytest.mark.wide] if at else [])
+        pytest.param(at, marks=[pytest.mark.full if at % 8 else pytest.mark.wide] if at else [])
         for at in range(len(cells()))
     ],
 )
@@ -154,7 +154,7 @@ HEADS = [
 @pytest.mark.parametrize(
     ("at", "family"),
     [
-        pytest.param(at, family, marks=[pytest.mark.full if at % 8 else pytest.mark.wide])
+        pytest.param(at, family, marks=[pytest.mark.wide if at in (0, 8) else pytest.mark.full])
         for at, family in enumerate(FAMILIES)
     ],
 )
@@ -182,7 +182,7 @@ CACHED = [
 @pytest.mark.parametrize(
     ("at", "family"),
     [
-        pytest.param(at, family, marks=[pytest.mark.full if at % 8 else pytest.mark.wide])
+        pytest.param(at, family, marks=[pytest.mark.wide if at in (0, 8) else pytest.mark.full])
         for at, family in enumerate(FAMILIES)
     ],
 )
@@ -200,7 +200,7 @@ def test_experts_in_slots_leave_tokens_as_they_are(at: int, family: str, folders
     ("family", "trees"),
     [
         pytest.param("glm4_moe", "none", marks=pytest.mark.wide),
-        pytest.param("glm4_moe", "small", marks=pytest.mark.wide),
+        pytest.param("glm4_moe", "small", marks=pytest.mark.full),
         pytest.param("deepseek_v3", "small", marks=pytest.mark.full),
         pytest.param("qwen3_next", "none", marks=pytest.mark.full),
         pytest.param("ernie4_5_moe", "small", marks=pytest.mark.full),

@@ -72,10 +72,13 @@ def test_the_longest_drafts_and_damaged_input(tiny: Folder, tmp_path: Path) -> N
     check([*jobs, *damaged(tiny, tmp_path)], expected)
 
 
-@pytest.mark.wide
-def test_each_family_and_drafter(tiny: Folder) -> None:
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(at, marks=[pytest.mark.full] if at else [pytest.mark.wide]) for at in range(3)],
+)
+def test_each_family_and_drafter(first: int, tiny: Folder) -> None:
     jobs, expected = [], []
-    for family in FAMILIES:
+    for family in [*FAMILIES][first::3]:
         text = greedy_tokens(load_plain(tiny(family)), PROMPT, 150)
         jobs.append(Job(str(tiny(family)), LONGEST, PROMPT, 150))
         jobs += [Job(str(tiny(family)), options, PROMPT, 3, 150) for options in TWINS]
