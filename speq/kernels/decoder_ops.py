@@ -12,7 +12,6 @@ from torch import Tensor
 
 from speq.kernels import library, reference
 from speq.kernels.checks import EXACT_DTYPES
-from speq.kernels.reference_decoder import attend_with_sinks
 
 __all__ = [
     "Heads",
@@ -20,7 +19,6 @@ __all__ = [
     "Positions",
     "RMSNorm",
     "add_rms_norm",
-    "attend_with_sinks",
     "attention",
     "combine",
     "latent_attention",

@@ -1,14 +1,15 @@
 """Sizes of what attention caches and computes for each token, by kind of attention."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from speq.kernels.decoder_ops import attend_with_sinks
 from speq.layers.arguments import LAYER_ARGUMENTS, refuse_unknown
 
 # (heads, width) of a layer's cached keys and of its cached values.
@@ -17,6 +18,12 @@ KVShapes = tuple[tuple[int, int], tuple[int, int]]
 # Arguments of attention that are ignored: the mask already holds the window, and nothing is
 # trained.
 BESIDE_MASK = ("dropout", "sliding_window", *LAYER_ARGUMENTS)
+# Rows of a block of attention, and where its first one sees few tokens.
+BLOCK_ROWS, FEW_SEEN, ROWS_OF_FEW = 256, 512, 64
+# Most elements of a block's mask, unless one row has more.
+BLOCK_ELEMENTS = 1 << 22
+# Columns of queries with a sink are a multiple of so many.
+SINK_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +32,39 @@ class AttentionShape:
 
     kv_shapes       of the cached keys and values
     query_width     elements of a token's queries, of all heads
-    expanded_width  elements one cached token takes where attention expands it to all heads
-    score_heads     heads whose scores exist whole, [rows, context] each, twice over
+    group           query heads that share a key head
+    copied_width    elements that attention in blocks copies of each token that it sees
+    expanded_width  the same of torch's attention, which expands tokens to all heads
+    score_heads     heads whose scores exist whole on a GPU, [rows, context] each, twice over
     by_layer        kv_shapes of each layer, where they differ; empty: they are the same
     """
 
     kv_shapes: KVShapes
     query_width: int
+    group: int
+    copied_width: int
     expanded_width: int
-    score_heads: int
+    score_heads: int = 0
     by_layer: tuple[KVShapes, ...] = ()
+
+    def block_bytes(self, rows: int, context: int, dtype: torch.dtype) -> int:
+        """Bytes of attention in blocks of `rows` rows over `context` tokens: what is copied, and a
+        block's mask and rows.
+        """
+        size = dtype.itemsize
+        mask = min(max(BLOCK_ELEMENTS, self.group * context), self.group * rows * context)
+        block = 3 * min(rows, BLOCK_ROWS) * self.query_width
+        return (self.copied_width * context + block) * size + mask * (2 + size)
 
 
 def cached_heads(config: Any) -> AttentionShape:
     """Multi-head or grouped-query attention."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    # Shared heads are repeated for all queries; a head that is not shared is read in place.
+    # torch repeats shared heads for all queries; a head that is not shared is read in place.
     expanded_width = heads * 2 * width if kv_heads != heads else 0
-    return AttentionShape(((kv_heads, width),) * 2, heads * width, expanded_width, score_heads=0)
+    kv_shapes = ((kv_heads, width),) * 2
+    return AttentionShape(kv_shapes, heads * width, heads // kv_heads, 0, expanded_width)
 
 
 def gated_heads(config: Any) -> AttentionShape:
@@ -58,8 +79,9 @@ def heads_by_layer(config: Any) -> AttentionShape:
     return AttentionShape(
         kv_shapes=max((each.kv_shapes for each in layers), key=elements),
         query_width=max(each.query_width for each in layers),
+        group=max(each.group for each in layers),
+        copied_width=0,
         expanded_width=max(each.expanded_width for each in layers),
-        score_heads=0,
         by_layer=tuple(each.kv_shapes for each in layers),
     )
 
@@ -73,57 +95,98 @@ def cached_latents(config: Any) -> AttentionShape:
     """Multi-head latent attention (MLA, arXiv:2405.04434)."""
     heads = config.num_attention_heads
     width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    # kv_b_proj's output, the keys built from it and the values, all of them expanded.
+    expanded_width = heads * (2 * width + 2 * config.v_head_dim)
     return AttentionShape(
         kv_shapes=((1, config.kv_lora_rank), (1, config.qk_rope_head_dim)),
         query_width=heads * width,
-        # kv_b_proj's output, the keys built from it and the values, all of them expanded.
-        expanded_width=heads * (2 * width + 2 * config.v_head_dim),
-        # torch has no flash attention on the CPU for values narrower than keys.
-        score_heads=0 if width == config.v_head_dim else heads,
+        group=1,
+        copied_width=expanded_width + heads * width,
+        expanded_width=expanded_width,
     )
 
 
 def heads_with_sinks(config: Any) -> AttentionShape:
-    """`cached_heads` computed by `attend_by_group`."""
+    """`cached_heads` with sinks."""
     shape = cached_heads(config)
-    (kv_heads, _), _ = shape.kv_shapes
-    # Scores of the heads that share keys, in up to four copies.
-    score_heads = 2 * config.num_attention_heads // kv_heads
-    return AttentionShape(shape.kv_shapes, shape.query_width, 0, score_heads)
+    (kv_heads, width), _ = shape.kv_shapes
+    # Keys and values with columns added, twice: a block has one token more than it sees.
+    copied_width = 2 * 2 * kv_heads * (width + SINK_ALIGNMENT)
+    # On a GPU torch may hold the scores of all heads.
+    return replace(shape, copied_width=copied_width, score_heads=config.num_attention_heads)
 
 
-def attend_by_group(
+def attend_in_blocks(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
     scaling: float,
-    s_aux: Tensor,
+    s_aux: Tensor | None = None,
+    by_range: bool = True,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Run gpt_oss's attention for any number of rows, one group of shared keys at a time.
+    """Run attention of any number of rows, a block of them at a time, in transformers' place.
 
-    query, key, value  [B, heads or kv_heads, T or N, D]; the result is [B, T, heads, D]
+    query, key         [B, heads or kv_heads, T or N, D]
+    value              [B, kv_heads, N, V]; the result is [B, T, heads, V]
     attention_mask     [B, 1, T, N] bool, true where seen
-    s_aux              [heads], the sinks
+    s_aux              [heads], sinks: scores that take their share of a row's weights
+    by_range           a block reads only the tokens between the first and the last that one of its
+                       rows sees: half of them in a prompt, and a window's where there is one. The
+                       host looks at the mask, which must not happen on a GPU
 
-    transformers' own takes additive masks and holds the scores of all heads at once.
+    Queries that share keys are rows of one product, so that no keys are repeated.
     """
-    refuse_unknown("attention of gpt_oss", others, BESIDE_MASK)
-    group = query.shape[1] // key.shape[1]
-    attended = [
-        attend_with_sinks(
-            query[:, head * group : (head + 1) * group],
-            key[:, head : head + 1],
-            value[:, head : head + 1],
-            attention_mask,
-            scaling,
-            s_aux[head * group : (head + 1) * group],
-        )
-        for head in range(key.shape[1])
-    ]
-    return torch.cat(attended, dim=1).transpose(1, 2).contiguous(), None
+    refuse_unknown("attention", others, BESIDE_MASK)
+    batch, heads, count, _ = query.shape
+    kv_heads, width = key.shape[1], value.shape[3]
+    group = heads // kv_heads
+    # torch has no flash attention on the CPU for values of another width than keys.
+    wide = max(query.shape[3], width)
+    if s_aux is not None:
+        wide = -(-(query.shape[3] + 1) // SINK_ALIGNMENT) * SINK_ALIGNMENT
+    query, key, value = (
+        functional.pad(each, (0, wide - each.shape[3])) if each.shape[3] < wide else each
+        for each in (query, key, value)
+    )
+    if s_aux is not None:
+        # The column after a query's own is the score of a token that is added to each block.
+        query[..., wide - 1] = (s_aux / scaling)[:, None]
+    out = query.new_empty(batch, count, heads, width)
+    first = 0
+    while first < count:
+        last = first + block_rows(attention_mask, first, group, by_range)
+        mask = attention_mask[:, :, first:last]
+        begin, end = seen_range(mask) if by_range else (0, key.shape[2])
+        mask = mask[..., begin:end].expand(batch, group, -1, -1).flatten(1, 2)[:, None]
+        keys, values = key[:, :, begin:end], value[:, :, begin:end]
+        if s_aux is not None:
+            mask = functional.pad(mask, (0, 1), value=True)
+            keys, values = (functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
+            keys[:, :, -1, -1] = 1
+        rows = query[:, :, first:last].reshape(batch, kv_heads, -1, wide)
+        made = functional.scaled_dot_product_attention(rows, keys, values, mask, scale=scaling)
+        made = made.view(batch, heads, last - first, wide)[..., :width]
+        out[:, first:last] = made.transpose(1, 2)
+        first = last
+    return out, None
+
+
+def block_rows(mask: Tensor, first: int, group: int, by_range: bool) -> int:
+    """Rows of a block from row `first` on: few where they see little, or the mask is large."""
+    rows = min(mask.shape[2] - first, max(BLOCK_ELEMENTS // (group * mask.shape[3]), 1))
+    if rows <= ROWS_OF_FEW or not by_range:
+        return rows
+    seen = int(mask[:, :, first].sum(-1).max())
+    return min(rows, ROWS_OF_FEW if seen < FEW_SEEN else BLOCK_ROWS)
+
+
+def seen_range(mask: Tensor) -> tuple[int, int]:
+    """First token that some row of a mask sees, and the one after the last."""
+    seen = mask.flatten(0, 2).any(0).nonzero()
+    return int(seen[0]), int(seen[-1]) + 1
 
 
 def build_seen_mask(*sizes: Any, **others: Any) -> Tensor | None:
@@ -131,7 +194,10 @@ def build_seen_mask(*sizes: Any, **others: Any) -> Tensor | None:
     return sdpa_mask(*sizes, **(others | {"allow_is_causal_skip": False}))
 
 
-# Name in transformers' tables of attention functions and of masks.
-BESIDE_SINKS = "speq_beside_sinks"
-AttentionInterface.register(BESIDE_SINKS, attend_by_group)
-AttentionMaskInterface.register(BESIDE_SINKS, build_seen_mask)
+# Names in transformers' tables of attention functions and of masks: on the CPU, and on a GPU where
+# torch's own knows no sinks.
+IN_BLOCKS, BESIDE_SINKS = "speq_in_blocks", "speq_beside_sinks"
+AttentionInterface.register(IN_BLOCKS, attend_in_blocks)
+AttentionInterface.register(BESIDE_SINKS, partial(attend_in_blocks, by_range=False))
+for each in (IN_BLOCKS, BESIDE_SINKS):
+    AttentionMaskInterface.register(each, build_seen_mask)

@@ -22,6 +22,7 @@ from speq.layers.arguments import cache_name
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
+from speq.models.attention import IN_BLOCKS
 from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, packable_modules
 from speq.models.dequantised import load_dequantized
 from speq.models.families import Family
@@ -434,6 +435,11 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+def attention_on(device: Processor | Accelerator, family: Family) -> str:
+    """Name of what computes attention outside the fused decoder, in transformers' table."""
+    return IN_BLOCKS if isinstance(device, Processor) else family.attention_by
+
+
 def load(
     family: Family,
     checkpoint: Checkpoint,
@@ -461,7 +467,7 @@ def load(
                 checkpoint,
                 is_held,
                 dtype=dtype,
-                attn_implementation=family.attention_by,
+                attn_implementation=attention_on(device, family),
                 use_safetensors=True,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,

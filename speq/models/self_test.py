@@ -17,6 +17,7 @@ from speq.errors import UnsupportedError
 from speq.kernels import decoder_ops, ops
 from speq.kernels.ops import MAX_LINEAR_ROWS, ExpertBiases
 from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
+from speq.models.attention import IN_BLOCKS
 from speq.models.families import Family
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, quiet_transformers
@@ -158,7 +159,7 @@ def run_own_pass(
     fill(model, seed)
     model.config._experts_implementation = "eager"
     theirs = model.model(input_ids=token_ids()[None], use_cache=False).last_hidden_state[0]
-    model.set_attn_implementation(family.attention_by)
+    model.set_attn_implementation(IN_BLOCKS)
     words = [replace_experts(family, block, model.config) for block in blocks]
     return model, words, theirs
 

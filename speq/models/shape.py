@@ -139,7 +139,8 @@ class ModelShape:
 
     def workspace_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
         """Upper estimate of one pass's memory on the CPU: activations and kernels."""
-        activations = self.activation_bytes(rows, scored, context, dtype)
+        attention = self.attention.block_bytes(rows, context, dtype)
+        activations = self._activation_bytes(rows, scored, context, dtype) + attention
         return activations + self.cpu_kernel_bytes(rows, dtype)
 
     def cpu_kernel_bytes(self, rows: int, dtype: torch.dtype) -> int:
@@ -186,29 +187,32 @@ class ModelShape:
         return 3 * self.experts.hidden_size * self.experts.expert_width
 
     def activation_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
-        """Upper estimate of the activations of one pass.
+        """Upper estimate of the activations of one pass on a GPU.
 
         rows     tokens in the pass; scored: tokens whose logits are computed
         context  tokens attended over
+        """
+        size, attention = dtype.itemsize, self.attention
+        expanded = attention.expanded_width * context * size
+        scores = 2 * attention.score_heads * rows * context * max(size, 4)
+        return self._activation_bytes(rows, scored, context, dtype) + expanded + scores
 
-        Sum of the peaks, although they do not coincide: attention with its mask and expanded keys
-        and values, the dense or shared feed-forward, the routed experts' outputs, and logits turned
-        into distributions.
+    def _activation_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
+        """Activations without those of one layer's attention over its keys and values.
+
+        Sum of the peaks, although they do not coincide: attention's rows and mask, the dense or
+        shared feed-forward, the routed experts' outputs, and logits turned into distributions.
         """
         size = dtype.itemsize
         experts, attention = self.experts, self.attention
         per_row = 8 * self.hidden_size + 4 * attention.query_width + 4 * self.dense_width
         per_row += 4 * experts.expert_width + 2 * self.top_k * self.hidden_size
-        expanded = attention.expanded_width * context + rows * context
-        scores = 2 * attention.score_heads * rows * context * max(size, 4)
-        if attention.score_heads and size < 4:
-            scores += attention.expanded_width // 2 * context * 4  # keys and values, expanded
         routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
-        activations = (rows * per_row + expanded) * size
+        activations = rows * (per_row + context) * size
         widened = rows * self.top_k * self.hidden_size * max(size, 4)
         masks = 3 * rows * context
         logits = scored * self.vocab_size * (size + LOGIT_TRANSIENT_BYTES)
-        return activations + scores + widened + masks + routes + logits
+        return activations + widened + masks + routes + logits
 
 
 def hf_config(checkpoint: Checkpoint) -> Any:

@@ -21,7 +21,7 @@ from speq.layers.arguments import cache_name
 from speq.layers.fused_modules import DecodeBatch, FusedAttention
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models import delta_net, self_test, short_conv
-from speq.models.attention import attend_by_group
+from speq.models.attention import attend_in_blocks
 from speq.models.families import FAMILIES
 from speq.models.kv_cache import KVCache
 from speq.models.layer_range import LayerRange, MissingLayer
@@ -174,8 +174,8 @@ def test_other_modules_refuse_what_they_do_not_know() -> None:
         OffloadedExperts(None, 3)  # type: ignore[call-arg]
     heads = torch.zeros(1, 2, 1, 4)
     mask, sinks = torch.ones(1, 1, 1, 1, dtype=torch.bool), torch.zeros(2)
-    with pytest.raises(SpeqError, match="passes softcap to attention of gpt_oss"):
-        attend_by_group(Mixer(), heads, heads, heads, mask, 0.5, sinks, softcap=3.0)
+    with pytest.raises(SpeqError, match="passes softcap to attention"):
+        attend_in_blocks(Mixer(), heads, heads, heads, mask, 0.5, sinks, softcap=3.0)
     linear = torch.nn.Identity()
     attention = FusedAttention(linear, 0, lambda: None, (linear,) * 3, Heads(1.0, None, None))
     with pytest.raises(SpeqError, match="passes cache to FusedAttention"):
