@@ -146,7 +146,8 @@ class FusedDecoder:
                 self.capture.see(index, hidden)
             update, _ = layer.attention(normed, attention_mask=chains[layer.kind])
             hidden, normed = add_and_norm(hidden, update, layer.norm)
-            update = feed_forward_of(layer.feed_forward, normed)
+            made = layer.feed_forward(normed[None])
+            update = (made[0] if isinstance(made, tuple) else made)[0]  # some return logits besides
             if layer.next_norm is None:
                 return DecoderOutput(self._beyond(hidden + update)[None])
             hidden, normed = add_and_norm(hidden, update, layer.next_norm)
@@ -185,13 +186,6 @@ def cos_and_sin(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         return of_complex
     turns: Callable[..., tuple[Tensor, Tensor]] = rotary_emb
     return of_whole_heads if name in HALF_TURNS else turns
-
-
-def feed_forward_of(feed_forward: nn.Module, rows: Tensor) -> Tensor:
-    """Run a layer's feed-forward block on rows [T, H]; drop what some return besides."""
-    made = feed_forward(rows[None])
-    first: Tensor = made[0] if isinstance(made, tuple) else made
-    return first[0]
 
 
 def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
