@@ -14,6 +14,7 @@ from speq.bench.shapes.checkpoint import ShapedModel
 from speq.bench.shapes.routes import clairvoyant_misses, drawn_routes, popularity
 from speq.config import DEFAULT_READER_THREADS
 from speq.experts.codec import LosslessCodec
+from speq.kernels.many_rows import has_native_product
 from speq.measure.link import link_bytes_per_s
 from speq.measure.memory_read import READ_BYTES, MemoryRead, step_times
 from speq.models.attention import elements
@@ -28,7 +29,9 @@ WORD_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """A machine's rates. flops_per_s: of products of large matrices in bfloat16"""
+    """A machine's rates. flops_per_s: of products of large matrices in bfloat16, or in float32
+    where torch has no kernels for bfloat16
+    """
 
     memory_bytes_per_s: float
     link_bytes_per_s: float
@@ -37,7 +40,9 @@ class MeasuredRates:
     @classmethod
     def of(cls, opened: Opened) -> "MeasuredRates":
         """Measure this machine's, the fastest of a few, and the link to the model's experts."""
-        read, matrix = MemoryRead(READ_BYTES["cpu"], CPU), torch.randn(MATRIX, MATRIX).bfloat16()
+        read, matrix = MemoryRead(READ_BYTES["cpu"], CPU), torch.randn(MATRIX, MATRIX)
+        if has_native_product(torch.bfloat16):
+            matrix = matrix.bfloat16()
 
         def multiply() -> None:
             torch.mm(matrix, matrix)
