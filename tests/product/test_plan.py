@@ -162,17 +162,21 @@ def test_states_are_planned_beside_entries(name: str, layers: int) -> None:
     """A quarter of the layers keeps entries, and a token takes 2 KiB of each."""
     made = planned(LATER / name, "32GiB")
     entries = 4096 * layers // 4 * 2 * 2 * 256 * 2
-    # Two states, and 96 tokens that may be given up behind three that the convolution looks at.
+    # Two states, 96 tokens that may be given up behind three that the convolution looks at, and two
+    # copies of a state and these three.
     state, inputs = 32 * 128 * 128 * 4, (96 + 3) * 8192 * 2
-    kept = layers * 3 // 4 * (2 * state + inputs + 2 * 96 * 32 * 4)
+    copies = 2 * (state + 3 * 8192 * 2)
+    kept = layers * 3 // 4 * (2 * state + inputs + 2 * 96 * 32 * 4 + copies)
     assert made.memory[0].items["kv_cache"] - entries == kept
 
 
 def test_inputs_of_convolutions_are_planned_beside_entries() -> None:
-    """Six layers of 24 keep entries of 8 heads of 64; the others 96 tokens behind two taps."""
+    """Six layers of 24 keep entries of 8 heads of 64; the others 96 tokens behind two taps, and two
+    copies of these two.
+    """
     made = planned(LATER / "LFM2-8B-A1B", "12GiB")
     entries = 4096 * 6 * 2 * 8 * 64 * 2
-    assert made.memory[0].items["kv_cache"] == entries + 18 * (96 + 2) * 2048 * 2
+    assert made.memory[0].items["kv_cache"] == entries + 18 * (96 + 2 + 2 * 2) * 2048 * 2
 
 
 @pytest.mark.parametrize(
