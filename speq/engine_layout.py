@@ -162,7 +162,8 @@ class EngineLayout:
         return "none" if has_states and self.loaded.others is not None else reuse
 
     def _prefix_files(self, heads: bool) -> PrefixFiles | None:
-        """Chunks of prompts on disk. Their bits depend on the weights and on what computes.
+        """Chunks of prompts on disk. Their bits depend on the weights and on what computes, but not
+        on the form of the weights.
 
         heads  drafters keep KV of their own, which no file has
         """
@@ -175,12 +176,10 @@ class EngineLayout:
             return None
         kernels = CPU_LIBRARY if device == "cpu" else CUDA_LIBRARY
         built = os.stat(kernels) if kernels.exists() else None
-        spec = loaded.model_spec
         identity = [
             *(__version__, transformers_version(), torch.__version__, torch.get_num_threads()),
             *(device_name(device), built and (built.st_size, built.st_mtime_ns)),
-            *(str(spec.dtype), spec.dense.name, self.residency_plan.codec),
-            stamp(loaded.opened.checkpoint),
+            *(str(loaded.model_spec.dtype), stamp(loaded.opened.checkpoint)),
         ]
         return PrefixFiles(memory.prefix_cache, memory.prefix_cache_limit, json.dumps(identity))
 
