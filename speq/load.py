@@ -25,7 +25,6 @@ from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
 from speq.files import heap
-from speq.files.atomic_file import make_folder
 from speq.governor.batches import Governors
 from speq.heads.draft_head import DraftHead
 from speq.kernels import library
@@ -132,8 +131,6 @@ def load(
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
         config = replace(config, codec=opened.store.codec.name)
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
-    if memory.prefix_cache is not None:
-        make_folder(memory.prefix_cache)
     drafts, transfer = config.group(DraftOptions), config.group(TransferOptions)
     codec, shape = config.codec, opened.shape
     check_codec(opened.store, codec)

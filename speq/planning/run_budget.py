@@ -6,6 +6,7 @@ from dataclasses import replace
 from speq.config import DraftOptions, MemoryOptions
 from speq.devices.device import Accelerator, Processor
 from speq.errors import NoRoom, OptionError
+from speq.files.atomic_file import make_folder
 from speq.governor.draft_length import LONGEST, LONGEST_SECONDARY
 from speq.machine import default_host_bytes
 from speq.models.states import SNAPSHOTS
@@ -33,10 +34,12 @@ def run_budget(
     graphs     whether passes are recorded where the device can
     secondary  the drafter besides the run's own
 
-    Raises SpeqError for a host budget on the CPU.
+    Raises SpeqError for a host budget on the CPU, and for a prefix cache that cannot be written.
     """
     on_cpu = isinstance(device, Processor)
     check_host_budget(memory.host_budget, on_cpu)
+    if memory.prefix_cache is not None:
+        make_folder(memory.prefix_cache)
     budget = Budget(
         memory.memory_budget,
         CONTEXT_STEP,
