@@ -75,7 +75,7 @@ class PrefixFiles:
         """Write a file, if it is not there. After an error no more are written."""
         path = self.folder / name
         nbytes = len(MAGIC) + sum(tensor.nbytes + CHECKSUM_BYTES for tensor in tensors)
-        if not self._writes or nbytes > self.limit_bytes or path.exists():
+        if not self._writes or nbytes > self.limit_bytes or self.has(name):
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

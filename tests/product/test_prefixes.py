@@ -105,20 +105,26 @@ def test_turns_of_a_chat(
         anew.close()
 
 
+def asking(generator: Generator, plain: Any) -> Callable[[list[int]], tuple[list[int], int]]:
+    """Give a function that compares an answer with that of plain transformers, and returns it with
+    the number of tokens that were not run.
+    """
+
+    def asked(prompt: list[int]) -> tuple[list[int], int]:
+        told = generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
+        assert told.token_ids == greedy_tokens(plain, prompt, 10)
+        return told.token_ids, told.stats["cached_tokens"]
+
+    return asked
+
+
 def test_all_tokens_of_a_chat(
     tiny: Callable[[str], Path], reads: Callable[[Generator], list[int]]
 ) -> None:
     """The answer's too, but the last one, which nobody asked what comes behind."""
-    plain = load_plain(tiny("olmoe"))
     generator = made(tiny("olmoe"), "tokens")
-    counts = reads(generator)
+    asked, counts = asking(generator, load_plain(tiny("olmoe"))), reads(generator)
     try:
-
-        def asked(prompt: list[int]) -> tuple[list[int], int]:
-            told = generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
-            assert told.token_ids == greedy_tokens(plain, prompt, 10)
-            return told.token_ids, told.stats["cached_tokens"]
-
         answer, cached = asked(FIRST)
         assert cached == 0
         turn = [*FIRST, *answer, 7, 8, 9]
@@ -142,16 +148,9 @@ def test_states_that_a_chat_goes_on_from(
     family: str, tiny: Callable[[str], Path], reads: Callable[[Generator], list[int]]
 ) -> None:
     """After an answer and after its prompt; a prompt that parts from these earlier begins anew."""
-    plain = load_plain(tiny(family))
     generator = made(tiny(family), "tokens")
-    counts = reads(generator)
+    asked, counts = asking(generator, load_plain(tiny(family))), reads(generator)
     try:
-
-        def asked(prompt: list[int]) -> tuple[list[int], int]:
-            told = generator.generate(prompt, max_new_tokens=10, ignore_eos=True)
-            assert told.token_ids == greedy_tokens(plain, prompt, 10)
-            return told.token_ids, told.stats["cached_tokens"]
-
         answer, cached = asked(FIRST)
         assert cached == 0
         turn = [*FIRST, *answer, 7, 8, 9]
