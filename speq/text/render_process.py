@@ -172,7 +172,10 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Limit the processor time of this process beyond what it has used."""
+    """Limit the processor time of this process beyond what it has used.
+
+    The system counts whole seconds: it ends the process after up to a second more.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
 
