@@ -3,6 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from speq.errors import Broken
 from speq.scheduler.eviction import EvictionPolicy
 from speq.scheduler.expert_key import ExpertKey
@@ -15,11 +18,15 @@ class ExpertCache:
     are not evicted.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, num_slots: int, policy: EvictionPolicy, table: NDArray[np.int64] | None = None
+    ) -> None:
+        """table: [layers, experts] to keep the slot of each expert in, -1 for none"""
         if num_slots < 1:
             raise Broken("an expert cache needs at least one slot")
         self.num_slots = num_slots
         self.policy = policy
+        self._table = np.zeros((0, 0), np.int64) if table is None else table
         self._spare = 0
         # By layer: prefetched experts that were used, and that were evicted unused.
         self.used: Counter[int] = Counter()
@@ -37,6 +44,7 @@ class ExpertCache:
         """Empty every slot, also those being filled."""
         self.policy.clear()
         self._slots: dict[ExpertKey, int] = {}
+        self._table.fill(-1)
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._filled: Counter[int] = Counter()
         self._pins: Counter[ExpertKey] = Counter()
@@ -96,7 +104,12 @@ class ExpertCache:
         if key in self._unused:
             self._unused.remove(key)
             self.wasted[key.layer] += 1
+        self._enter(key, -1)
         return self._slots.pop(key)
+
+    def _enter(self, key: ExpertKey, slot: int) -> None:
+        if self._table.size:
+            self._table[key.layer, key.expert] = slot
 
     def trim(self, layer: int) -> None:
         """Evict unpinned experts that a layer has beyond its share."""
@@ -110,6 +123,7 @@ class ExpertCache:
         if key in self._slots:
             raise Broken(f"{key} is in slot {self._slots[key]} and was published in slot {slot}")
         self._slots[key] = slot
+        self._enter(key, slot)
         self.policy.touch(key)
         if ahead:
             self._unused.add(key)

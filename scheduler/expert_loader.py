@@ -76,6 +76,11 @@ class ExpertLoader:
             self._report()
         meanwhile()
 
+    @property
+    def unsettled(self) -> bool:
+        """True after an interrupt: what slots hold is not known."""
+        return self._unsettled
+
     def held_below(self) -> list[ExpertKey] | None:
         """Return `TransferEngine.held_below`."""
         return self._transfer.held_below()

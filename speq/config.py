@@ -189,8 +189,8 @@ class ComputeOptions(Options):
     graphs: Annotated[
         str,
         Option(
-            "Passes that are recorded and launched as a whole: auto (on the device cuda, all but "
-            "those of prompts) or none.",
+            "Passes that are recorded and run as a whole, as graphs of a GPU and as lists of "
+            "ops on the CPU: auto (all but those of prompts) or none.",
             Choice(("auto", "none")),
             by_set=True,
         ),

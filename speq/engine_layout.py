@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -85,6 +87,8 @@ class EngineLayout:
                 cache.changes = loaded.others.changes
         experts = loaded.opened.store.codec.experts(slots, loaded.arena)
         offload = self._offload(slots, experts)
+        if loaded.draft_backend is not None:
+            loaded.draft_backend.idle = straight_over(offload)
         approximation = None
         if offload.budget is not None:
             share = loaded.config.expert_audit
@@ -221,3 +225,17 @@ class EngineLayout:
             return "a draft is expected to lose"
         asked = drafter_of(self.loaded.config.group(DraftOptions)) != "none"
         return "the draft does not fit the budget" if asked else "no draft asked for"
+
+
+def straight_over(offload: Offload) -> Callable[[], bool]:
+    """A function that tells whether passes may run straight: see `IssuedExperts`.
+
+    It does not keep the slots from being freed: the INT4 copy outlives them.
+    """
+    found = None if offload.resident is None else ref(offload.resident)
+
+    def straight() -> bool:
+        resident = None if found is None else found()
+        return resident is not None and resident.straight
+
+    return straight

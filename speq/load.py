@@ -166,6 +166,7 @@ def load(
             dense_records(spec, opened, codes, device.torch, budget.readers, progress),
             progress or no_progress,
             opened.part,
+            graphs,
         )
         sizes = tuple(model.dense_sizes)
         if sizes != spec.dense.sizes:

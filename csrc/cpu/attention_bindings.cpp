@@ -1,9 +1,8 @@
 // Binds attention over the KV of a sequence; bindings.cpp says how.
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/attention.h"
 #include "cpu/latent_attention.h"
+#include "cpu/op_list.h"
 #include "cpu/tensors.h"
 
 namespace {
@@ -183,6 +182,6 @@ void latent_attention_out(Tensor queries, Tensor latents, Tensor norm, double ep
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
-  m.impl("attention_out", TORCH_BOX(&attention_out));
-  m.impl("latent_attention_out", TORCH_BOX(&latent_attention_out));
+  m.impl("attention_out", SPEQ_BOX_AT(attention_out, 10));
+  m.impl("latent_attention_out", SPEQ_BOX_AT(latent_attention_out, 10));
 }

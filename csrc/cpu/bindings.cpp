@@ -5,11 +5,10 @@
 #include <atomic>
 #include <optional>
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/grouped_binding.h"
 #include "cpu/linear_binding.h"
 #include "cpu/moe_int4.h"
+#include "cpu/op_list.h"
 #include "cpu/tensors.h"
 
 namespace {
@@ -229,10 +228,10 @@ void read_sum_out(Tensor words, Tensor out) {
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
-  m.impl("linear_out", TORCH_BOX(&linear_out));
-  m.impl("linear_int4_out", TORCH_BOX(&linear_int4_out));
-  m.impl("moe_int4_out", TORCH_BOX(&moe_int4_out));
-  m.impl("moe_grouped_out", TORCH_BOX(&moe_grouped_out));
-  m.impl("quantize_int4_out", TORCH_BOX(&quantize_int4_out));
-  m.impl("read_sum_out", TORCH_BOX(&read_sum_out));
+  m.impl("linear_out", SPEQ_BOX(linear_out));
+  m.impl("linear_int4_out", SPEQ_BOX(linear_int4_out));
+  m.impl("moe_int4_out", SPEQ_BOX(moe_int4_out));
+  m.impl("moe_grouped_out", SPEQ_BOX(moe_grouped_out));
+  m.impl("quantize_int4_out", SPEQ_BOX(quantize_int4_out));
+  m.impl("read_sum_out", SPEQ_BOX(read_sum_out));
 }

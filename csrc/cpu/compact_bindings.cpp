@@ -1,8 +1,7 @@
 // Binds the ops over compact experts; the others are in bindings.cpp, which says how.
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/grouped_binding.h"
+#include "cpu/op_list.h"
 #include "cpu/record_binding.h"
 
 namespace {
@@ -110,10 +109,10 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
-  m.impl("encode_lossless_out", TORCH_BOX(&encode_lossless_out));
-  m.impl("decode_lossless_out", TORCH_BOX(&decode_lossless_out));
-  m.impl("moe_grouped_lossless_out", TORCH_BOX(&moe_grouped_lossless_out));
-  m.impl("encode_residual_out", TORCH_BOX(&encode_residual_out));
-  m.impl("decode_residual_out", TORCH_BOX(&decode_residual_out));
-  m.impl("moe_grouped_residual_out", TORCH_BOX(&moe_grouped_residual_out));
+  m.impl("encode_lossless_out", SPEQ_BOX(encode_lossless_out));
+  m.impl("decode_lossless_out", SPEQ_BOX(decode_lossless_out));
+  m.impl("moe_grouped_lossless_out", SPEQ_BOX(moe_grouped_lossless_out));
+  m.impl("encode_residual_out", SPEQ_BOX(encode_residual_out));
+  m.impl("decode_residual_out", SPEQ_BOX(decode_residual_out));
+  m.impl("moe_grouped_residual_out", SPEQ_BOX(moe_grouped_residual_out));
 }

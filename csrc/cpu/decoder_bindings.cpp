@@ -6,9 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/norm.h"
+#include "cpu/op_list.h"
 #include "cpu/tensors.h"
 
 namespace {
@@ -154,7 +153,7 @@ void combine_out(Tensor outputs, Tensor topk_weights, Tensor out) {
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
-  m.impl("rms_norm_out", TORCH_BOX(&rms_norm_out));
-  m.impl("route_out", TORCH_BOX(&route_out));
-  m.impl("combine_out", TORCH_BOX(&combine_out));
+  m.impl("rms_norm_out", SPEQ_BOX(rms_norm_out));
+  m.impl("route_out", SPEQ_BOX(route_out));
+  m.impl("combine_out", SPEQ_BOX(combine_out));
 }

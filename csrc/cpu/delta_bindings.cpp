@@ -1,8 +1,7 @@
 // Binds the gated delta rule; bindings.cpp says how.
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/delta_rule.h"
+#include "cpu/op_list.h"
 #include "cpu/tensors.h"
 
 namespace {
@@ -59,4 +58,4 @@ void delta_rule_out(Tensor mixed, Tensor decays, Tensor betas, double eps, Tenso
 
 } // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) { m.impl("delta_rule_out", TORCH_BOX(&delta_rule_out)); }
+STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) { m.impl("delta_rule_out", SPEQ_BOX(delta_rule_out)); }

@@ -3,9 +3,8 @@
 #include <stdexcept>
 #include <string>
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/linear_binding.h"
+#include "cpu/op_list.h"
 #include "cpu/record_binding.h"
 
 namespace {
@@ -138,12 +137,12 @@ void rows_residual_out(Tensor record, Tensor qweight, Tensor scales, Tensor ids,
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
-  m.impl("encode_dense_lossless_out", TORCH_BOX(&encode_dense_lossless_out));
-  m.impl("decode_dense_lossless_out", TORCH_BOX(&decode_dense_lossless_out));
-  m.impl("linear_lossless_out", TORCH_BOX(&linear_lossless_out));
-  m.impl("rows_lossless_out", TORCH_BOX(&rows_lossless_out));
-  m.impl("encode_dense_residual_out", TORCH_BOX(&encode_dense_residual_out));
-  m.impl("decode_dense_residual_out", TORCH_BOX(&decode_dense_residual_out));
-  m.impl("linear_residual_out", TORCH_BOX(&linear_residual_out));
-  m.impl("rows_residual_out", TORCH_BOX(&rows_residual_out));
+  m.impl("encode_dense_lossless_out", SPEQ_BOX(encode_dense_lossless_out));
+  m.impl("decode_dense_lossless_out", SPEQ_BOX(decode_dense_lossless_out));
+  m.impl("linear_lossless_out", SPEQ_BOX(linear_lossless_out));
+  m.impl("rows_lossless_out", SPEQ_BOX(rows_lossless_out));
+  m.impl("encode_dense_residual_out", SPEQ_BOX(encode_dense_residual_out));
+  m.impl("decode_dense_residual_out", SPEQ_BOX(decode_dense_residual_out));
+  m.impl("linear_residual_out", SPEQ_BOX(linear_residual_out));
+  m.impl("rows_residual_out", SPEQ_BOX(rows_residual_out));
 }

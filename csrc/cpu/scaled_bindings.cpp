@@ -1,9 +1,8 @@
 // Binds the ops over experts that were published as codes with scales; the others are in
 // bindings.cpp, which says how.
 
-#include <torch/csrc/stable/library.h>
-
 #include "cpu/grouped_binding.h"
+#include "cpu/op_list.h"
 #include "cpu/record_binding.h"
 
 namespace {
@@ -63,8 +62,8 @@ void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_ta
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
-  m.impl("decode_fp8_out", TORCH_BOX(&decode_fp8_out));
-  m.impl("moe_grouped_fp8_out", TORCH_BOX(&moe_grouped_fp8_out));
-  m.impl("decode_mxfp4_out", TORCH_BOX(&decode_mxfp4_out));
-  m.impl("moe_grouped_mxfp4_out", TORCH_BOX(&moe_grouped_mxfp4_out));
+  m.impl("decode_fp8_out", SPEQ_BOX(decode_fp8_out));
+  m.impl("moe_grouped_fp8_out", SPEQ_BOX(moe_grouped_fp8_out));
+  m.impl("decode_mxfp4_out", SPEQ_BOX(decode_mxfp4_out));
+  m.impl("moe_grouped_mxfp4_out", SPEQ_BOX(moe_grouped_mxfp4_out));
 }

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator, Processor
+from speq.engine.resident_slots import ResidentSlots
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
 from speq.kernels.ops import ExpertBiases
@@ -49,6 +51,7 @@ class Offload:
     slots: Tensor
     rows: RowPruner
     budget: ExpertBudget | None = None
+    resident: ResidentSlots | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,9 @@ def offload_over(
     all_fit = len(slots) >= sizes.num_layers * sizes.num_experts
     policy_class = KeepAllPolicy if all_fit else CACHE_POLICIES[scheduling.cache_policy]
     policy = policy_class(len(slots), sizes.num_layers, sizes.num_experts)
-    loader = ExpertLoader(ExpertCache(len(slots), policy), transfer, recorder)
+    table = torch.full((sizes.num_layers, sizes.num_experts), -1)
+    cache = ExpertCache(len(slots), policy, table.numpy() if all_fit else None)
+    loader = ExpertLoader(cache, transfer, recorder)
     prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](
         loader, LookaheadBuffer(sizes.num_layers)
     )
@@ -112,6 +117,10 @@ def offload_over(
         prefetcher.observe(layer, route)
         return route
 
+    resident = None
+    if all_fit and budget is None and isinstance(device, Processor):
+        resident = ResidentSlots(loader, prefetcher.lookahead, rows, recorder, table)
+
     history = RouteHistory(sizes.num_layers, sizes.num_experts)
     stream = LayerStream(loader, history, sizes.num_layers)
 
@@ -119,13 +128,19 @@ def offload_over(
         stream.observe(layer, route)
         return route
 
-    def backend(server: ExpertServer, on_route: Callable[[int, Route], Route]) -> ExactExperts:
+    def backend(
+        server: ExpertServer,
+        on_route: Callable[[int, Route], Route],
+        resident: ResidentSlots | None = None,
+    ) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
         activation, biases = sizes.activation, sizes.biases
-        return ExactExperts(server, experts, table, routes, activation, timed, on_route, biases)
+        return ExactExperts(
+            server, experts, table, routes, activation, timed, on_route, biases, resident
+        )
 
     return Offload(
-        target=backend(prefetcher, verified),
+        target=backend(prefetcher, verified, resident),
         prefetcher=prefetcher,
         reader=backend(stream, read),
         stream=stream,
@@ -133,6 +148,7 @@ def offload_over(
         slots=slots,
         rows=rows,
         budget=budget,
+        resident=resident,
     )
 
 

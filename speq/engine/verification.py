@@ -5,19 +5,17 @@ before a layer's experts, and the next one begins after them.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator, Cut
+from speq.layers.cut_backend import CutBackend
 from speq.layers.offloaded_experts import ExpertBackend
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, Scored
 from speq.models.packed_batch import SequenceTokens
 from speq.models.recorded import RecordedPasses
-from speq.routing import Route
 
 
 class Verification(Protocol):
@@ -42,26 +40,6 @@ class EagerVerification:
         found = model.logits(hidden, backend), model.features(hidden)
         by_sequence = zip(*(rows.split(counts) for rows in found), strict=True)
         return [Scored(*each) for each in by_sequence]
-
-
-class CutBackend:
-    """Experts that the host runs between the pieces of a graph."""
-
-    drafts: ClassVar[bool] = False
-
-    def __init__(self, backend: ExpertBackend, cut: Cut) -> None:
-        self._backend, self._cut = backend, cut
-
-    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        # No reference to this object, which the graph holds: that would be a cycle.
-        backend, output = self._backend, torch.empty_like(hidden_states)
-
-        def serve() -> None:
-            # A new route each time, since routes are kept and hold host copies.
-            output.copy_(backend(layer, hidden_states, replace(route)))
-
-        self._cut(serve)
-        return output
 
 
 class Scoring:

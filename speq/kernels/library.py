@@ -350,12 +350,12 @@ ISAS = ("avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512", "avx2", "portabl
 
 
 def isa() -> str:
-    return ISAS[_cpu_library().speq_isa()]
+    return ISAS[cpu_library().speq_isa()]
 
 
 def supported_isas() -> tuple[str, ...]:
     """Instruction sets that this processor and this build can run."""
-    best = _cpu_library().speq_best_isa()
+    best = cpu_library().speq_best_isa()
     return ISAS[best:]
 
 
@@ -366,10 +366,10 @@ def limit_isa(name: str) -> None:
     """
     if name not in supported_isas():
         raise ValueError(f"isa {name!r} cannot run here; choose from {', '.join(supported_isas())}")
-    _cpu_library().speq_limit_isa(ISAS.index(name))
+    cpu_library().speq_limit_isa(ISAS.index(name))
 
 
-def _cpu_library() -> ctypes.CDLL:
+def cpu_library() -> ctypes.CDLL:
     if MISSING["cpu"] is not None:
         raise RuntimeError(f"there are no native CPU kernels: {MISSING['cpu']}")
     return ctypes.CDLL(str(CPU_LIBRARY))

@@ -10,6 +10,7 @@ from torch import Tensor
 from speq.experts.int4 import Int4Arena
 from speq.kernels import ops
 from speq.kernels.ops import ExpertBiases
+from speq.layers.cut_backend import PassedLayer
 from speq.layers.gates import RouterGate
 from speq.routing import Route
 
@@ -53,6 +54,7 @@ class DraftExperts:
     gates     gates of the MoE layers, in order; unused if all experts are held
     kernel    runs all experts of a route; measurements may replace it
     on_route  called with (layer, route) during the pass, as soon as the router has run
+    idle      tells whether nobody needs a route before the end of its pass
     """
 
     drafts: ClassVar[bool] = True
@@ -72,10 +74,26 @@ class DraftExperts:
         self._gates = gates
         self._held = [_held_experts(of_layer) for of_layer in self._base_slots]
         self.on_route: Callable[[int, Route], None] | None = None
+        self.idle: Callable[[], bool] = lambda: False
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         if self.on_route is not None:
             self.on_route(layer, route)
+        return self.issue(layer, hidden_states, route)
+
+    @property
+    def straight(self) -> bool:
+        return self.idle()
+
+    def slot_table(self, layer: int) -> None:
+        return None
+
+    def passed(self, layers: Sequence[PassedLayer]) -> None:
+        if self.on_route is not None:
+            for each in layers:
+                self.on_route(each.layer, each.route)
+
+    def issue(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         topk_ids, topk_weights = self._among_held(layer, route)
         if not topk_ids.shape[1]:
             return torch.zeros_like(hidden_states)

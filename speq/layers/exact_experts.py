@@ -6,10 +6,12 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from speq.errors import present
 from speq.experts.slots import SlotExperts
 from speq.kernels import decoder_ops
 from speq.kernels.grouping import Grouping
 from speq.kernels.ops import ExpertBiases
+from speq.layers.cut_backend import PassedLayer
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
 from speq.routing import Route
@@ -29,6 +31,23 @@ class ExpertServer(Protocol):
         """Yield {expert: slot} in waves that together contain each of `experts` once."""
 
 
+class ResidentSlots(Protocol):
+    """Slots that experts never leave.
+
+    straight  whether the host decides nothing but what to do about missing experts
+    tables    by layer, the slot of each expert [E] int64, negative for missing ones
+    """
+
+    @property
+    def straight(self) -> bool: ...
+
+    @property
+    def tables(self) -> Sequence[Tensor]: ...
+
+    def passed(self, layers: Sequence[PassedLayer]) -> None:
+        """Take note of layers that ran without the host."""
+
+
 class ExactExperts:
     """Runs rows grouped by expert, with experts out of a slot arena (MoE-SpeQ 3.4.4).
 
@@ -38,6 +57,7 @@ class ExactExperts:
     routes      brings routes to the host
     timed       timer of a layer's experts
     biases      biases of each layer's experts; empty if they have none
+    resident    the slots, if experts never leave them; None: they may
     on_route    called with each layer's exact route; returns the route to serve, which may drop
                 rows, or have other experts under an expert budget
     """
@@ -54,6 +74,7 @@ class ExactExperts:
         timed: Timed,
         on_route: Callable[[int, Route], Route],
         biases: Sequence[ExpertBiases] = (),
+        resident: ResidentSlots | None = None,
     ) -> None:
         self._server = server
         self.experts = experts
@@ -63,6 +84,7 @@ class ExactExperts:
         self._timed = timed
         self._on_route = on_route
         self._biases = biases
+        self._resident = resident
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         self._routes.read(route, self._server.predicts_next_layer)
@@ -98,3 +120,28 @@ class ExactExperts:
                     biases,
                 )
         return outputs
+
+    @property
+    def straight(self) -> bool:
+        return self._resident is not None and self._resident.straight
+
+    def slot_table(self, layer: int) -> Tensor | None:
+        return None if self._resident is None else self._resident.tables[layer]
+
+    def issue(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        outputs = hidden_states.new_empty(*route.topk_ids.shape, hidden_states.shape[1])
+        table = self.slot_table(layer)
+        self.experts.run(
+            layer,
+            hidden_states,
+            Grouping(route.topk_ids, [], {}, None),
+            {},
+            self._slot_table.of({}) if table is None else table,
+            self._activation,
+            outputs,
+            self._biases[layer] if self._biases else None,
+        )
+        return decoder_ops.combine(outputs, route.topk_weights, hidden_states.dtype)
+
+    def passed(self, layers: Sequence[PassedLayer]) -> None:
+        present(self._resident, "experts that may leave their slots ran straight").passed(layers)

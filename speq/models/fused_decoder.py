@@ -6,7 +6,7 @@ norm.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -137,21 +137,48 @@ class FusedDecoder:
         if not isinstance(attention_mask, AttentionWindows):
             return self._forward(*args, attention_mask=attention_mask, **others)
         refuse_unknown(type(self).__name__, others, ("input_ids",))
-        windows, hidden = attention_mask, self._embed(others["input_ids"][0])
-        sequences = [self._span(span, hidden) for span in windows.spans]
-        chains = {kind: DecodeBatch(sequences, window) for kind, window in windows.of.items()}
-        normed = self._first_norm(hidden)
+        hidden = self.embed(others["input_ids"][0])
+        sequences = [self.locate(span, hidden) for span in attention_mask.spans]
+        return DecoderOutput(self.walk(hidden, sequences, attention_mask.of, self._see)[None])
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Inputs of the first layer for T tokens: [T, H]."""
+        hidden: Tensor = self._embed(token_ids)
+        return hidden
+
+    def walk(
+        self,
+        hidden: Tensor,
+        sequences: Sequence[DecodeSpan],
+        windows: Mapping[str, int | None],
+        see: Callable[[int, Tensor], None],
+    ) -> Tensor:
+        """Run rows [T, H] through the layers. Return the last hidden states [T, H].
+
+        windows  of each kind of layer, as AttentionWindows has them
+        see      called with the number and the input of each layer
+        """
+        chains = {kind: DecodeBatch(sequences, window) for kind, window in windows.items()}
+        normed: Tensor = self._first_norm(hidden)
         for index, layer in enumerate(self._layers):
-            if self.capture is not None:
-                self.capture.see(index, hidden)
+            see(index, hidden)
             update, _ = layer.attention(normed, attention_mask=chains[layer.kind])
             hidden, normed = add_and_norm(hidden, update, layer.norm)
             made = layer.feed_forward(normed[None])
             update = (made[0] if isinstance(made, tuple) else made)[0]  # some return logits besides
             if layer.next_norm is None:
-                return DecoderOutput(self._beyond(hidden + update)[None])
+                return self._beyond(hidden + update)
             hidden, normed = add_and_norm(hidden, update, layer.next_norm)
-        return DecoderOutput(normed[None])
+        return normed
+
+    @property
+    def ends_here(self) -> bool:
+        """True if this machine has all layers."""
+        return self._next_stage is None and self._layers[-1].next_norm is not None
+
+    def _see(self, layer: int, hidden: Tensor) -> None:
+        if self.capture is not None:
+            self.capture.see(layer, hidden)
 
     def _beyond(self, hidden: Tensor) -> Tensor:
         """Run the later stages, if any, and the last norm, if this stage has it."""
@@ -160,7 +187,7 @@ class FusedDecoder:
         last: Tensor = self._last_norm(hidden)
         return last
 
-    def _span(self, span: BatchSpan, hidden: Tensor) -> DecodeSpan:
+    def locate(self, span: BatchSpan, hidden: Tensor) -> DecodeSpan:
         """Locate the rows of a sequence among those of a pass, hidden [T, H]."""
         cache = span.cache
         table = self._tables.get(cache.number)

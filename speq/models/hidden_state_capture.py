@@ -27,6 +27,10 @@ class HiddenStateCapture:
     def _enter(self, layer: int, module: nn.Module, args: tuple[Any, ...], others: Any) -> None:
         self.see(layer, (args[0] if args else others["hidden_states"])[0])
 
+    def reads(self, layer: int) -> bool:
+        """True if the input of a layer is captured."""
+        return layer in self._places
+
     def see(self, layer: int, hidden_states: Tensor) -> None:
         """Record the input [T, H] of a layer."""
         place = self._places.get(layer)

@@ -23,6 +23,7 @@ from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
 from speq.models.attention import IN_BLOCKS
+from speq.models.decoder_recordings import DecoderRecordings
 from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, packable_modules
 from speq.models.dequantised import load_dequantized
 from speq.models.families import Family
@@ -78,8 +79,12 @@ class MoEModel:
         family: Family,
         device: Processor | Accelerator,
         records: Mapping[str, ExactMatrix],
+        recorded: bool = True,
     ) -> None:
-        """records: packed matrices, by the names of their modules."""
+        """
+        records   packed matrices, by the names of their modules
+        recorded  record passes of few tokens on the CPU as lists of ops
+        """
         self._hf_model = hf_model
         self._config = hf_model.config
         self._family = family
@@ -116,7 +121,11 @@ class MoEModel:
             install_fused_decoder(
                 hf_model, family, kinds, ahead=host_rope(family, hf_model.model) is None
             )
-        self._fused = isinstance(hf_model.model.forward, FusedDecoder)
+        decoder = hf_model.model.forward
+        self._fused = isinstance(decoder, FusedDecoder)
+        self._recordings = None
+        if recorded and isinstance(decoder, FusedDecoder) and decoder.ends_here:
+            self._recordings = DecoderRecordings(decoder, self._switch)
 
     @property
     def nbytes(self) -> int:
@@ -230,8 +239,12 @@ class MoEModel:
             self.remote_stages.begin(spans, prefill)
         packed = torch.tensor([[token_id for each in batch for token_id in each.token_ids]])
         if self._fused and packed.shape[1] <= MAX_LINEAR_ROWS:
-            windows = AttentionWindows(spans, self._windows)
             with self.using(backend):
+                if self._recordings is not None and len(spans) == 1 and not prefill:
+                    hidden = self._recordings.run(backend, spans[0], packed, self._windows)
+                    if hidden is not None:
+                        return hidden[None]
+                windows = AttentionWindows(spans, self._windows)
                 return self._hf_model.model(
                     input_ids=packed, attention_mask=windows
                 ).last_hidden_state
@@ -448,10 +461,12 @@ def load(
     records: Records | None = None,
     progress: Progress = no_progress,
     part: LayerRange | None = None,
+    recorded: bool = True,
 ) -> MoEModel:
     """Load a model, or a part of it, without its experts.
 
     records   packs its matrices; None: they stay plain weights
+    recorded  as MoEModel has it
     progress  called with (what, done, total)
 
     Raises SpeqError if the checkpoint lacks a tensor or has one of another shape.
@@ -510,4 +525,4 @@ def load(
     if isinstance(device, Processor):
         make_resident(model, mapped, progress)
     check.finish(partial(progress, "comparing weights with their checksums"))
-    return MoEModel(model.eval().to(device.torch), family, device, held)
+    return MoEModel(model.eval().to(device.torch), family, device, held, recorded)

@@ -40,8 +40,8 @@ class _RunTune(TypedDict, total=False):
     prefix_cache_limit: str | int
     """Most bytes in the folder of prefix_cache; what was used longest ago goes."""
     graphs: str
-    """Passes that are recorded and launched as a whole: auto (on the device cuda, all but those of
-    prompts) or none.
+    """Passes that are recorded and run as a whole, as graphs of a GPU and as lists of ops on the
+    CPU: auto (all but those of prompts) or none.
     """
     codec: str
     """Form of exact experts in slots. auto is the codec of a packed model, or else what the budget

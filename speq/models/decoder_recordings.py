@@ -1,0 +1,203 @@
+"""Passes of the fused decoder as lists of ops.
+
+A recorded pass runs without the modules that issued its ops: on few rows these take longer than the
+ops. Its bits are those of the fused decoder, which is the reference. The host has its part at the
+experts of each layer.
+"""
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from speq.kernels.decoder_ops import Positions
+from speq.layers.cut_backend import CutBackend, IssuedExperts, PassedLayer, again
+from speq.layers.fused_modules import DecodeSpan
+from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
+from speq.models.fused_decoder import FusedDecoder
+from speq.models.kv_cache import KVCache
+from speq.models.op_recorder import OpRecorder, Unrecordable
+from speq.models.packed_batch import BatchSpan
+from speq.routing import Route
+
+logger = logging.getLogger("speq")
+
+# A pass is recorded when it was run so many times: a recording takes as long as some passes.
+REPEATS = 2
+# Most recordings over a cache, as many as a governor's draft lengths; least recently used go first.
+MAX_RECORDINGS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPass:
+    """A recorded pass of T tokens of one sequence.
+
+    inputs    [T, H], the embedded tokens
+    cos, sin  rotary embeddings of their positions
+    captured  inputs of the layers that drafters read, by layer
+    result    [T, H], the last hidden states
+    """
+
+    recorder: OpRecorder
+    experts: "RecordedExperts"
+    inputs: Tensor
+    cos: Tensor
+    sin: Tensor
+    captured: dict[int, Tensor]
+    result: Tensor
+
+    def run(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """Run the pass. Returns [T, H], which the next run leaves alone."""
+        self.inputs.copy_(hidden)
+        self.cos.copy_(positions.cos)
+        self.sin.copy_(positions.sin)
+        straight = self.experts.straight
+        self.recorder.run(positions.start, straight)
+        if straight:
+            self.experts.passed(self.recorder.ops.passed())
+        return self.result.clone()
+
+
+class RecordedExperts:
+    """The backend of a pass while it is recorded.
+
+    drafts  as the backend's
+    """
+
+    def __init__(self, backend: ExpertBackend, recorder: OpRecorder) -> None:
+        self._backend, self._recorder = backend, recorder
+        self._issued = backend if isinstance(backend, IssuedExperts) else None
+        self._cut = CutBackend(backend, recorder.cut)
+        # By the number of its gate: a layer, and its route in the recording's buffers.
+        self._routes: dict[int, tuple[int, Route]] = {}
+        self.drafts = backend.drafts
+
+    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
+        backend, issued = self._backend, self._issued
+        if issued is None:
+            return self._cut(layer, hidden_states, route)
+        self._recorder.keep(route.topk_ids)
+        self._recorder.keep(route.topk_weights)
+        output, gate = self._recorder.cut_or_issue(
+            lambda: backend(layer, hidden_states, again(route)),
+            lambda: issued.issue(layer, hidden_states, route),
+            route.topk_ids,
+            issued.slot_table(layer),
+        )
+        self._routes[gate] = layer, route
+        return output
+
+    @property
+    def straight(self) -> bool:
+        return self._issued is not None and self._issued.straight
+
+    def passed(self, gates: list[tuple[int, float, float]]) -> None:
+        """Report the layers of a run that passed these gates."""
+        if self._issued is None or not gates:
+            return
+        found = [self._routes[gate] for gate, _, _ in gates]
+        ids = torch.stack([route.topk_ids for _, route in found]).unbind()
+        weights = torch.stack([route.topk_weights for _, route in found]).unbind()
+        self._issued.passed(
+            [
+                PassedLayer(layer, Route(*tensors), start_s, end_s)
+                for (layer, _), tensors, (_, start_s, end_s) in zip(
+                    found, zip(ids, weights, strict=True), gates, strict=True
+                )
+            ]
+        )
+
+
+@dataclass(slots=True)
+class CacheRecordings:
+    """Passes over one KV cache, by backend and number of tokens."""
+
+    runs: dict[tuple[ExpertBackend, int], int] = field(default_factory=dict)
+    passes: OrderedDict[tuple[ExpertBackend, int], RecordedPass] = field(
+        default_factory=OrderedDict
+    )
+
+
+class DecoderRecordings:
+    """Runs passes of single sequences by recordings, where there are such.
+
+    The recordings over a cache are freed with it. If one fails, a debug line says why, and no more
+    are made.
+    """
+
+    def __init__(self, decoder: FusedDecoder, switch: ActiveBackend) -> None:
+        self._decoder, self._switch = decoder, switch
+        self._by_cache: WeakKeyDictionary[KVCache, CacheRecordings] = WeakKeyDictionary()
+        self._why_not: str | None = None
+
+    def run(
+        self,
+        backend: ExpertBackend,
+        span: BatchSpan,
+        token_ids: Tensor,
+        windows: dict[str, int | None],
+    ) -> Tensor | None:
+        """Run a chain of tokens [1, T] of one sequence. Return their last hidden states [T, H].
+
+        None: the pass is not recorded, and the decoder must run it.
+        """
+        if self._why_not is not None or span.tree is not None:
+            return None
+        key = backend, token_ids.shape[1]
+        held = self._by_cache.setdefault(span.cache, CacheRecordings())
+        recorded = held.passes.get(key)
+        if recorded is None:
+            held.runs[key] = held.runs.get(key, 0) + 1
+            if held.runs[key] <= REPEATS:
+                return None
+        decoder = self._decoder
+        hidden = decoder.embed(token_ids[0])
+        located = decoder.locate(span, hidden)
+        if recorded is None:
+            try:
+                recorded = held.passes[key] = self._record(backend, located, hidden, windows)
+            except Unrecordable as reason:
+                self._why_not = str(reason)
+                logger.debug("passes run module by module: %s", reason)
+                return None
+            if len(held.passes) > MAX_RECORDINGS:
+                held.passes.popitem(last=False)
+        else:
+            held.passes.move_to_end(key)
+        result = recorded.run(hidden, located.positions)
+        if decoder.capture is not None:
+            for layer, state in recorded.captured.items():
+                decoder.capture.see(layer, state)
+        return result
+
+    def _record(
+        self,
+        backend: ExpertBackend,
+        located: DecodeSpan,
+        hidden: Tensor,
+        windows: dict[str, int | None],
+    ) -> RecordedPass:
+        recorder, decoder = OpRecorder(), self._decoder
+        positions = located.positions
+        inputs, cos, sin = (each.clone() for each in (hidden, positions.cos, positions.sin))
+        span = DecodeSpan(located.rows, Positions(positions.start, cos, sin), located.layers)
+        captured: dict[int, Tensor] = {}
+
+        def see(layer: int, states: Tensor) -> None:
+            recorder.next_layer()
+            if decoder.capture is not None and decoder.capture.reads(layer):
+                kept = captured[layer] = torch.empty_like(states)
+                recorder.keep(kept)
+                recorder.cut(lambda: kept.copy_(states))
+
+        active, experts = self._switch.backend, RecordedExperts(backend, recorder)
+        self._switch.use(experts)
+        try:
+            with recorder:
+                result = decoder.walk(inputs, [span], windows, see)
+        finally:
+            self._switch.use(active)
+        return RecordedPass(recorder, experts, inputs, cos, sin, captured, result)

@@ -1,0 +1,198 @@
+"""Recorded passes beside the fused decoder's own, bit for bit."""
+
+import gc
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+
+from speq.models.decoder_recordings import MAX_RECORDINGS, REPEATS
+from speq.models.kv_cache import KVCache
+from speq.models.moe_model import MoEModel
+from speq.models.packed_batch import SequenceTokens
+from speq.models.tree import Tree
+from tests.helpers.cells import Cell
+from tests.helpers.cells import loaded as cell_loaded
+from tests.product.test_fused_decoder import PROMPT, WALKED, SomeExperts, loaded
+
+PASSES = REPEATS + 3
+COUNTED = ("route_recall", "acceptance_rate", "steps")
+
+
+def both(model: MoEModel, backend: SomeExperts, tokens: SequenceTokens) -> tuple[Tensor, Tensor]:
+    """Hidden states of a pass as recordings have them, where there is one, and as the decoder
+    has them.
+    """
+    recorded = model.forward(backend, [tokens])
+    recordings, model._recordings = model._recordings, None
+    walked = model.forward(backend, [tokens])
+    model._recordings = recordings
+    return recorded, walked
+
+
+def begin(model: MoEModel, cache: KVCache, backend: SomeExperts) -> None:
+    model.forward(backend, [SequenceTokens(cache, [at * 7 % 256 for at in range(PROMPT)])])
+    cache.advance(PROMPT)
+
+
+def keep_stats(told: list[dict[str, Any]], reason: str, stats: dict[str, Any]) -> None:
+    told.append(stats)
+
+
+def count_of(model: MoEModel, cache: KVCache) -> int:
+    assert model._recordings is not None
+    return len(model._recordings._by_cache[cache].passes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", WALKED)
+@torch.inference_mode()
+def test_recorded_passes_are_the_decoders(
+    family: str, dtype: torch.dtype, tiny: Callable[[str], Path]
+) -> None:
+    model, cache = loaded(tiny(family), dtype)
+    backend = SomeExperts()
+    begin(model, cache, backend)
+    for at in range(PASSES):
+        for count in (1, 6):
+            tokens = [(at * 31 + count * 17 + each * 5) % 256 for each in range(count)]
+            recorded, walked = both(model, backend, SequenceTokens(cache, tokens))
+            assert torch.equal(recorded, walked)
+        cache.advance(1 + at)
+    assert count_of(model, cache) == 2
+
+
+@torch.inference_mode()
+def test_results_of_a_pass_are_not_the_next_ones(tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny("qwen3_moe"), torch.float32)
+    backend = SomeExperts()
+    begin(model, cache, backend)
+    passes = [model.forward(backend, [SequenceTokens(cache, [at])]) for at in range(8)]
+    assert len({tuple(each.flatten().tolist()) for each in passes}) == 8
+
+
+@torch.inference_mode()
+def test_features_of_recorded_passes(tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny("qwen3_moe"), torch.float32)
+    model.capture_hidden_states((0, 2))
+    backend = SomeExperts()
+    begin(model, cache, backend)
+    for at in range(PASSES):
+        tokens = SequenceTokens(cache, [at, at + 1, 3 * at])
+        features = []
+        for recordings in (model._recordings, None):
+            kept, model._recordings = model._recordings, recordings
+            features.append(model.features(model.forward(backend, [tokens])[0]))
+            model._recordings = kept
+        assert features[0].shape == (3, 128)
+        assert torch.equal(*features)
+    assert count_of(model, cache) == 1
+
+
+@torch.inference_mode()
+def test_trees_and_batches_are_left_to_the_decoder(tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny("qwen3_moe"), torch.float32)
+    backend, other = SomeExperts(), KVCache(3, ((2, 32), (2, 32)), 64, torch.float32, model.device)
+    begin(model, cache, backend)
+    for _ in range(PASSES):
+        model.forward(backend, [SequenceTokens(cache, [1, 2, 3], Tree.of([0, 0]))])
+        model.forward(backend, [SequenceTokens(cache, [1]), SequenceTokens(other, [2])])
+    assert count_of(model, cache) == 0
+
+
+@torch.inference_mode()
+def test_the_least_recently_used_recordings_go(tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny("qwen3_moe"), torch.float32)
+    backend = SomeExperts()
+    begin(model, cache, backend)
+    for count in range(1, MAX_RECORDINGS + 4):
+        for _ in range(REPEATS + 1):
+            recorded, walked = both(model, backend, SequenceTokens(cache, [5] * count))
+            assert torch.equal(recorded, walked)
+    assert count_of(model, cache) == MAX_RECORDINGS
+
+
+@torch.inference_mode()
+def test_recordings_are_freed_with_their_cache(tiny: Callable[[str], Path]) -> None:
+    """Without a search for cycles: the memory of a cache is wanted at once."""
+    model, cache = loaded(tiny("mixtral"), torch.float32)
+    backend = SomeExperts()
+    gc.collect()
+    gc.disable()
+    try:
+        begin(model, cache, backend)
+        for at in range(PASSES):
+            model.forward(backend, [SequenceTokens(cache, [at])])
+        assert count_of(model, cache) == 1
+        seen, keys = ref(cache), ref(cache.layers[0].keys)
+        del cache
+        assert seen() is None
+        assert keys() is None
+    finally:
+        gc.enable()
+
+
+@torch.inference_mode()
+def test_a_pass_that_the_host_reads_stays_with_the_decoder(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, cache = loaded(tiny("qwen3_moe"), torch.float32)
+    norm: Any = model.body.norm
+    own = norm.forward
+
+    def forward(hidden: Tensor, *others: Tensor) -> Any:
+        made = own(hidden, *others)
+        float(hidden.sum())
+        return made
+
+    norm.forward = forward
+    backend = SomeExperts()
+    begin(model, cache, backend)
+    with caplog.at_level(logging.DEBUG, "speq"):
+        for at in range(PASSES):
+            recorded, walked = both(model, backend, SequenceTokens(cache, [at]))
+            assert torch.equal(recorded, walked)
+    assert count_of(model, cache) == 0
+    reasons = [each for each in caplog.messages if "module by module" in each]
+    assert reasons == ["passes run module by module: the host reads the result of item"]
+
+
+@pytest.mark.parametrize("draft_length", [0, 3])
+@pytest.mark.parametrize("budget", ["all", "half"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_runs_by_recordings_are_runs_without(
+    family: str, budget: str, draft_length: int, tiny: Callable[[str], Path]
+) -> None:
+    """Tokens, log-probabilities to the last bit, and what was counted."""
+    found = []
+    for graphs in ("none", "auto"):
+        cell = Cell(draft_length, budget, "own", prefetch="none", graphs=graphs)
+        generator, _ = cell_loaded(cell, tiny(family), "auto", "float32", 64)
+        told: list[dict[str, Any]] = []
+        keep = partial(keep_stats, told)
+        tokens = [
+            (token.id, token.logprobs)
+            for _ in range(2)
+            for token in generator.stream(
+                [5, 6, 7, 8],
+                max_new_tokens=40,
+                ignore_eos=True,
+                top_logprobs=2,
+                on_finish=keep,
+            )
+        ]
+        recordings = generator.runtime.model._recordings
+        assert (recordings is not None) == (graphs == "auto")
+        assert recordings is None or recordings._why_not is None
+        # What has arrived when it is asked for depends on the disk, unless all of it has.
+        hits = told[1]["hit_rate"] if budget == "all" else None
+        counted = [{name: stats[name] for name in COUNTED} for stats in told]
+        found.append((tokens, counted, hits))
+        generator.close()
+    assert found[0] == found[1]
