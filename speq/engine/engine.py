@@ -352,6 +352,7 @@ class Engine:
     def close(self) -> None:
         """Release expert slots and KV caches, even where a traceback still holds this engine."""
         self.offload.loader.close()
+        self.model.forget_recordings()
         # Other ones may hold an INT4 copy that is given up.
         self.drafters, self.secondary_drafters = [PlainDecoding() for _ in self.caches], []
         self.prefixes.listeners = []

@@ -13,7 +13,7 @@ from speq.stats import Recorder, TimeSpan
 
 class ResidentSlots:
     """Takes note of layers that ran over experts in slots, as the prefetcher and the loader do of
-    others. See `exact_experts.ResidentSlots`.
+    others. See `exact_experts.FixedSlots`.
 
     rows   prunes rows, which a layer's experts are asked for
     table  [layers, experts] int64, the slot of each expert; kept by the loader's cache

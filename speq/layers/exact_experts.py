@@ -31,7 +31,7 @@ class ExpertServer(Protocol):
         """Yield {expert: slot} in waves that together contain each of `experts` once."""
 
 
-class ResidentSlots(Protocol):
+class FixedSlots(Protocol):
     """Slots that experts never leave.
 
     straight  whether the host decides nothing but what to do about missing experts
@@ -74,7 +74,7 @@ class ExactExperts:
         timed: Timed,
         on_route: Callable[[int, Route], Route],
         biases: Sequence[ExpertBiases] = (),
-        resident: ResidentSlots | None = None,
+        resident: FixedSlots | None = None,
     ) -> None:
         self._server = server
         self.experts = experts

@@ -32,7 +32,7 @@ MAX_RECORDINGS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedPass:
+class PassRecording:
     """A recorded pass of T tokens of one sequence.
 
     inputs    [T, H], the embedded tokens
@@ -116,7 +116,7 @@ class CacheRecordings:
     """Passes over one KV cache, by backend and number of tokens."""
 
     runs: dict[tuple[ExpertBackend, int], int] = field(default_factory=dict)
-    passes: OrderedDict[tuple[ExpertBackend, int], RecordedPass] = field(
+    passes: OrderedDict[tuple[ExpertBackend, int], PassRecording] = field(
         default_factory=OrderedDict
     )
 
@@ -124,7 +124,7 @@ class CacheRecordings:
 class DecoderRecordings:
     """Runs passes of single sequences by recordings, where there are such.
 
-    The recordings over a cache are freed with it. If one fails, a debug line says why, and no more
+    The recordings over a cache are freed with it, or by `forget`. If one fails, a debug line says why, and no more
     are made.
     """
 
@@ -132,6 +132,10 @@ class DecoderRecordings:
         self._decoder, self._switch = decoder, switch
         self._by_cache: WeakKeyDictionary[KVCache, CacheRecordings] = WeakKeyDictionary()
         self._why_not: str | None = None
+
+    def forget(self) -> None:
+        """Free all recordings, and what they hold: buffers, KV caches and slots."""
+        self._by_cache.clear()
 
     def run(
         self,
@@ -179,7 +183,7 @@ class DecoderRecordings:
         located: DecodeSpan,
         hidden: Tensor,
         windows: dict[str, int | None],
-    ) -> RecordedPass:
+    ) -> PassRecording:
         recorder, decoder = OpRecorder(), self._decoder
         positions = located.positions
         inputs, cos, sin = (each.clone() for each in (hidden, positions.cos, positions.sin))
@@ -200,4 +204,4 @@ class DecoderRecordings:
                 result = decoder.walk(inputs, [span], windows, see)
         finally:
             self._switch.use(active)
-        return RecordedPass(recorder, experts, inputs, cos, sin, captured, result)
+        return PassRecording(recorder, experts, inputs, cos, sin, captured, result)

@@ -315,6 +315,11 @@ class MoEModel:
         mask = partial(causal_mask, positions, seen)
         return self._run(backend, placed, token_ids, positions, self._masks(mask))
 
+    def forget_recordings(self) -> None:
+        """Free the recorded passes, whose KV caches and experts are given back."""
+        if self._recordings is not None:
+            self._recordings.forget()
+
     def _send(self, values: Tensor) -> Tensor:
         """Copy a tensor from the host to where the model computes."""
         return values if self._uploads is None else self._uploads.send(values)
