@@ -19,7 +19,7 @@ void rms_norm_out(Tensor inputs, std::optional<Tensor> added, Tensor weight, dou
                   std::optional<Tensor> sums, Tensor out) {
   const ScalarType type = inputs.scalar_type();
   check(inputs, "inputs", 2, type);
-  check(weight, "weight", 1, type);
+  check(weight, "weight", 1, weight.scalar_type() == type ? type : ScalarType::Float);
   check(out, "out", 2, type);
   const std::int64_t rows = inputs.size(0), columns = inputs.size(1);
   STD_TORCH_CHECK(weight.size(0) == columns && out.size(0) == rows && out.size(1) == columns &&
@@ -47,9 +47,14 @@ void rms_norm_out(Tensor inputs, std::optional<Tensor> added, Tensor weight, dou
             store(to_float(values[i]) + to_float(others[i]), totals[i]);
           }
         }
-        rms_norm((others == nullptr ? values : totals) + first,
-                 static_cast<const Type *>(weight.const_data_ptr()), columns, float(eps),
-                 outs + first);
+        const Type *normed = (others == nullptr ? values : totals) + first;
+        if (weight.scalar_type() == type) {
+          rms_norm(normed, static_cast<const Type *>(weight.const_data_ptr()), columns, float(eps),
+                   outs + first);
+        } else {
+          rms_norm(normed, static_cast<const float *>(weight.const_data_ptr()), columns, float(eps),
+                   outs + first);
+        }
       }
     });
   });

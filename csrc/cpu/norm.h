@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "half.h"
 
@@ -30,12 +31,18 @@ template <typename Type> float sum_of_squares(const Type *values, std::int64_t c
 }
 
 // values to their RMS norm: divided by the root of their mean square, rounded to Type, times
-// weight, rounded again, as transformers rounds them. May work in place.
-template <typename Type>
-void rms_norm(const Type *values, const Type *weight, std::int64_t columns, float eps, Type *out) {
+// weight, rounded again, as transformers rounds them. A weight of float32 has the norm rounded
+// once, at its end. May work in place.
+template <typename Type, typename Weight>
+void rms_norm(const Type *values, const Weight *weight, std::int64_t columns, float eps,
+              Type *out) {
   const float scale = 1.0f / std::sqrt(sum_of_squares(values, columns) / float(columns) + eps);
   for (std::int64_t k = 0; k < columns; ++k) {
-    store(to_float(weight[k]) * rounded_to<Type>(to_float(values[k]) * scale), out[k]);
+    float normed = to_float(values[k]) * scale;
+    if constexpr (std::is_same_v<Type, Weight>) {
+      normed = rounded_to<Type>(normed);
+    }
+    store(to_float(weight[k]) * normed, out[k]);
   }
 }
 

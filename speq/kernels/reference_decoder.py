@@ -18,15 +18,17 @@ def rms_norm_out(
     sums: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write the RMS norm of rows [R, H] to out [R, H], all of one dtype.
+    """Write the RMS norm of rows [R, H] to out [R, H], both of one dtype.
 
-    added  [R, H] or None: added to inputs first; the sum is written to sums [R, H]
+    added   [R, H] or None: added to inputs first; the sum is written to sums [R, H]
+    weight  [H], of the rows' dtype: they are rounded to it before they are multiplied; or float32:
+            they are rounded once, at the end
     """
     if added is not None and sums is not None:
         inputs = sums.copy_(inputs + added)
     wide = inputs.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    out.copy_(weight * normed.to(inputs.dtype))
+    out.copy_(weight * normed.to(weight.dtype))
 
 
 def attention_out(

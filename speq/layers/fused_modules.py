@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +42,21 @@ NORMS = frozenset(
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3"),
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
-        *("Ernie4_5_Moe", "HunYuanMoEV1"),
+        *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe"),
     )
 )
-# Softmax, top-k and optionally a division by the sum; Mixtral's always divides, and keeps float32.
-ROUTERS = frozenset({"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"})
-DIVIDING_ROUTER = "MixtralTopKRouter"
+# Norms whose rows are rounded once, at the end, and what is added to their weights.
+NORMS_ROUNDED_ONCE = {
+    "GptOssRMSNorm": 0.0,
+    "Qwen3NextRMSNorm": 1.0,
+    "Qwen3_5MoeRMSNorm": 1.0,
+}
+# Softmax, top-k and a division by the sum, if the configuration says so.
+ROUTERS = frozenset(
+    {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "Qwen3NextTopKRouter"}
+)
+# They always divide. dtype of their weights; None: that of the logits.
+DIVIDING_ROUTERS = {"MixtralTopKRouter": torch.float32, "Qwen3_5MoeTopKRouter": None}
 
 Forward = Callable[..., Any]
 
@@ -131,6 +140,30 @@ class FusedRouter:
         logits = linear(rows, self.weight)
         dtype = self.dtype or logits.dtype
         return logits, *decoder_ops.route(logits, self.top_k, self.normalised, dtype)
+
+
+@dataclass(slots=True, eq=False)
+class FusedLogits:
+    """A router of which only the logits are fused.
+
+    choose  makes the router's results of it, its logits [T, E], and its further arguments
+    router  the module, which holds this object
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    choose: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    router: Callable[[], Any]
+    forward: Forward
+
+    def __call__(
+        self, hidden_states: Tensor, *others: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if rows.shape[0] > MAX_LINEAR_ROWS or not decoder_ops.takes(rows):
+            scores: tuple[Tensor, Tensor, Tensor] = self.forward(hidden_states, *others)
+            return scores
+        return self.choose(self.router(), linear(rows, self.weight, self.bias), *others)
 
 
 @dataclass(slots=True, eq=False)
@@ -223,21 +256,70 @@ class FusedLatentAttention(FusedMixer):
 
 def fuse_norm(module: nn.Module) -> bool:
     """Replace the forward of a usual norm by FusedNorm. Return True if it was replaced."""
-    if type(module).__name__ not in NORMS:
+    name = type(module).__name__
+    if name in NORMS_ROUNDED_ONCE:
+        weight = cast(Tensor, module.weight).detach().float() + NORMS_ROUNDED_ONCE[name]
+        eps: Any = module.eps if hasattr(module, "eps") else module.variance_epsilon
+        module.forward = FusedNorm(RMSNorm(weight, eps), own_forward(module))
+        return True
+    if name not in NORMS:
         return False
     module.forward = FusedNorm(rms_norm_of(module), own_forward(module))
     return True
 
 
+def softmax_of_chosen(router: Any, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """GptOssTopKRouter behind its logits."""
+    chosen, ids = torch.topk(logits, router.top_k, dim=-1)
+    return logits, chosen.softmax(1, dtype=chosen.dtype), ids
+
+
+def biased_sigmoids(
+    router: Any, logits: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """MiniMaxM2TopKRouter behind its logits."""
+    scores = logits.float().sigmoid()
+    ids = torch.topk(scores + present(bias, "no bias was given"), router.top_k, sorted=False)[1]
+    weights = scores.gather(1, ids)
+    return logits, weights / weights.sum(-1, keepdim=True), ids
+
+
+def scaled_sigmoids(
+    router: Any, logits: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lfm2MoeTopKRouter behind its logits."""
+    scores = logits.sigmoid()
+    if router.use_expert_bias:
+        ids = torch.topk(scores + present(bias, "no bias was given"), router.top_k)[1]
+        weights = scores.gather(1, ids).type_as(logits)
+    else:
+        weights, ids = torch.topk(scores, router.top_k)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
+    return logits, weights * router.routed_scaling_factor, ids
+
+
+# What routers make of their logits.
+ROUTERS_OF_LOGITS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "GptOssTopKRouter": softmax_of_chosen,
+    "MiniMaxM2TopKRouter": biased_sigmoids,
+    "Lfm2MoeTopKRouter": scaled_sigmoids,
+}
+
+
 def fuse_router(module: nn.Module) -> bool:
     """Replace the forward of a usual router by FusedRouter. Return True if it was replaced."""
     name = type(module).__name__
-    if name not in ROUTERS and name != DIVIDING_ROUTER:
+    if name in ROUTERS_OF_LOGITS:
+        router: Any = module
+        choose, bias = ROUTERS_OF_LOGITS[name], getattr(module, "bias", None)
+        module.forward = FusedLogits(router.weight, bias, choose, ref(module), own_forward(module))
+        return True
+    if name not in ROUTERS and name not in DIVIDING_ROUTERS:
         return False
     weight, top_k = cast(Tensor, module.weight), cast(int, module.top_k)
-    dividing = name == DIVIDING_ROUTER
-    normalised = dividing or bool(module.norm_topk_prob)
-    dtype = torch.float32 if dividing else None
+    normalised = name in DIVIDING_ROUTERS or bool(module.norm_topk_prob)
+    dtype = DIVIDING_ROUTERS.get(name)
     module.forward = FusedRouter(weight, top_k, normalised, dtype, own_forward(module))
     return True
 

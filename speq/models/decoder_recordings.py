@@ -124,8 +124,8 @@ class CacheRecordings:
 class DecoderRecordings:
     """Runs passes of single sequences by recordings, where there are such.
 
-    The recordings over a cache are freed with it, or by `forget`. If one fails, a debug line says why, and no more
-    are made.
+    The recordings over a cache are freed with it, or by `forget`. If one fails, a debug line says
+    why, and no more are made.
     """
 
     def __init__(self, decoder: FusedDecoder, switch: ActiveBackend) -> None:

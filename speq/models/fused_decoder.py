@@ -224,17 +224,21 @@ def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tenso
     return hidden, norm(hidden)
 
 
-def install_fused_decoder(model: Any, family: Family, kinds: list[str], ahead: bool) -> None:
-    """Run a few tokens of each sequence through the fused decoder on the CPU, if the model's parts
-    are of known kinds.
-
-    kinds, ahead  as FusedDecoder has them
-    """
+def fuse_parts(model: Any, family: Family) -> None:
+    """Run few rows through fused norms and routers on the CPU, where these are of known kinds."""
     for module in model.modules():
         fuse_norm(module)
     for block in family.moe_blocks(model).values():
         if not fuse_router(block.router):
             logger.debug("%s runs as transformers has it", type(block.router).__name__)
+
+
+def install_fused_decoder(model: Any, kinds: list[str], ahead: bool) -> None:
+    """Run a few tokens of each sequence through the fused decoder on the CPU, if the model's
+    attention is of known kinds.
+
+    kinds, ahead  as FusedDecoder has them
+    """
     own: list[Any] = own_layers(model.model)
     attentions = [layer.self_attn for layer in own]
     other = [attention for attention in attentions if not fuse_attention(attention)]

@@ -27,7 +27,12 @@ from speq.models.decoder_recordings import DecoderRecordings
 from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, packable_modules
 from speq.models.dequantised import load_dequantized
 from speq.models.families import Family
-from speq.models.fused_decoder import AttentionWindows, FusedDecoder, install_fused_decoder
+from speq.models.fused_decoder import (
+    AttentionWindows,
+    FusedDecoder,
+    fuse_parts,
+    install_fused_decoder,
+)
 from speq.models.hidden_state_capture import HiddenStateCapture
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
 from speq.models.layer_range import (
@@ -113,14 +118,15 @@ class MoEModel:
         # Follows its own layers if other machines hold the rest.
         self._next_stage = next_stage_layer(hf_model.model)
         keeps_entries = not self._states.layers
-        if isinstance(device, Processor) and self.dtype in EXACT_DTYPES and keeps_entries:
-            kinds = [ANY_KIND] * len(layers)
-            if family.typed_masks:
-                types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
-                kinds = [kind for layer, kind in types if layer in layers]
-            install_fused_decoder(
-                hf_model, family, kinds, ahead=host_rope(family, hf_model.model) is None
-            )
+        if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:
+            fuse_parts(hf_model, family)
+            if keeps_entries:
+                kinds = [ANY_KIND] * len(layers)
+                if family.typed_masks:
+                    types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
+                    kinds = [kind for layer, kind in types if layer in layers]
+                ahead = host_rope(family, hf_model.model) is None
+                install_fused_decoder(hf_model, kinds, ahead)
         decoder = hf_model.model.forward
         self._fused = isinstance(decoder, FusedDecoder)
         self._recordings = None

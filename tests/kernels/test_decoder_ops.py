@@ -48,6 +48,22 @@ def test_norm_is_transformers(rows: int, columns: int, dtype: torch.dtype) -> No
     assert_close(ours, wanted)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_by_a_wide_weight_rounds_once(dtype: torch.dtype) -> None:
+    inputs, others = normal(7, 96, dtype=dtype), normal(7, 96, dtype=dtype, seed=3)
+    norm = RMSNorm(normal(96, seed=1) + 1, 1e-6)
+    wide = (inputs + others).double()
+    scaled = norm.weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    sums, ours = decoder_ops.add_rms_norm(inputs, others, norm)
+    assert torch.equal(sums, inputs + others)
+    if dtype == torch.float32:
+        torch.testing.assert_close(ours.double(), scaled, rtol=1e-6, atol=1e-6)
+    else:  # but where float32 sums fall on the other side of a middle
+        assert (ours == scaled.to(dtype)).float().mean() > 0.995
+    reference_decoder.rms_norm_out(inputs, others, norm.weight, norm.eps, sums, inputs)
+    assert_close(ours, inputs)
+
+
 def test_norm_rounds_twice() -> None:
     """As transformers does: what is rounded before the weight is not what is rounded behind it."""
     inputs, weight = normal(64, 96, dtype=torch.bfloat16), normal(96, dtype=torch.bfloat16, seed=1)

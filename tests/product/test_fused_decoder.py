@@ -1,8 +1,10 @@
 """Few tokens walked through a model by ourselves, beside transformers' own pass over them."""
 
 import gc
+import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Processor
-from speq.layers.fused_modules import FusedAttention, FusedNorm, FusedRouter
+from speq.layers.fused_modules import FusedAttention, FusedLogits, FusedNorm, FusedRouter
 from speq.models import moe_model
 from speq.models.fused_decoder import POSITIONS, FusedDecoder, RotaryTable
 from speq.models.kv_cache import KVCache
@@ -137,6 +139,40 @@ def test_other_attention_runs_as_transformers_has_it(
     assert usual == (family != "gemma4")
     chain, tree = passes(model, cache, MORE)
     torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_fused_parts_give_transformers_results(
+    family: str, dtype: torch.dtype, tiny: Callable[[str], Path]
+) -> None:
+    """Norms round where theirs do, and routers choose what theirs choose."""
+    model, _ = loaded(tiny(family), dtype)
+    generator, fused = torch.Generator().manual_seed(3), 0
+    for module in model.body.modules():
+        width = module.weight.shape[-1] if hasattr(module, "weight") else 0
+        rows = torch.randn(9, width, generator=generator).to(dtype)
+        theirs = partial(type(module).forward, module)
+        if isinstance(module.forward, FusedNorm):
+            fused += 1
+            ours, wanted = module.forward(rows), theirs(rows)
+            torch.testing.assert_close(ours, wanted, rtol=2e-2, atol=1e-5)
+            assert dtype == torch.float32 or (ours == wanted).float().mean() > 0.99
+        elif isinstance(module.forward, FusedRouter | FusedLogits):
+            fused += 1
+            bias = inspect.signature(theirs).parameters.keys() - {"hidden_states"}
+            others = [torch.linspace(-0.3, 0.3, len(module.weight)) for _ in bias]
+            found, wanted = module.forward(rows, *others), theirs(rows, *others)
+            near = 1e-5 if dtype == torch.float32 else 4e-2
+            torch.testing.assert_close(found[0], wanted[0], rtol=near, atol=near)
+            same = (found[2].sort().values == wanted[2].sort().values).all(-1)
+            assert same.all() if dtype == torch.float32 else same.float().mean() > 0.6
+            torch.testing.assert_close(
+                found[1][same].sort().values, wanted[1][same].sort().values, rtol=near, atol=near
+            )
+            assert found[1].dtype == wanted[1].dtype
+    assert fused > 0 or family in ("phimoe", "gemma4")
 
 
 def test_doubles_run_as_transformers_has_it(tiny: Callable[[str], Path]) -> None:
