@@ -24,9 +24,11 @@ ATTENTIONS = frozenset(
     f"{family}Attention"
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
-        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss"),
+        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss", "Lfm2Moe"),
     )
 )
+# Classes whose results are multiplied by gates that their queries' projection makes as well.
+GATED_ATTENTIONS = frozenset({"Qwen3NextAttention", "Qwen3_5MoeAttention"})
 # Classes with latent attention.
 LATENT_ATTENTIONS = frozenset(
     {"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"}
@@ -223,6 +225,42 @@ class FusedAttention(FusedMixer):
 
 
 @dataclass(slots=True, eq=False)
+class FusedGatedAttention(FusedMixer):
+    """Attention over heads of keys and values whose results are gated.
+
+    projections  of queries with their gates, head by head, of keys and of values
+    norms        of heads of queries and of keys
+    width        of a head
+    """
+
+    projections: tuple[nn.Module, nn.Module, nn.Module]
+    norms: tuple[RMSNorm, RMSNorm]
+    scale: float
+    width: int
+
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        both, keys, values = (project(hidden_states) for project in self.projections)
+        rows, width = len(both), self.width
+        parts = both.view(rows, -1, 2 * width).chunk(2, -1)
+        queries, gates = (part.contiguous().view(-1, width) for part in parts)
+        queries = decoder_ops.rms_norm(queries, self.norms[0]).view(rows, -1)
+        keys = decoder_ops.rms_norm(keys.view(-1, width), self.norms[1]).view(rows, -1)
+        mixed = torch.empty_like(queries)
+        for sequence in batch.sequences:
+            decoder_ops.attention(
+                queries[sequence.rows],
+                keys[sequence.rows],
+                values[sequence.rows],
+                Heads(self.scale),
+                sequence.positions,
+                batch.window,
+                sequence.layers[self.layer].row,
+                mixed[sequence.rows],
+            )
+        return mixed * gates.view(rows, -1).sigmoid()
+
+
+@dataclass(slots=True, eq=False)
 class FusedLatentAttention(FusedMixer):
     """Attention over latents.
 
@@ -258,9 +296,7 @@ def fuse_norm(module: nn.Module) -> bool:
     """Replace the forward of a usual norm by FusedNorm. Return True if it was replaced."""
     name = type(module).__name__
     if name in NORMS_ROUNDED_ONCE:
-        weight = cast(Tensor, module.weight).detach().float() + NORMS_ROUNDED_ONCE[name]
-        eps: Any = module.eps if hasattr(module, "eps") else module.variance_epsilon
-        module.forward = FusedNorm(RMSNorm(weight, eps), own_forward(module))
+        module.forward = FusedNorm(wide_norm_of(module), own_forward(module))
         return True
     if name not in NORMS:
         return False
@@ -324,20 +360,37 @@ def fuse_router(module: nn.Module) -> bool:
     return True
 
 
+# Usual names of the norms of queries and keys.
+NORM_NAMES = ("q_norm", "k_norm")
+
+
 def fuse_attention(module: Any) -> bool:
-    """Replace the forward of usual attention by FusedAttention, and of latent attention by
-    FusedLatentAttention. Return True if it was replaced.
+    """Replace the forward of usual attention by FusedAttention, of gated attention by
+    FusedGatedAttention, and of latent attention by FusedLatentAttention. Return True if it was
+    replaced.
     """
     if type(module).__name__ in LATENT_ATTENTIONS:
         module.forward = fused_latent_attention(module)
         return True
+    if type(module).__name__ in GATED_ATTENTIONS:
+        module.forward = FusedGatedAttention(
+            module.o_proj,
+            module.layer_idx,
+            own_forward(module),
+            (module.q_proj, module.k_proj, module.v_proj),
+            (wide_norm_of(module.q_norm), wide_norm_of(module.k_norm)),
+            module.scaling,
+            module.head_dim,
+        )
+        return True
     clipped = getattr(module.config, "clip_qkv", None) is not None
     if type(module).__name__ not in ATTENTIONS or clipped:
         return False
-    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    names = ("q_layernorm", "k_layernorm") if hasattr(module, "q_layernorm") else NORM_NAMES
+    norms = [getattr(module, name, None) for name in names]
     query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
     module.forward = FusedAttention(
-        module.o_proj,
+        module.o_proj if hasattr(module, "o_proj") else module.out_proj,
         module.layer_idx,
         own_forward(module),
         (module.q_proj, module.k_proj, module.v_proj),
@@ -373,3 +426,10 @@ def sinks_of(module: nn.Module) -> Tensor | None:
 
 def rms_norm_of(module: nn.Module) -> RMSNorm:
     return RMSNorm(cast(Tensor, module.weight), cast(float, module.variance_epsilon))
+
+
+def wide_norm_of(module: nn.Module) -> RMSNorm:
+    """One of NORMS_ROUNDED_ONCE."""
+    weight = cast(Tensor, module.weight).detach().float()
+    eps: Any = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    return RMSNorm(weight + NORMS_ROUNDED_ONCE[type(module).__name__], eps)

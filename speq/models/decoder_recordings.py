@@ -7,7 +7,9 @@ experts of each layer.
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +23,7 @@ from speq.models.fused_decoder import FusedDecoder
 from speq.models.kv_cache import KVCache
 from speq.models.op_recorder import OpRecorder, Unrecordable
 from speq.models.packed_batch import BatchSpan
+from speq.models.states import StateLayer
 from speq.routing import Route
 
 logger = logging.getLogger("speq")
@@ -109,6 +112,25 @@ class RecordedExperts:
                 )
             ]
         )
+
+
+class RecordedStates:
+    """A cache's layers while a pass is recorded: the host moves their states."""
+
+    def __init__(self, layers: Sequence[Any], recorder: OpRecorder) -> None:
+        self.layers = [StateCut(layer, recorder) for layer in layers]
+
+
+class StateCut:
+    """Places the work of a layer with a state in a recording; see `StateLayer.run`."""
+
+    def __init__(self, layer: StateLayer, recorder: OpRecorder) -> None:
+        self._layer, self._recorder = layer, recorder
+
+    def run(self, rows: Any, parts: Any) -> Tensor:
+        layer, output = self._layer, self._layer.output(rows, parts)
+        self._recorder.cut(lambda: output.copy_(layer.run(rows, parts)))
+        return output
 
 
 @dataclass(slots=True)
@@ -201,7 +223,8 @@ class DecoderRecordings:
         self._switch.use(experts)
         try:
             with recorder:
-                result = decoder.walk(inputs, [span], windows, see)
+                states = RecordedStates(located.layers, recorder)
+                result = decoder.walk(inputs, [span], windows, states, see)
         finally:
             self._switch.use(active)
         return PassRecording(recorder, experts, inputs, cos, sin, captured, result)

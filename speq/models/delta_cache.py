@@ -104,6 +104,10 @@ class DeltaLayer:
         self._tip_at = start + count
         return self._step(self._tip, places, parts)
 
+    def output(self, rows: DeltaRows, parts: DeltaParts) -> Tensor:
+        heads, width = parts.sizes.state[::2]
+        return rows.decays.new_empty(len(rows.inputs), heads, width)
+
     def keep(self, start: int, nodes: Tensor) -> None:
         """Keep, of the tokens from `start` on, those at positions `nodes`."""
         self._inputs.keep(start, nodes)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from speq.errors import Broken
 from speq.kernels.decoder_ops import Positions
 from speq.layers.arguments import refuse_unknown
 from speq.layers.fused_modules import (
@@ -30,7 +31,8 @@ from speq.layers.fused_modules import (
 from speq.models.families import Family
 from speq.models.hidden_state_capture import HiddenStateCapture
 from speq.models.layer_range import next_stage_layer, own_layers
-from speq.models.packed_batch import BatchSpan
+from speq.models.packed_batch import BatchSpan, cache_of
+from speq.models.states import StateShape
 from speq.models.tree import Tree
 
 logger = logging.getLogger("speq")
@@ -97,12 +99,17 @@ class AttentionWindows:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer. kind: a key of `AttentionWindows`. next_norm: None for a stage's last
-    layer.
+    """One decoder layer.
+
+    kind       a key of `AttentionWindows`
+    mixer      its attention, or what keeps a state in place of KV
+    has_state  which of the two
+    next_norm  None for a stage's last layer
     """
 
     kind: str
-    attention: nn.Module
+    mixer: nn.Module
+    has_state: bool
     norm: nn.Module
     feed_forward: nn.Module
     next_norm: nn.Module | None
@@ -111,27 +118,35 @@ class FusedLayer:
 class FusedDecoder:
     """Replacement of a model's forward, without its head.
 
-    kinds  kind of each layer
-    ahead  whether rotary embeddings may be computed before a sequence gets there
-    taps   receives the input of each layer; None: nobody reads it
+    states  of the layers that keep some
+    kinds   kind of each layer
+    ahead   whether rotary embeddings may be computed before a sequence gets there
+    taps    receives the input of each layer; None: nobody reads it
     """
 
-    def __init__(self, body: Any, kinds: list[str], ahead: bool) -> None:
+    def __init__(
+        self, body: Any, family: Family, states: StateShape, kinds: list[str], ahead: bool
+    ) -> None:
         self.capture: HiddenStateCapture | None = None
         self._forward = own_forward(body)
         self._embed = body.embed_tokens
-        self._table = partial(RotaryTable, cos_and_sin(body.rotary_emb), ahead)
+        self._table = partial(RotaryTable, cos_and_sin(getattr(body, family.rotary)), ahead)
         # By KV slot: batched sequences differ in length.
         self._tables: dict[int, RotaryTable] = {}
         layers: list[Any] = own_layers(body)
-        self._last_norm, self._next_stage = body.norm, next_stage_layer(body)
+        self._last_norm, self._next_stage = getattr(body, family.last_norm), next_stage_layer(body)
         whole = len(layers) == len(body.layers)
-        norms = [*(layer.input_layernorm for layer in layers), body.norm if whole else None]
-        self._first_norm = layers[0].input_layernorm
-        self._layers = [
-            FusedLayer(kind, layer.self_attn, layer.post_attention_layernorm, layer.mlp, next_norm)
-            for kind, layer, next_norm in zip(kinds, layers, norms[1:], strict=True)
-        ]
+        own = [norms_of(layer) for layer in layers]
+        following = [*(first for first, _ in own[1:]), self._last_norm if whole else None]
+        self._first_norm = own[0][0]
+        self._layers = []
+        for kind, layer, (_, norm), next_norm in zip(kinds, layers, own, following, strict=True):
+            state = states.mixer(layer)
+            mixer = layer.self_attn if state is None else state
+            feed_forward = getattr(layer, family.names.mlp)
+            self._layers.append(
+                FusedLayer(kind, mixer, state is not None, norm, feed_forward, next_norm)
+            )
 
     def __call__(self, *args: Any, attention_mask: Any = None, **others: Any) -> Any:
         if not isinstance(attention_mask, AttentionWindows):
@@ -139,7 +154,10 @@ class FusedDecoder:
         refuse_unknown(type(self).__name__, others, ("input_ids",))
         hidden = self.embed(others["input_ids"][0])
         sequences = [self.locate(span, hidden) for span in attention_mask.spans]
-        return DecoderOutput(self.walk(hidden, sequences, attention_mask.of, self._see)[None])
+        spans = attention_mask.spans
+        states = spans[0].cache if len(spans) == 1 else cache_of(spans)
+        made = self.walk(hidden, sequences, attention_mask.of, states, self._see)
+        return DecoderOutput(made[None])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Inputs of the first layer for T tokens: [T, H]."""
@@ -151,18 +169,23 @@ class FusedDecoder:
         hidden: Tensor,
         sequences: Sequence[DecodeSpan],
         windows: Mapping[str, int | None],
+        states: Any,
         see: Callable[[int, Tensor], None],
     ) -> Tensor:
         """Run rows [T, H] through the layers. Return the last hidden states [T, H].
 
         windows  of each kind of layer, as AttentionWindows has them
+        states   a cache with those of all sequences, for layers that keep some
         see      called with the number and the input of each layer
         """
         chains = {kind: DecodeBatch(sequences, window) for kind, window in windows.items()}
         normed: Tensor = self._first_norm(hidden)
         for index, layer in enumerate(self._layers):
             see(index, hidden)
-            update, _ = layer.attention(normed, attention_mask=chains[layer.kind])
+            if layer.has_state:
+                update = layer.mixer(normed[None], cache_params=states)[0]
+            else:
+                update, _ = layer.mixer(normed, attention_mask=chains[layer.kind])
             hidden, normed = add_and_norm(hidden, update, layer.norm)
             made = layer.feed_forward(normed[None])
             update = (made[0] if isinstance(made, tuple) else made)[0]  # some return logits besides
@@ -233,16 +256,26 @@ def fuse_parts(model: Any, family: Family) -> None:
             logger.debug("%s runs as transformers has it", type(block.router).__name__)
 
 
-def install_fused_decoder(model: Any, kinds: list[str], ahead: bool) -> None:
+def norms_of(layer: Any) -> tuple[nn.Module, nn.Module]:
+    """The norms before a decoder layer's mixer and before its feed-forward."""
+    for names in (("input_layernorm", "post_attention_layernorm"), ("operator_norm", "ffn_norm")):
+        if hasattr(layer, names[0]):
+            return getattr(layer, names[0]), getattr(layer, names[1])
+    raise Broken(f"{type(layer).__name__} has norms of unknown names")
+
+
+def install_fused_decoder(
+    model: Any, family: Family, states: StateShape, kinds: list[str], ahead: bool
+) -> None:
     """Run a few tokens of each sequence through the fused decoder on the CPU, if the model's
     attention is of known kinds.
 
-    kinds, ahead  as FusedDecoder has them
+    states, kinds, ahead  as FusedDecoder has them
     """
     own: list[Any] = own_layers(model.model)
-    attentions = [layer.self_attn for layer in own]
+    attentions = [layer.self_attn for layer in own if states.mixer(layer) is None]
     other = [attention for attention in attentions if not fuse_attention(attention)]
     if other:
         logger.debug("%s runs as transformers has it", type(other[0]).__name__)
     else:
-        model.model.forward = FusedDecoder(model.model, kinds, ahead)
+        model.model.forward = FusedDecoder(model.model, family, states, kinds, ahead)

@@ -117,16 +117,14 @@ class MoEModel:
         self._states.hold(layers)
         # Follows its own layers if other machines hold the rest.
         self._next_stage = next_stage_layer(hf_model.model)
-        keeps_entries = not self._states.layers
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:
             fuse_parts(hf_model, family)
-            if keeps_entries:
-                kinds = [ANY_KIND] * len(layers)
-                if family.typed_masks:
-                    types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
-                    kinds = [kind for layer, kind in types if layer in layers]
-                ahead = host_rope(family, hf_model.model) is None
-                install_fused_decoder(hf_model, kinds, ahead)
+            kinds = [ANY_KIND] * len(layers)
+            if family.typed_masks:
+                types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
+                kinds = [kind for layer, kind in types if layer in layers]
+            ahead = host_rope(family, hf_model.model) is None
+            install_fused_decoder(hf_model, family, self._states, kinds, ahead)
         decoder = hf_model.model.forward
         self._fused = isinstance(decoder, FusedDecoder)
         self._recordings = None
@@ -244,6 +242,8 @@ class MoEModel:
         if self.remote_stages is not None:
             self.remote_stages.begin(spans, prefill)
         packed = torch.tensor([[token_id for each in batch for token_id in each.token_ids]])
+        for span in spans:
+            span.cache.begin_pass(span.tree, prefill)
         if self._fused and packed.shape[1] <= MAX_LINEAR_ROWS:
             with self.using(backend):
                 if self._recordings is not None and len(spans) == 1 and not prefill:
@@ -255,8 +255,6 @@ class MoEModel:
                     input_ids=packed, attention_mask=windows
                 ).last_hidden_state
         seen = [self._seen(span) for span in spans]
-        for span in spans:
-            span.cache.begin_pass(span.tree, prefill)
         token_ids = self._send(packed)
         if len(spans) == 1:
             ((positions, mask),) = seen

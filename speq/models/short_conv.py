@@ -62,6 +62,9 @@ class ConvLayer:
             windows = inputs.node_windows(tree.parents, nodes, places.start - tree.first)
         return convolve(windows, parts.weight, parts.bias)
 
+    def output(self, rows: Tensor, parts: ConvParts) -> Tensor:
+        return torch.empty_like(rows)
+
     def keep(self, start: int, nodes: Tensor) -> None:
         """Keep, of the tokens from `start` on, those at positions `nodes`."""
         self._inputs.keep(start, nodes)

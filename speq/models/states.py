@@ -40,6 +40,9 @@ class StateLayer(Protocol):
         parts  weights and functions of the layer
         """
 
+    def output(self, rows: Any, parts: Any) -> Tensor:
+        """Allocate a tensor as `run` returns it."""
+
 
 class StateKind(Protocol):
     """Kind and sizes of one layer's state.
