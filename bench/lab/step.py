@@ -3,7 +3,8 @@
 Modules are timed where they are entered and left, each without what it calls, in passes over the
 draft's experts and over the exact ones. On a GPU the device is waited for at each of those moments,
 which makes passes slower than they are: read the shares. There the draft's passes are timed as a
-whole as well, with nobody listening: launched kernel by kernel, and recorded as graphs.
+whole as well, with nobody listening: launched kernel by kernel, and recorded as graphs. On the CPU
+recorded passes are timed, and the native ops in them: what is left is the host's part.
 """
 
 import time
@@ -149,6 +150,50 @@ def drafting(
     return Drafting(tokens, sum(run.total("draft_s") for run in runs), recorded)
 
 
+def recorded_passes(
+    generator: Generator, prompts: list[str], max_new_tokens: int, progress: Progress | None
+) -> list[dict[str, Any]]:
+    """Rows of the passes that were lists of ops: all of a pass up to the head, its native ops, and
+    what the host adds for each layer. No rows where none was.
+    """
+    recordings = generator.runtime.model.recordings
+    if recordings is None:
+        return []
+    run, spans_s = recordings.run, []
+
+    def timed(*arguments: Any) -> Any:
+        begun_s = time.perf_counter()
+        made = run(*arguments)
+        if made is not None:
+            spans_s.append(time.perf_counter() - begun_s)
+        return made
+
+    before_s = recordings.native_s
+    vars(recordings)["run"] = timed
+    runs_of(generator, prompts, max_new_tokens, progress=progress)
+    if not spans_s:
+        return []
+    whole_s = fmean(spans_s)
+    native_s = (recordings.native_s - before_s) / len(spans_s)
+    layers = generator.runtime.model.num_moe_layers
+    parts = {
+        "all": whole_s,
+        "native ops": native_s,
+        "the host": whole_s - native_s,
+        "the host, a layer": (whole_s - native_s) / layers,
+    }
+    return [
+        {
+            "pass": "drafts and verifications, recorded",
+            "part": part,
+            "time_ms": seconds * 1e3,
+            "share": seconds / whole_s,
+            "passes": len(spans_s),
+        }
+        for part, seconds in parts.items()
+    ]
+
+
 def watch(runtime: Runtime, clock: PartClock) -> None:
     """Have a model's modules tell the clock when they are entered and left, for good."""
 
@@ -193,7 +238,7 @@ def run(model: str, settings: StepSettings, progress: Progress | None = None) ->
     generator, clock = load(graphs="none"), PartClock()
     runtime = generator.runtime
     alone = runtime.device.type != "cpu" and kernel is ops.moe_int4
-    launched, recorded = None, None
+    launched, recorded, listed = None, None, []
     if runtime.draft_backend is not None:
         runtime.draft_backend.kernel = kernel
     try:
@@ -211,6 +256,13 @@ def run(model: str, settings: StepSettings, progress: Progress | None = None) ->
             recorded = drafting(generator, prompts, settings.max_new_tokens, progress)
         finally:
             generator.close()
+    elif runtime.device.type == "cpu" and kernel is ops.moe_int4:
+        generator = load(graphs="auto")
+        try:
+            runs_of(generator, prompts[-1:], settings.max_new_tokens)
+            listed = recorded_passes(generator, prompts, settings.max_new_tokens, progress)
+        finally:
+            generator.close()
     outside = {"draft token": "draft_s", "verification": "verify_s"}
     rows = [
         drafted.row(launched)
@@ -222,7 +274,7 @@ def run(model: str, settings: StepSettings, progress: Progress | None = None) ->
             whole_s = sum(run.total(name) for run in runs) / len(passes)
             stall_s = sum(run.total("stall_s") for run in runs) / len(passes)
             rows += summarise(kind, passes, whole_s, stall_s if kind == "verification" else 0.0)
-    return Report("step", model, settings.as_json(), rows)
+    return Report("step", model, settings.as_json(), rows + listed)
 
 
 def summarise(

@@ -44,3 +44,5 @@ SPEQ_EXPORT const OpList::Passed *speq_op_list_passed(const OpList *list, std::i
   *count = std::int64_t(list->passed().size());
   return list->passed().data();
 }
+
+SPEQ_EXPORT double speq_op_list_ran_s(const OpList *list) { return list->ran_s(); }

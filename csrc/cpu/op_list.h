@@ -38,6 +38,26 @@ public:
 
   // Runs from an index to the next stop. Returns the index of what follows it; 0 at the end.
   std::int64_t run(std::int64_t start, std::int64_t first, bool straight) {
+    const double begun_s = now_s();
+    const std::int64_t following = run_on(start, first, straight);
+    ran_s_ += now_s() - begun_s;
+    return following;
+  }
+
+  // Seconds that ops have run, in all.
+  double ran_s() const { return ran_s_; }
+
+  // A gate that a run passed: the index of what follows it, and when its part ran.
+  struct Passed {
+    std::int64_t following;
+    double start_s, end_s;
+  };
+
+  // Of the last run from the start.
+  const std::vector<Passed> &passed() const { return passed_; }
+
+private:
+  std::int64_t run_on(std::int64_t start, std::int64_t first, bool straight) {
     if (first == 0) {
       passed_.clear();
     }
@@ -68,16 +88,6 @@ public:
     return 0;
   }
 
-  // A gate that a run passed: the index of what follows it, and when its part ran.
-  struct Passed {
-    std::int64_t following;
-    double start_s, end_s;
-  };
-
-  // Of the last run from the start.
-  const std::vector<Passed> &passed() const { return passed_; }
-
-private:
   enum class Kind { op, stop, gate, end };
 
   struct Entry {
@@ -105,6 +115,7 @@ private:
 
   std::vector<Entry> entries_;
   std::vector<Passed> passed_;
+  double ran_s_ = 0.0;
 };
 
 // The list that ops of this thread are added to, in place of being run; null: they are run.

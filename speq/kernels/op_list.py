@@ -73,6 +73,11 @@ class OpList:
             raise RuntimeError(self._message.value.decode(errors="replace"))
         return following
 
+    @property
+    def ran_s(self) -> float:
+        """Seconds that ops have run, in all runs."""
+        return float(_functions().speq_op_list_ran_s(self._list))
+
     def passed(self) -> list[tuple[int, float, float]]:
         """The gates that the last run passed: the index of what follows each, and when its part
         began and ended, in seconds of perf_counter.
@@ -94,6 +99,7 @@ class _Passed(ctypes.Structure):
 def _functions() -> Any:
     functions = library.cpu_library()
     functions.speq_op_list_new.restype = ctypes.c_void_p
+    functions.speq_op_list_ran_s.restype = ctypes.c_double
     functions.speq_op_list_passed.restype = ctypes.POINTER(_Passed)
     functions.speq_op_list_gate.argtypes = [
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)

@@ -155,6 +155,12 @@ class DecoderRecordings:
         self._by_cache: WeakKeyDictionary[KVCache, CacheRecordings] = WeakKeyDictionary()
         self._why_not: str | None = None
 
+    @property
+    def native_s(self) -> float:
+        """Seconds that native ops of the recordings have run."""
+        held = [each for kept in self._by_cache.values() for each in kept.passes.values()]
+        return sum(each.recorder.ops.ran_s for each in held)
+
     def forget(self) -> None:
         """Free all recordings, and what they hold: buffers, KV caches and slots."""
         self._by_cache.clear()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from speq.kernels import decoder_ops
+from speq.kernels.decoder_ops import RMSNorm
 from speq.kernels.delta_rule import DeltaSizes, mix_inputs
 from speq.layers.arguments import find_cache
 from speq.models.conv_inputs import windows_in
@@ -39,6 +41,8 @@ class DeltaNet:
         # transformers' rule for many tokens at a time.
         family = importlib.import_module(type(module).__module__)
         self._chunked = family.torch_chunk_gated_delta_rule
+        # -exp(A_log) [value heads] in float32: made at the first pass.
+        self._rates: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -54,7 +58,9 @@ class DeltaNet:
         module = self._module
         cache = find_cache(self, given)
         inputs, gate, b, a = self._project(hidden_states)
-        decays = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
+        if self._rates is None:
+            self._rates = -module.A_log.float().exp()
+        decays = self._rates * functional.softplus(a.float() + module.dt_bias)
         rows = DeltaRows(inputs, decays, b.sigmoid().float())
         if cache is None:
             attended = self._alone(rows)
@@ -62,9 +68,18 @@ class DeltaNet:
             attended = cache.layers[module.layer_idx].run(rows, self)
         attended = attended.to(hidden_states.dtype)
         shape = attended.shape
-        made = module.norm(attended.flatten(0, 1), gate.reshape(-1, shape[-1]))
+        made = self._gated_norm(attended.flatten(0, 1), gate.reshape(-1, shape[-1]))
         out: Tensor = module.out_proj(made.view(shape).flatten(1)[None])
         return out
+
+    def _gated_norm(self, rows: Tensor, gates: Tensor) -> Tensor:
+        """Norm of heads [N, value width], times the SiLU of their gates."""
+        norm = self._module.norm
+        if not decoder_ops.takes(rows):
+            normed: Tensor = norm(rows, gates)
+            return normed
+        normed = decoder_ops.rms_norm(rows, RMSNorm(norm.weight, norm.variance_epsilon))
+        return (normed * functional.silu(gates.float())).to(rows.dtype)
 
     def prompt(self, windows: Tensor, rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
         """Run many tokens after a state. Return [T, value heads, value width] float32 and the new

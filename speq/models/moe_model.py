@@ -127,9 +127,10 @@ class MoEModel:
             install_fused_decoder(hf_model, family, self._states, kinds, ahead)
         decoder = hf_model.model.forward
         self._fused = isinstance(decoder, FusedDecoder)
-        self._recordings = None
+        # Of passes of few tokens of one sequence, on the CPU; None: there are none.
+        self.recordings: DecoderRecordings | None = None
         if recorded and isinstance(decoder, FusedDecoder) and decoder.ends_here:
-            self._recordings = DecoderRecordings(decoder, self._switch)
+            self.recordings = DecoderRecordings(decoder, self._switch)
 
     @property
     def nbytes(self) -> int:
@@ -246,8 +247,8 @@ class MoEModel:
             span.cache.begin_pass(span.tree, prefill)
         if self._fused and packed.shape[1] <= MAX_LINEAR_ROWS:
             with self.using(backend):
-                if self._recordings is not None and len(spans) == 1 and not prefill:
-                    hidden = self._recordings.run(backend, spans[0], packed, self._windows)
+                if self.recordings is not None and len(spans) == 1 and not prefill:
+                    hidden = self.recordings.run(backend, spans[0], packed, self._windows)
                     if hidden is not None:
                         return hidden[None]
                 windows = AttentionWindows(spans, self._windows)
@@ -321,8 +322,8 @@ class MoEModel:
 
     def forget_recordings(self) -> None:
         """Free the recorded passes, whose KV caches and experts are given back."""
-        if self._recordings is not None:
-            self._recordings.forget()
+        if self.recordings is not None:
+            self.recordings.forget()
 
     def _send(self, values: Tensor) -> Tensor:
         """Copy a tensor from the host to where the model computes."""

@@ -57,7 +57,9 @@ def test_stops_and_where_runs_go_on() -> None:
     assert ops.run(0, 0) == stop
     assert [each[0, 0].item() for each in rows] == [7.0, 7.0, 2.0, 3.0]
     rows[1].fill_(9.0)
+    before_s = ops.ran_s
     assert ops.run(0, stop) == 0
+    assert 0 < before_s < ops.ran_s
     assert [each[0, 0].item() for each in rows] == [7.0, 9.0, 9.0, 9.0]
 
 

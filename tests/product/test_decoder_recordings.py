@@ -30,9 +30,9 @@ def both(model: MoEModel, backend: SomeExperts, tokens: SequenceTokens) -> tuple
     has them.
     """
     recorded = model.forward(backend, [tokens])
-    recordings, model._recordings = model._recordings, None
+    recordings, model.recordings = model.recordings, None
     walked = model.forward(backend, [tokens])
-    model._recordings = recordings
+    model.recordings = recordings
     return recorded, walked
 
 
@@ -46,8 +46,8 @@ def keep_stats(told: list[dict[str, Any]], reason: str, stats: dict[str, Any]) -
 
 
 def count_of(model: MoEModel, cache: KVCache) -> int:
-    assert model._recordings is not None
-    return len(model._recordings._by_cache[cache].passes)
+    assert model.recordings is not None
+    return len(model.recordings._by_cache[cache].passes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,10 +86,10 @@ def test_features_of_recorded_passes(tiny: Callable[[str], Path]) -> None:
     for at in range(PASSES):
         tokens = SequenceTokens(cache, [at, at + 1, 3 * at])
         features = []
-        for recordings in (model._recordings, None):
-            kept, model._recordings = model._recordings, recordings
+        for recordings in (model.recordings, None):
+            kept, model.recordings = model.recordings, recordings
             features.append(model.features(model.forward(backend, [tokens])[0]))
-            model._recordings = kept
+            model.recordings = kept
         assert features[0].shape == (3, 128)
         assert torch.equal(*features)
     assert count_of(model, cache) == 1
@@ -187,7 +187,7 @@ def test_runs_by_recordings_are_runs_without(
                 on_finish=keep,
             )
         ]
-        recordings = generator.runtime.model._recordings
+        recordings = generator.runtime.model.recordings
         assert (recordings is not None) == (graphs == "auto")
         assert recordings is None or recordings._why_not is None
         # What has arrived when it is asked for depends on the disk, unless all of it has.
