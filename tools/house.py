@@ -126,23 +126,22 @@ def help_rows(*command: str) -> list[str]:
 def step_figures() -> tuple[int, int]:
     """Run the bundled model: own frames from `generate` to a native op, and classes of a step.
 
-    Frames are those of a decode step without a draft. Classes are the product's own of which a
-    decode step with a draft made an instance.
+    Frames are those of a decode step without a draft, whose passes are recorded. Classes are the
+    product's own of which a decode step with a draft made an instance.
     """
-    from speq.experts.slots import SlotExperts
     from speq.generator import Generator
-    from speq.kernels import library
+    from speq.kernels.op_list import OpList
 
     depths: list[int] = []
     made: set[type] = set()
-    call = library.call
+    run = OpList.run
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         stack = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))]
         own = [code for code in stack if code.co_filename.startswith(OWN)]
-        if {SlotExperts.run.__code__, Generator.generate.__code__} <= {*own}:
-            depths.append(own.index(Generator.generate.__code__) + 2)  # and `call` itself
-        return call(*arguments)
+        if Generator.generate.__code__ in own:
+            depths.append(own.index(Generator.generate.__code__) + 2)  # and `run` itself
+        return run(*arguments, **options)
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -155,14 +154,16 @@ def step_figures() -> tuple[int, int]:
     def generator(drafter: str) -> Generator:
         return Generator.from_pretrained(str(MODEL), BUDGET, drafter=drafter, profile="none")
 
-    with mock.patch.object(library, "call", counted):
+    with mock.patch.object(OpList, "run", counted):
         plain = generator("none")
         plain.generate("Once upon a time", max_new_tokens=TOKENS)
         plain.close()
     drafting = generator("int4")
-    with drafting.with_draft_length(4), drafting.batch(64) as batch:
-        batch.add(drafting.prepare("Once upon a time", None, {"max_new_tokens": 2 * TOKENS}))
-        for _ in range(3):  # prefill, and a step that fills caches
+    with drafting.with_draft_length(4), drafting.batch(256) as batch:
+        batch.add(
+            drafting.prepare("Once upon a time", None, {"max_new_tokens": 200, "ignore_eos": True})
+        )
+        for _ in range(8):  # prefill, and steps that fill caches and are recorded
             batch.step(4)
         sys.setprofile(watch)
         batch.step(4)
