@@ -37,6 +37,8 @@ LATENT_ATTENTIONS = frozenset(
 INTERLEAVED = frozenset({"DeepseekV2Attention"})
 # Their cos and sin are for half a head; the other half uses the same ones.
 HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
+# They take positions [3, 1, P] in time, height and width, which are alike in text.
+GRID_TURNS = frozenset({"Qwen3_5MoeTextRotaryEmbedding"})
 # They return complex numbers in place of cos and sin.
 COMPLEX_TURNS = frozenset({"DeepseekV2RotaryEmbedding"})
 NORMS = frozenset(

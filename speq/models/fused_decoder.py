@@ -19,6 +19,7 @@ from speq.kernels.decoder_ops import Positions
 from speq.layers.arguments import refuse_unknown
 from speq.layers.fused_modules import (
     COMPLEX_TURNS,
+    GRID_TURNS,
     HALF_TURNS,
     DecodeBatch,
     DecodeSpan,
@@ -232,6 +233,12 @@ def cos_and_sin(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         turns = rotary_emb(like, position_ids=position_ids)
         return turns.real.contiguous(), turns.imag.contiguous()
 
+    def of_grids(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary_emb(like, position_ids=position_ids.expand(3, 1, -1))
+        return cos, sin
+
+    if name in GRID_TURNS:
+        return of_grids
     if name in COMPLEX_TURNS:
         return of_complex
     turns: Callable[..., tuple[Tensor, Tensor]] = rotary_emb
