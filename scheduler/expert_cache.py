@@ -79,6 +79,12 @@ class ExpertCache:
                 self.used[key.layer] += 1
         return slot
 
+    def count_used(self, layer: int, experts: Iterable[int]) -> None:
+        """Count a use of resident experts of a policy that keeps all."""
+        if self._unused:
+            for expert in experts:
+                self.lookup(ExpertKey(layer, expert))
+
     def claim(self, layer: int, ahead: bool = False) -> int | None:
         """Claim a slot for an expert of `layer`, evicting if necessary; None if nothing can go.
 

@@ -39,6 +39,7 @@ class ResidentSlots:
         recorder = self._recorder
         for layer, route, start_s, end_s in layers:
             self._lookahead.observe(layer, route)
-            asked = len(route.ids[0]) if len(route.ids) == 1 else len(route.experts)
-            recorder.served(layer, requests=asked, hits=asked)
+            experts = route.ids[0] if len(route.ids) == 1 else route.experts
+            self._loader.cache.count_used(layer, experts)
+            recorder.served(layer, requests=len(experts), hits=len(experts))
             recorder.add(TimeSpan("layer", start_s, end_s, layer))

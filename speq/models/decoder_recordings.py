@@ -80,7 +80,7 @@ class RecordedExperts:
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         backend, issued = self._backend, self._issued
-        if issued is None:
+        if issued is None or not route.topk_ids.is_contiguous():  # a gate reads them as they lie
             return self._cut(layer, hidden_states, route)
         self._recorder.keep(route.topk_ids)
         self._recorder.keep(route.topk_weights)
