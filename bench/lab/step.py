@@ -259,7 +259,7 @@ def run(model: str, settings: StepSettings, progress: Progress | None = None) ->
     elif runtime.device.type == "cpu" and kernel is ops.moe_int4:
         generator = load(graphs="auto")
         try:
-            runs_of(generator, prompts[-1:], settings.max_new_tokens)
+            runs_of(generator, prompts, settings.max_new_tokens)  # which records their passes
             listed = recorded_passes(generator, prompts, settings.max_new_tokens, progress)
         finally:
             generator.close()

@@ -99,7 +99,7 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
                   "hidden_states and out must be matrices of one shape, gate_up and down experts "
                   "in as many base slots");
   check(topk_ids, "topk_ids", 2, ScalarType::Long);
-  check(topk_weights, "topk_weights", 2, topk_weights.scalar_type());
+  check(topk_weights, "topk_weights", 2, ScalarType::Float);
   check(base_slots, "base_slots", 1, ScalarType::Long);
   const std::int64_t rows = hidden_states.size(0), hidden_size = hidden_states.size(1);
   STD_TORCH_CHECK(topk_ids.size(0) == rows && topk_weights.size(0) == rows &&
@@ -122,13 +122,12 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
     return;
   }
   const Buffer<float> values = to_floats(hidden_states, "hidden_states");
-  const Buffer<float> weights = to_floats(topk_weights, "topk_weights");
   const MoeInt4Problem problem{
       rows,
       topk_ids.size(1),
       values.data(),
       ids_of(topk_ids),
-      weights.data(),
+      static_cast<const float *>(topk_weights.const_data_ptr()),
       ids_of(base_slots),
       num_slots,
       int4_slots(gate_up_qweight, gate_up_scales, 2 * width, hidden_size, "gate_up"),

@@ -269,7 +269,7 @@ def moe_int4(
     added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, width)
     if hidden_states.dtype == torch.float64:
         added = tuple(bias.float() for bias in added)
-    weights = topk_weights if topk_weights.is_cpu else topk_weights.float()
+    weights = topk_weights.float()
     out = torch.empty_like(hidden_states)
     top_k = topk_ids.shape[1]
     for rows, ids, part, target in row_blocks(top_k, hidden_states, topk_ids, weights, out):

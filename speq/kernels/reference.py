@@ -153,7 +153,7 @@ def moe_int4_out(
 ) -> None:
     """Run rows through INT4 experts and sum them (MoE-SpeQ 3.4.3).
 
-    hidden_states  [T, H]; topk_ids [T, K] int64, topk_weights [T, K]
+    hidden_states  [T, H]; topk_ids [T, K] int64, topk_weights [T, K] float32
     base_slots     [E] int64: base slot of each expert's codes
     gate_up_*      qweight [N, 2F, H / 2] and scales [N, 2F, H / group_size] of N base slots
     down_*         qweight [N, H, F / 2] and scales [N, H, F / group_size]

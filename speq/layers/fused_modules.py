@@ -201,6 +201,26 @@ class FusedMixer(ABC):
         """Attend: the results of all heads, [T, heads * V]."""
 
 
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, heads: Heads, batch: DecodeBatch, layer: int
+) -> Tensor:
+    """Attend sequence by sequence over what `layer` caches: [T, heads * D]."""
+    mixed = torch.empty_like(queries)
+    alone = len(batch.sequences) == 1
+    for sequence in batch.sequences:
+        decoder_ops.attention(
+            queries if alone else queries[sequence.rows],
+            keys if alone else keys[sequence.rows],
+            values if alone else values[sequence.rows],
+            heads,
+            sequence.positions,
+            batch.window,
+            sequence.layers[layer].row,
+            mixed if alone else mixed[sequence.rows],
+        )
+    return mixed
+
+
 @dataclass(slots=True, eq=False)
 class FusedAttention(FusedMixer):
     """Attention over heads of keys and values."""
@@ -210,20 +230,7 @@ class FusedAttention(FusedMixer):
 
     def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
         queries, keys, values = (project(hidden_states) for project in self.projections)
-        mixed = torch.empty_like(queries)
-        for sequence in batch.sequences:
-            alone = len(batch.sequences) == 1
-            decoder_ops.attention(
-                queries if alone else queries[sequence.rows],
-                keys if alone else keys[sequence.rows],
-                values if alone else values[sequence.rows],
-                self.heads,
-                sequence.positions,
-                batch.window,
-                sequence.layers[self.layer].row,
-                mixed if alone else mixed[sequence.rows],
-            )
-        return mixed
+        return attend(queries, keys, values, self.heads, batch, self.layer)
 
 
 @dataclass(slots=True, eq=False)
@@ -247,18 +254,7 @@ class FusedGatedAttention(FusedMixer):
         queries, gates = (part.contiguous().view(-1, width) for part in parts)
         queries = decoder_ops.rms_norm(queries, self.norms[0]).view(rows, -1)
         keys = decoder_ops.rms_norm(keys.view(-1, width), self.norms[1]).view(rows, -1)
-        mixed = torch.empty_like(queries)
-        for sequence in batch.sequences:
-            decoder_ops.attention(
-                queries[sequence.rows],
-                keys[sequence.rows],
-                values[sequence.rows],
-                Heads(self.scale),
-                sequence.positions,
-                batch.window,
-                sequence.layers[self.layer].row,
-                mixed[sequence.rows],
-            )
+        mixed = attend(queries, keys, values, Heads(self.scale), batch, self.layer)
         return mixed * gates.view(rows, -1).sigmoid()
 
 

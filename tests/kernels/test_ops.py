@@ -398,29 +398,6 @@ def raw_arguments(op: str) -> list[Any]:
     }[op]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_of_a_route_in_any_dtype(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    filled = {
-        name: torch.randint(256, part.shape, generator=generator).to(part.dtype)
-        if part.dtype == torch.uint8
-        else torch.full_like(part, 0.05)
-        for name, part in BANK.items()
-        if name != "input_perm"
-    }
-    arguments = raw_arguments("moe_int4")
-    arguments[4:9] = [*filled.values(), None]
-    arguments[0] = torch.randn(3, 64, generator=generator)
-    found = []
-    weights = torch.rand(3, 2, generator=generator).to(dtype)
-    for given in (weights, weights.float()):
-        arguments[2], arguments[-1] = given, torch.zeros(3, 64)
-        torch.ops.speq.moe_int4_out(*arguments)
-        found.append(arguments[-1])
-    assert found[0].abs().min() > 0
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize(
     ("op", "at", "value"),
     [
@@ -504,7 +481,7 @@ def test_weights_of_a_route_in_any_dtype(dtype: torch.dtype) -> None:
         ("moe_int4", 1, torch.zeros(2, 2).long()),
         ("moe_int4", 1, torch.zeros(3, 2).int()),
         ("moe_int4", 2, torch.zeros(3, 1)),
-        ("moe_int4", 2, torch.zeros(3, 2).long()),
+        ("moe_int4", 2, torch.zeros(3, 2).double()),
         ("moe_int4", 3, torch.zeros(5).int()),
         ("moe_int4", 4, torch.zeros(4, 16, 32).byte()),
         ("moe_int4", 4, torch.zeros(5, 14, 32).byte()),
