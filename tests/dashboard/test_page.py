@@ -333,9 +333,9 @@ def test_themes(browser: Any, alone: Callable[[str], Path]) -> None:
             page.page.evaluate("speqPage.show([])")
     with opened(browser, alone("bars"), scheme="light") as page:
         page.page.emulate_media(color_scheme="dark")
-        page.page.wait_for_function(
+        page.wait_until(
             "rgb => document.querySelector('#panel-bars .chart').data[0].marker.color === rgb",
-            arg=rgb(colours["draft"][1]),
+            rgb(colours["draft"][1]),
         )
         assert page.errors == []
 
@@ -378,8 +378,8 @@ PARTS_THAT_STICK_OUT = """() => {
 def test_charts_follow_the_window(browser: Any, sample: Path) -> None:
     with opened(browser, sample, width_px=1400) as page:
         page.page.set_viewport_size({"width": 500, "height": 900})
-        page.page.wait_for_function(
-            "[...document.querySelectorAll('.chart')].filter(chart => chart.layout)"
+        page.wait_until(
+            "() => [...document.querySelectorAll('.chart')].filter(chart => chart.layout)"
             ".every(chart => chart.layout.width === chart.clientWidth && chart.clientWidth < 500)"
         )
         assert page.overflow_px() <= 0

@@ -49,6 +49,26 @@ class Opened:
         )
         return rows
 
+    def wait_until(self, condition: str, argument: Any = None) -> None:
+        """Wait for a condition, a function of JavaScript, to be true of `argument`.
+
+        The page compiles it once: Playwright's `wait_for_function` compiles it at every look,
+        which a page whose policy forbids `eval` refuses from the second look on.
+        """
+        self.page.evaluate(
+            f"""argument => new Promise((resolve, reject) => {{
+              const condition = {condition};
+              const end_ms = performance.now() + {PATIENCE_MS};
+              const look = () => {{
+                if (condition(argument)) resolve();
+                else if (performance.now() > end_ms) reject(new Error("never: " + condition));
+                else requestAnimationFrame(look);
+              }};
+              look();
+            }})""",
+            argument,
+        )
+
     def overflow_px(self) -> int:
         """By how much the page is wider than the window."""
         return int(
