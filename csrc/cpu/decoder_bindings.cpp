@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <utility>
 #include <vector>
 
 #include "cpu/norm.h"
 #include "cpu/op_list.h"
+#include "cpu/rotary.h"
 #include "cpu/tensors.h"
 
 namespace {
@@ -75,7 +77,81 @@ void rank(Ranked &ranked, std::int64_t count) {
   std::sort(ranked.begin(), ranked.begin() + count - 1, above);
 }
 
-void route_out(Tensor logits, bool normalised, Tensor topk_weights, Tensor topk_ids) {
+// value in a word of `type`.
+float rounded_as(Word type, float value) {
+  with_type(type, [&](auto word) { value = rounded_to<decltype(word)>(value); });
+  return value;
+}
+
+// How a router chooses by its logits; speq/kernels/decoder_ops.py says what its fields mean.
+struct RouterRule {
+  bool sigmoid, rounded, divided;
+  std::int64_t groups, kept_groups, group_best;
+  float added, scale;
+};
+
+// Logits to scores: sigmoids, or their softmax.
+void score(std::vector<float> &values, bool sigmoid) {
+  if (sigmoid) {
+    for (float &value : values) {
+      value = 1.0f / (1.0f + std::exp(-value));
+    }
+    return;
+  }
+  const float most = *std::max_element(values.begin(), values.end());
+  for (float &value : values) {
+    value = std::exp(value - most);
+  }
+  const float sum = std::accumulate(values.begin(), values.end(), 0.0f);
+  for (float &value : values) {
+    value /= sum;
+  }
+}
+
+// Leaves only the experts of the best groups to choose from: those with the largest sums of their
+// best choices. Other sigmoids are never chosen; other shares of a softmax become 0.
+void keep_groups(const RouterRule &rule, std::vector<float> &scores, std::vector<float> &choices) {
+  const std::int64_t size = std::int64_t(choices.size()) / rule.groups;
+  Ranked groups, members;
+  for (std::int64_t group = 0; group < rule.groups; ++group) {
+    members.clear();
+    for (std::int64_t expert = group * size; expert < (group + 1) * size; ++expert) {
+      members.emplace_back(choices[expert], expert);
+    }
+    rank(members, rule.group_best);
+    float sum = 0.0f;
+    for (std::int64_t i = 0; i < rule.group_best; ++i) {
+      sum += members[i].first;
+    }
+    groups.emplace_back(sum, group);
+  }
+  rank(groups, rule.kept_groups);
+  std::vector<bool> kept(rule.groups, false);
+  for (std::int64_t i = 0; i < rule.kept_groups; ++i) {
+    kept[groups[i].second] = true;
+  }
+  for (std::size_t expert = 0; expert < choices.size(); ++expert) {
+    if (!kept[std::int64_t(expert) / size]) {
+      choices[expert] = rule.sigmoid ? -std::numeric_limits<float>::infinity() : 0.0f;
+      scores[expert] = rule.sigmoid ? scores[expert] : 0.0f;
+    }
+  }
+}
+
+const float *floats_for_experts(const std::optional<Tensor> &tensor, const char *name,
+                                std::int64_t experts) {
+  if (!tensor.has_value()) {
+    return nullptr;
+  }
+  check(*tensor, name, 1, ScalarType::Float);
+  STD_TORCH_CHECK(tensor->size(0) == experts, name, " must be [E] of logits [T, E]");
+  return static_cast<const float *>(tensor->const_data_ptr());
+}
+
+void route_out(Tensor logits, std::optional<Tensor> bias, std::optional<Tensor> factors,
+               bool sigmoid, bool rounded, bool divided, std::int64_t groups,
+               std::int64_t kept_groups, std::int64_t group_best, double added, double scale,
+               Tensor topk_weights, Tensor topk_ids) {
   check(logits, "logits", 2, logits.scalar_type());
   check(topk_weights, "topk_weights", 2, topk_weights.scalar_type());
   check(topk_ids, "topk_ids", 2, ScalarType::Long);
@@ -83,40 +159,85 @@ void route_out(Tensor logits, bool normalised, Tensor topk_weights, Tensor topk_
   STD_TORCH_CHECK(topk_ids.size(0) == rows && topk_weights.size(0) == rows &&
                       topk_weights.size(1) == top_k && top_k > 0 && top_k <= experts,
                   "topk_weights and topk_ids must be [T, K] of logits [T, E], K from 1 to E");
-  std::vector<float> probs(experts);
+  STD_TORCH_CHECK(groups > 0 && experts % groups == 0 && kept_groups > 0 && kept_groups <= groups &&
+                      group_best > 0 && (groups == 1 || group_best <= experts / groups),
+                  "groups must divide the experts, and their best and those kept be among them");
+  const RouterRule rule{sigmoid,     rounded,    divided,      groups,
+                        kept_groups, group_best, float(added), float(scale)};
+  const float *biases = floats_for_experts(bias, "bias", experts);
+  const float *scales = floats_for_experts(factors, "factors", experts);
+  const Word type = word_of(logits, "logits");
+  const auto round = [&](float value) { return rule.rounded ? rounded_as(type, value) : value; };
+  std::vector<float> scores(experts), choices(experts);
   Ranked ranked;
   for (std::int64_t row = 0; row < rows; ++row) {
-    with_type(word_of(logits, "logits"), [&](auto type) {
-      const auto *words = static_cast<const decltype(type) *>(logits.const_data_ptr());
-      std::transform(words + row * experts, words + (row + 1) * experts, probs.begin(),
-                     [](auto word) { return to_float(word); });
+    with_type(type, [&](auto word) {
+      const auto *words = static_cast<const decltype(word) *>(logits.const_data_ptr());
+      std::transform(words + row * experts, words + (row + 1) * experts, scores.begin(),
+                     [](auto each) { return to_float(each); });
     });
-    const float most = *std::max_element(probs.begin(), probs.end());
-    for (float &prob : probs) {
-      prob = std::exp(prob - most);
+    score(scores, rule.sigmoid);
+    std::transform(scores.begin(), scores.end(), scores.begin(), round);
+    for (std::int64_t expert = 0; expert < experts; ++expert) {
+      choices[expert] = scores[expert] + (biases == nullptr ? 0.0f : biases[expert]);
     }
-    const float sum = std::accumulate(probs.begin(), probs.end(), 0.0f);
+    if (rule.groups > 1) {
+      keep_groups(rule, scores, choices);
+    }
     ranked.clear();
     for (std::int64_t expert = 0; expert < experts; ++expert) {
-      ranked.emplace_back(probs[expert] / sum, expert);
+      ranked.emplace_back(choices[expert], expert);
     }
     rank(ranked, top_k);
     float total = 1.0f;
-    if (normalised) {
+    if (rule.divided) {
       total = 0.0f;
       for (std::int64_t k = 0; k < top_k; ++k) {
-        total += ranked[k].first;
+        total += scores[ranked[k].second];
       }
+      total = round(round(total) + rule.added);
     }
-    with_type(word_of(topk_weights, "topk_weights"), [&](auto type) {
-      auto *weights = static_cast<decltype(type) *>(topk_weights.mutable_data_ptr()) + row * top_k;
+    with_type(word_of(topk_weights, "topk_weights"), [&](auto word) {
+      auto *weights = static_cast<decltype(word) *>(topk_weights.mutable_data_ptr()) + row * top_k;
       auto *ids = static_cast<std::int64_t *>(topk_ids.mutable_data_ptr()) + row * top_k;
       for (std::int64_t k = 0; k < top_k; ++k) {
-        store(ranked[k].first / total, weights[k]);
-        ids[k] = ranked[k].second;
+        const std::int64_t expert = ranked[k].second;
+        const float weight = round(scores[expert] / total) * rule.scale;
+        store(scales == nullptr ? weight : weight * scales[expert], weights[k]);
+        ids[k] = expert;
       }
     });
   }
+}
+
+// Rotates heads of rows in place.
+void rotate_out(Tensor rows, std::int64_t width, Tensor cos, Tensor sin, bool interleaved) {
+  const ScalarType type = rows.scalar_type();
+  check(rows, "rows", 2, type);
+  for (const Tensor *tensor : {&cos, &sin}) {
+    check(*tensor, "cos and sin", 2, interleaved ? ScalarType::Float : type);
+  }
+  const std::int64_t count = rows.size(0), columns = cos.size(1);
+  const std::int64_t rotary = interleaved ? 2 * columns : columns;
+  STD_TORCH_CHECK(width > 0 && rows.size(1) % width == 0 && rotary % 2 == 0 && rotary <= width &&
+                      cos.size(0) == count && sin.size(0) == count && sin.size(1) == columns,
+                  "cos and sin must have a row for each of rows, no wider than a head");
+  with_type(word_of(rows, "rows"), [&](auto word) {
+    using Type = decltype(word);
+    auto *words = static_cast<Type *>(rows.mutable_data_ptr());
+    for (std::int64_t row = 0; row < count; ++row) {
+      for (std::int64_t head = 0; head < rows.size(1); head += width) {
+        Type *turned = words + row * rows.size(1) + head;
+        if (interleaved) {
+          rotate_pairs(turned, static_cast<const float *>(cos.const_data_ptr()) + row * columns,
+                       static_cast<const float *>(sin.const_data_ptr()) + row * columns, rotary);
+        } else {
+          rotate_halves(turned, static_cast<const Type *>(cos.const_data_ptr()) + row * columns,
+                        static_cast<const Type *>(sin.const_data_ptr()) + row * columns, rotary);
+        }
+      }
+    }
+  });
 }
 
 void combine_out(Tensor outputs, Tensor topk_weights, Tensor out) {
@@ -160,5 +281,6 @@ void combine_out(Tensor outputs, Tensor topk_weights, Tensor out) {
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
   m.impl("rms_norm_out", SPEQ_BOX(rms_norm_out));
   m.impl("route_out", SPEQ_BOX(route_out));
+  m.impl("rotate_out", SPEQ_BOX(rotate_out));
   m.impl("combine_out", SPEQ_BOX(combine_out));
 }

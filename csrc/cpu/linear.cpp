@@ -29,12 +29,18 @@ void Linear::run(std::int64_t begin, std::int64_t end) const {
   with_type(problem_.word, [&](auto type) {
     using Type = decltype(type);
     const auto *bias = static_cast<const Type *>(problem_.bias);
-    auto *out = static_cast<Type *>(problem_.out);
-    for (std::int64_t r = 0; r < problem_.rows; ++r) {
-      for (std::int64_t n = 0; n < outputs; ++n) {
-        const float added = bias == nullptr ? 0.0f : to_float(bias[begin + n]);
-        store(value_rows[r][n] + added, out[r * problem_.outputs + begin + n]);
+    const auto write = [&](auto *out) {
+      for (std::int64_t r = 0; r < problem_.rows; ++r) {
+        for (std::int64_t n = 0; n < outputs; ++n) {
+          const float added = bias == nullptr ? 0.0f : to_float(bias[begin + n]);
+          store(value_rows[r][n] + added, out[r * problem_.outputs + begin + n]);
+        }
       }
+    };
+    if (problem_.results == Word::float32) {
+      write(static_cast<float *>(problem_.out));
+    } else {
+      write(static_cast<Type *>(problem_.out));
     }
   });
 }

@@ -11,7 +11,8 @@ namespace speq::cpu {
 struct LinearProblem {
   std::int64_t rows, columns, outputs;
   Word weights;       // of the matrix [outputs, columns]
-  Word word;          // of everything else
+  Word word;          // of inputs and bias
+  Word results;       // of out: that word, or float32
   const void *inputs; // [rows, columns]
   const void *bias;   // [outputs] or null
   void *out;          // [rows, outputs]

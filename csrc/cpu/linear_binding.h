@@ -11,7 +11,7 @@ inline void run_linear(const Tensor &inputs, std::int64_t outputs, Word weights,
                        const std::optional<Tensor> &bias, Tensor &out, DotRows dot) {
   const ScalarType type = inputs.scalar_type();
   check(inputs, "inputs", 2, type);
-  check(out, "out", 2, type);
+  check(out, "out", 2, out.scalar_type() == ScalarType::Float ? ScalarType::Float : type);
   const std::int64_t rows = inputs.size(0), columns = inputs.size(1);
   STD_TORCH_CHECK(out.size(0) == rows && out.size(1) == outputs,
                   "out must be [R, N] of inputs [R, K] and a matrix [N, K]");
@@ -30,6 +30,7 @@ inline void run_linear(const Tensor &inputs, std::int64_t outputs, Word weights,
           outputs,
           weights,
           word,
+          word_of(out, "out"),
           inputs.const_data_ptr(),
           bias.has_value() ? bias->const_data_ptr() : nullptr,
           out.mutable_data_ptr(),

@@ -18,11 +18,13 @@ __all__ = [
     "Latents",
     "Positions",
     "RMSNorm",
+    "RouterRule",
     "add_rms_norm",
     "attention",
     "combine",
     "latent_attention",
     "rms_norm",
+    "rotate",
     "route",
     "takes",
 ]
@@ -86,6 +88,25 @@ class Positions:
     cos: Tensor
     sin: Tensor
     parents: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterRule:
+    """How a router chooses by its logits, as `reference_decoder.route_out` has it.
+
+    bias, factors  [E] float32
+    """
+
+    sigmoid: bool = False
+    divided: bool = False
+    scale: float = 1.0
+    bias: Tensor | None = None
+    added: float = 0.0
+    factors: Tensor | None = None
+    rounded: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 1
 
 
 def takes(tensor: Tensor) -> bool:
@@ -182,17 +203,33 @@ def latent_attention(
     )
 
 
-def route(
-    logits: Tensor, top_k: int, normalised: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Choose the `top_k` most likely experts by logits [T, E]: weights [T, K] in `dtype`, ids [T,
-    K] int64.
+def rotate(rows: Tensor, width: int, positions: Positions, interleaved: bool) -> None:
+    """Run `reference_decoder.rotate_out` over rows [T, heads * width], in place."""
+    library.call("rotate", rows, width, positions.cos, positions.sin, interleaved)
 
-    normalised  whether a row's weights are divided by their sum
-    """
+
+def route(
+    logits: Tensor, top_k: int, rule: RouterRule, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Choose `top_k` experts by logits [T, E]: weights [T, K] in `dtype`, ids [T, K] int64."""
     topk_weights = logits.new_empty(logits.shape[0], top_k, dtype=dtype)
     topk_ids = logits.new_empty(logits.shape[0], top_k, dtype=torch.int64)
-    library.call("route", logits, normalised, topk_weights, topk_ids)
+    library.call(
+        "route",
+        logits,
+        rule.bias,
+        rule.factors,
+        rule.sigmoid,
+        rule.rounded,
+        rule.divided,
+        rule.groups,
+        rule.kept_groups,
+        rule.group_best,
+        rule.added,
+        rule.scale,
+        topk_weights,
+        topk_ids,
+    )
     return topk_weights, topk_ids
 
 

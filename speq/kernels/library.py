@@ -138,8 +138,14 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "int start, int window, float scale, Tensor? parents, Tensor(c!) out) -> ()",
         reference_decoder.latent_attention_out,
     ),
+    "rotate": (
+        "(Tensor(a!) rows, int width, Tensor cos, Tensor sin, bool interleaved) -> ()",
+        reference_decoder.rotate_out,
+    ),
     "route": (
-        "(Tensor logits, bool normalised, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()",
+        "(Tensor logits, Tensor? bias, Tensor? factors, bool sigmoid, bool rounded, bool divided, "
+        "int groups, int kept_groups, int group_best, float added, float scale, "
+        "Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()",
         reference_decoder.route_out,
     ),
     "combine": (
@@ -197,7 +203,7 @@ CPU_ONLY = frozenset(
     {
         *("linear", "quantize_int4", "encode_lossless", "encode_residual"),
         *("encode_dense_lossless", "encode_dense_residual"),
-        *("rms_norm", "attention", "latent_attention", "route", "combine", "delta_rule"),
+        *("rms_norm", "rotate", "attention", "latent_attention", "route", "combine", "delta_rule"),
     }
 )
 

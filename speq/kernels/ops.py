@@ -179,8 +179,12 @@ class PlainExpert:
     input_perm: Tensor | None = None
 
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """Multiply inputs [..., K] by weight [N, K] and add bias [N]: [..., N], all in one dtype.
+
+    dtype  of the results: float32, or that of inputs; None: the latter
 
     The native kernel runs few rows on the CPU, which are bound by reading the weights. Its rows do
     not depend on one another. torch runs more rows, other devices and float64.
@@ -189,8 +193,10 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     rows = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
     few = 0 < rows <= MAX_LINEAR_ROWS and inputs.is_cpu
     if not few or inputs.dtype not in EXACT_DTYPES or weight.dtype != inputs.dtype:
+        if dtype is not None:
+            inputs, weight = inputs.to(dtype), weight.to(dtype)
         return many_rows.linear(inputs, weight, bias)
-    out = inputs.new_empty(rows, weight.shape[0])
+    out = inputs.new_empty(rows, weight.shape[0], dtype=dtype)
     if len(shape) == 2 and inputs.is_contiguous():
         library.call("linear", inputs, weight, bias, out)
         return out

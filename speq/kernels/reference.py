@@ -185,10 +185,11 @@ def moe_int4_out(
 
 
 def linear_out(inputs: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Multiply inputs [R, K] by weight [N, K] and add bias [N], into out [R, N]; accumulated in
-    float32.
+    """Multiply inputs [R, K] by weight [N, K] and add bias [N], into out [R, N] of their dtype or
+    of float32; accumulated in float32.
     """
-    out.copy_(F.linear(inputs, weight, bias))
+    inputs, weight = inputs.to(out.dtype), weight.to(out.dtype)
+    out.copy_(F.linear(inputs, weight, None if bias is None else bias.to(out.dtype)))
 
 
 def add_bias(rows: Tensor, biases: Tensor | None, expert: int) -> Tensor:

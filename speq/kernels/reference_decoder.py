@@ -207,17 +207,65 @@ def _rotate_columns(columns: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     return columns * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def route_out(logits: Tensor, normalised: bool, topk_weights: Tensor, topk_ids: Tensor) -> None:
-    """Write the most likely experts of rows of logits [T, E] to [T, K]: probabilities and int64
-    ids.
+def rotate_out(rows: Tensor, width: int, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Apply rotary embeddings to heads of `width` columns of rows [T, heads * D], in place.
 
-    normalised  whether a row's weights are divided by their sum
+    cos, sin     [T, R], of the first R columns of a head; or, interleaved, float32 [T, R / 2]
+    interleaved  neighbours are rotated as complex numbers, rounded once; else each column with the
+                 one R / 2 columns on, rounded after each operation
     """
-    probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    chances, ids = torch.topk(probs, topk_ids.shape[1], dim=-1)
-    if normalised:
-        chances = chances / chances.sum(dim=-1, keepdim=True)
-    topk_weights.copy_(chances)
+    rotary = 2 * cos.shape[1] if interleaved else cos.shape[1]
+    heads = rows.view(len(rows), -1, width).transpose(0, 1)
+    turned = _rotate_columns(heads[..., :rotary].clone(), cos, sin, interleaved)
+    heads[..., :rotary] = turned
+
+
+def route_out(
+    logits: Tensor,
+    bias: Tensor | None,
+    factors: Tensor | None,
+    sigmoid: bool,
+    rounded: bool,
+    divided: bool,
+    groups: int,
+    kept_groups: int,
+    group_best: int,
+    added: float,
+    scale: float,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+) -> None:
+    """Write the experts that a router chooses by rows of logits [T, E]: weights [T, K] and int64
+    ids [T, K].
+
+    bias     [E] float32 or None: added to the scores to choose by, and not to the weights
+    factors  [E] float32 or None: factor of each expert's weight
+    sigmoid  scores are sigmoids of logits; else their softmax
+    rounded  scores and weights are rounded to the dtype of logits after each operation; else they
+             are float32
+    divided  weights are divided by their sum and `added`
+    groups   equal parts of the experts; only those of `kept_groups` are chosen from, whose
+             `group_best` best experts have the largest sum
+    scale    factor of all weights
+    """
+    scores = logits.float().sigmoid() if sigmoid else torch.softmax(logits, -1, torch.float32)
+    if rounded:
+        scores = scores.to(logits.dtype)
+    choices = scores if bias is None else scores + bias
+    if groups > 1:
+        parts = choices.unflatten(-1, (groups, -1))
+        sums = parts.topk(group_best, -1).values.sum(-1)
+        best = sums.topk(kept_groups, -1).indices
+        left = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)
+        left = left.repeat_interleave(parts.shape[-1], -1)
+        choices = choices.masked_fill(left, float("-inf") if sigmoid else 0.0)
+        scores = scores if sigmoid else scores.masked_fill(left, 0.0)
+    ids = torch.topk(choices, topk_ids.shape[1], dim=-1).indices
+    weights = scores.gather(1, ids)
+    if divided:
+        weights = weights / (weights.sum(-1, keepdim=True) + added)
+    weights = weights * scale
+    topk_weights.copy_(weights if factors is None else weights * factors[ids])
     topk_ids.copy_(ids)
 
 

@@ -5,11 +5,13 @@ some rows choose again, among fewer experts, by the same rule (MoE-Spec, Eq. 8).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from speq.kernels.decoder_ops import RouterRule
 
 # Lower bound on sums of weights, against division by 0.
 LEAST = 1e-20
@@ -31,41 +33,32 @@ class RouterGate(Protocol):
 class ScoreGate:
     """Gate of most routers: the K best scores, which are a softmax or sigmoid of logits.
 
-    It ignores groups that a router would choose first: the allowed experts are such a choice
-    already.
-
-    sigmoid  scores are sigmoids of logits; otherwise their softmax
-    divided  weights are divided by their sum
-    scale    weights are multiplied by it
-    bias     [E], added to scores to choose by, and not to weights
-    added    added to the sum that weights are divided by
-    factors  [E], factor of each expert's weight
+    It ignores the rule's groups, that a router would choose first: the allowed experts are such a
+    choice already. It rounds nothing.
     """
 
-    sigmoid: bool = False
-    divided: bool = False
-    scale: float = 1.0
-    bias: Tensor | None = None
-    added: float = 0.0
-    factors: Tensor | None = None
+    rule: RouterRule
 
     def _scores(self, logits: Tensor) -> Tensor:
-        return logits.float().sigmoid() if self.sigmoid else logits.float().softmax(-1)
+        wide = logits.float()
+        return wide.sigmoid() if self.rule.sigmoid else wide.softmax(-1)
 
     def shares(self, logits: Tensor) -> Tensor:
         scores = self._scores(logits)
-        return scores / scores.sum(-1, keepdim=True).clamp(min=LEAST) if self.sigmoid else scores
+        if not self.rule.sigmoid:
+            return scores
+        return scores / scores.sum(-1, keepdim=True).clamp(min=LEAST)
 
     def choose(self, logits: Tensor, allowed: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        scores = self._scores(logits)
-        ranked = scores if self.bias is None else scores + self.bias.to(scores.device)
+        scores, rule = self._scores(logits), self.rule
+        ranked = scores if rule.bias is None else scores + rule.bias.to(scores.device)
         ids = ranked.masked_fill(~allowed, float("-inf")).topk(top_k, -1).indices
         weights = scores.gather(-1, ids)
-        if self.divided:
-            weights = weights / (weights.sum(-1, keepdim=True) + self.added).clamp(min=LEAST)
-        if self.factors is not None:
-            weights = weights * self.factors.to(weights.device)[ids]
-        return ids, weights * self.scale
+        if rule.divided:
+            weights = weights / (weights.sum(-1, keepdim=True) + rule.added).clamp(min=LEAST)
+        if rule.factors is not None:
+            weights = weights * rule.factors.to(weights.device)[ids]
+        return ids, weights * rule.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,58 +87,75 @@ class SparseMixer:
         return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
+def as_float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().float()
+
+
 # Builds the gate of a block from its router and the router's arguments besides hidden states.
 GateOf = Callable[[Any, tuple[Tensor | None, ...]], RouterGate]
 
 
 def softmax_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """Softmax, divided by the sum if the configuration says so."""
-    return ScoreGate(divided=bool(router.norm_topk_prob))
+    return ScoreGate(RouterRule(divided=bool(router.norm_topk_prob)))
 
 
 def normalized_gate(router: nn.Module, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
-    return ScoreGate(divided=True)
+    return ScoreGate(RouterRule(divided=True))
 
 
 def deepseek_v2_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
-    """DeepSeek-V2: softmax, never divided."""
-    return ScoreGate(scale=float(router.routed_scaling_factor))
+    """DeepSeek-V2: softmax, never divided; groups by their best expert, where it has some."""
+    rule = RouterRule(scale=float(router.routed_scaling_factor))
+    if router.topk_method != "greedy":
+        rule = replace(rule, groups=router.num_group, kept_groups=router.topk_group)
+    return ScoreGate(rule)
 
 
 def deepseek_v3_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
-    """DeepSeek-V3: sigmoids, with a bias for choosing."""
+    """DeepSeek-V3: sigmoids, with a bias for choosing; groups by their two best experts."""
     return ScoreGate(
-        sigmoid=True,
-        divided=bool(router.norm_topk_prob),
-        scale=float(router.routed_scaling_factor),
-        bias=router.e_score_correction_bias,
+        RouterRule(
+            sigmoid=True,
+            divided=bool(router.norm_topk_prob),
+            scale=float(router.routed_scaling_factor),
+            bias=as_float(router.e_score_correction_bias),
+            added=1e-20,
+            groups=router.num_group,
+            kept_groups=router.topk_group,
+            group_best=2,
+        )
     )
 
 
 def gemma4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """Gemma 4: divided by the sum, then scaled by expert."""
-    return ScoreGate(divided=True, factors=router.per_expert_scale)
+    return ScoreGate(RouterRule(divided=True, factors=as_float(router.per_expert_scale)))
 
 
 def minimax_gate(router: nn.Module, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     (bias,) = router_inputs
-    return ScoreGate(sigmoid=True, divided=True, bias=bias)
+    return ScoreGate(RouterRule(sigmoid=True, divided=True, bias=as_float(bias)))
 
 
 def lfm2_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """LFM2: sigmoids, with an optional bias for choosing."""
     (bias,) = router_inputs
     return ScoreGate(
-        sigmoid=True,
-        divided=bool(router.norm_topk_prob),
-        scale=float(router.routed_scaling_factor),
-        bias=bias,
-        added=1e-6,
+        RouterRule(
+            sigmoid=True,
+            divided=bool(router.norm_topk_prob),
+            scale=float(router.routed_scaling_factor),
+            bias=as_float(bias),
+            added=1e-6,
+            rounded=True,
+        )
     )
 
 
 def ernie_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
-    return ScoreGate(divided=True, bias=router.moe_statics.e_score_correction_bias.squeeze())
+    bias = as_float(router.moe_statics.e_score_correction_bias.squeeze())
+    return ScoreGate(RouterRule(divided=True, bias=bias))
 
 
 def sparse_mixer(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:

@@ -7,8 +7,8 @@ experts of each layer.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from speq.kernels.decoder_ops import Positions
 from speq.layers.cut_backend import CutBackend, IssuedExperts, PassedLayer, again
-from speq.layers.fused_modules import DecodeSpan
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
-from speq.models.fused_decoder import FusedDecoder
+from speq.models.fused_decoder import FusedDecoder, LocatedSequence
 from speq.models.kv_cache import KVCache
 from speq.models.op_recorder import OpRecorder, Unrecordable
 from speq.models.packed_batch import BatchSpan
@@ -39,7 +38,7 @@ class PassRecording:
     """A recorded pass of T tokens of one sequence.
 
     inputs    [T, H], the embedded tokens
-    cos, sin  rotary embeddings of their positions
+    turns     cos and sin of their positions, by kind of layer
     captured  inputs of the layers that drafters read, by layer
     result    [T, H], the last hidden states
     """
@@ -47,18 +46,18 @@ class PassRecording:
     recorder: OpRecorder
     experts: "RecordedExperts"
     inputs: Tensor
-    cos: Tensor
-    sin: Tensor
+    turns: dict[str, tuple[Tensor, Tensor]]
     captured: dict[int, Tensor]
     result: Tensor
 
-    def run(self, hidden: Tensor, positions: Positions) -> Tensor:
+    def run(self, hidden: Tensor, start: int, positions: Mapping[str, Positions]) -> Tensor:
         """Run the pass. Returns [T, H], which the next run leaves alone."""
         self.inputs.copy_(hidden)
-        self.cos.copy_(positions.cos)
-        self.sin.copy_(positions.sin)
+        for kind, (cos, sin) in self.turns.items():
+            cos.copy_(positions[kind].cos)
+            sin.copy_(positions[kind].sin)
         straight = self.experts.straight
-        self.recorder.run(positions.start, straight)
+        self.recorder.run(start, straight)
         if straight:
             self.experts.passed(self.recorder.ops.passed())
         return self.result.clone()
@@ -199,7 +198,7 @@ class DecoderRecordings:
                 held.passes.popitem(last=False)
         else:
             held.passes.move_to_end(key)
-        result = recorded.run(hidden, located.positions)
+        result = recorded.run(hidden, span.cache.length, located.positions)
         if decoder.capture is not None:
             for layer, state in recorded.captured.items():
                 decoder.capture.see(layer, state)
@@ -208,14 +207,19 @@ class DecoderRecordings:
     def _record(
         self,
         backend: ExpertBackend,
-        located: DecodeSpan,
+        located: LocatedSequence,
         hidden: Tensor,
         windows: dict[str, int | None],
     ) -> PassRecording:
         recorder, decoder = OpRecorder(), self._decoder
-        positions = located.positions
-        inputs, cos, sin = (each.clone() for each in (hidden, positions.cos, positions.sin))
-        span = DecodeSpan(located.rows, Positions(positions.start, cos, sin), located.layers)
+        inputs = hidden.clone()
+        turns = {
+            kind: (each.cos.clone(), each.sin.clone()) for kind, each in located.positions.items()
+        }
+        positions = {
+            kind: Positions(each.start, *turns[kind]) for kind, each in located.positions.items()
+        }
+        sequence = replace(located, positions=positions)
         captured: dict[int, Tensor] = {}
 
         def see(layer: int, states: Tensor) -> None:
@@ -230,7 +234,7 @@ class DecoderRecordings:
         try:
             with recorder:
                 states = RecordedStates(located.layers, recorder)
-                result = decoder.walk(inputs, [span], windows, states, see)
+                result = decoder.walk(inputs, [sequence], windows, states, see)
         finally:
             self._switch.use(active)
-        return PassRecording(recorder, experts, inputs, cos, sin, captured, result)
+        return PassRecording(recorder, experts, inputs, turns, captured, result)

@@ -7,28 +7,27 @@ norm.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from speq.errors import Broken
+from speq.errors import Broken, present
 from speq.kernels.decoder_ops import Positions
 from speq.layers.arguments import refuse_unknown
-from speq.layers.fused_modules import (
+from speq.layers.fused_attention import (
     COMPLEX_TURNS,
     GRID_TURNS,
     HALF_TURNS,
+    PAIR_TURNS,
+    TURNS_BY_KIND,
     DecodeBatch,
     DecodeSpan,
-    FusedNorm,
     fuse_attention,
-    fuse_norm,
-    fuse_router,
-    own_forward,
 )
+from speq.layers.fused_modules import FusedNorm, fuse_norm, fuse_router, own_forward
 from speq.models.families import Family
 from speq.models.hidden_state_capture import HiddenStateCapture
 from speq.models.layer_range import next_stage_layer, own_layers
@@ -37,6 +36,18 @@ from speq.models.states import StateShape
 from speq.models.tree import Tree
 
 logger = logging.getLogger("speq")
+
+# The kind of all layers in a model with one mask.
+ANY_KIND = "any"
+# Layers whose routed experts run beside their feed-forward.
+GEMMA_LAYERS = frozenset({"Gemma4TextDecoderLayer"})
+# Names of the norms before a layer's mixer and before its feed-forward.
+NORM_NAMES = (
+    ("input_layernorm", "pre_feedforward_layernorm"),
+    ("input_layernorm", "post_attention_layernorm"),
+    ("operator_norm", "ffn_norm"),
+)
+NO_NORM = "a layer follows the last one"
 
 # Positions whose rotary embeddings are computed at a time.
 POSITIONS = 256
@@ -99,6 +110,24 @@ class AttentionWindows:
 
 
 @dataclass(frozen=True, slots=True)
+class LocatedSequence:
+    """New tokens of one sequence, as DecodeSpan has them.
+
+    positions  by kind of layer, or of ANY_KIND alone where all kinds have the same rotary
+               embeddings
+    """
+
+    rows: slice
+    positions: Mapping[str, Positions]
+    layers: Any
+
+    def span(self, kind: str) -> DecodeSpan:
+        """What layers of one kind see."""
+        positions = self.positions.get(kind) or self.positions[ANY_KIND]
+        return DecodeSpan(self.rows, positions, self.layers)
+
+
+@dataclass(frozen=True, slots=True)
 class FusedLayer:
     """One decoder layer.
 
@@ -114,6 +143,51 @@ class FusedLayer:
     norm: nn.Module
     feed_forward: nn.Module
     next_norm: nn.Module | None
+
+    def run(
+        self, hidden: Tensor, normed: Tensor, batches: Mapping[str, DecodeBatch], states: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run rows [T, H] and their norm. Return the layer's results, and their norm for the next
+        layer, if there is one.
+        """
+        hidden, normed = add_and_norm(hidden, self.mix(normed, batches, states), self.norm)
+        made = self.feed_forward(normed[None])
+        update = (made[0] if isinstance(made, tuple) else made)[0]  # some return logits besides
+        if self.next_norm is None:
+            return hidden + update, None
+        return add_and_norm(hidden, update, self.next_norm)
+
+    def mix(self, normed: Tensor, batches: Mapping[str, DecodeBatch], states: Any) -> Tensor:
+        """Run the mixer: [T, H]."""
+        if self.has_state:
+            mixed: Tensor = self.mixer(normed[None], cache_params=states)[0]
+        else:
+            mixed, _ = self.mixer(normed, attention_mask=batches[self.kind])
+        return mixed
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGemmaLayer(FusedLayer):
+    """A layer whose routed experts run beside its feed-forward, with norms behind each part.
+
+    layer  of Gemma 4; its experts and the other norms are modules of it
+    """
+
+    layer: Any = field(kw_only=True)
+
+    def run(
+        self, hidden: Tensor, normed: Tensor, batches: Mapping[str, DecodeBatch], states: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        layer = self.layer
+        update = layer.post_attention_layernorm(self.mix(normed, batches, states))
+        hidden, normed = add_and_norm(hidden, update, self.norm)
+        dense = layer.post_feedforward_layernorm_1(self.feed_forward(normed))
+        _, topk_weights, topk_ids = layer.router(hidden)
+        routed = layer.experts(layer.pre_feedforward_layernorm_2(hidden), topk_ids, topk_weights)
+        update = dense + layer.post_feedforward_layernorm_2(routed)
+        hidden = hidden + layer.post_feedforward_layernorm(update)
+        hidden = hidden.mul_(layer.layer_scalar)
+        return hidden, None if self.next_norm is None else self.next_norm(hidden)
 
 
 class FusedDecoder:
@@ -131,23 +205,25 @@ class FusedDecoder:
         self.capture: HiddenStateCapture | None = None
         self._forward = own_forward(body)
         self._embed = body.embed_tokens
-        self._table = partial(RotaryTable, cos_and_sin(getattr(body, family.rotary)), ahead)
+        turns = cos_and_sin(getattr(body, family.rotary), kinds)
+        self._new_tables = lambda: {kind: RotaryTable(turn, ahead) for kind, turn in turns.items()}
         # By KV slot: batched sequences differ in length.
-        self._tables: dict[int, RotaryTable] = {}
+        self._tables: dict[int, dict[str, RotaryTable]] = {}
         layers: list[Any] = own_layers(body)
         self._last_norm, self._next_stage = getattr(body, family.last_norm), next_stage_layer(body)
         whole = len(layers) == len(body.layers)
         own = [norms_of(layer) for layer in layers]
         following = [*(first for first, _ in own[1:]), self._last_norm if whole else None]
         self._first_norm = own[0][0]
-        self._layers = []
+        self._layers: list[FusedLayer] = []
         for kind, layer, (_, norm), next_norm in zip(kinds, layers, own, following, strict=True):
             state = states.mixer(layer)
             mixer = layer.self_attn if state is None else state
             feed_forward = getattr(layer, family.names.mlp)
-            self._layers.append(
-                FusedLayer(kind, mixer, state is not None, norm, feed_forward, next_norm)
-            )
+            parts = (kind, mixer, state is not None, norm, feed_forward, next_norm)
+            is_gemma = type(layer).__name__ in GEMMA_LAYERS
+            made = FusedGemmaLayer(*parts, layer=layer) if is_gemma else FusedLayer(*parts)
+            self._layers.append(made)
 
     def __call__(self, *args: Any, attention_mask: Any = None, **others: Any) -> Any:
         if not isinstance(attention_mask, AttentionWindows):
@@ -168,7 +244,7 @@ class FusedDecoder:
     def walk(
         self,
         hidden: Tensor,
-        sequences: Sequence[DecodeSpan],
+        sequences: Sequence[LocatedSequence],
         windows: Mapping[str, int | None],
         states: Any,
         see: Callable[[int, Tensor], None],
@@ -179,21 +255,15 @@ class FusedDecoder:
         states   a cache with those of all sequences, for layers that keep some
         see      called with the number and the input of each layer
         """
-        chains = {kind: DecodeBatch(sequences, window) for kind, window in windows.items()}
-        normed: Tensor = self._first_norm(hidden)
+        batches = {
+            kind: DecodeBatch([each.span(kind) for each in sequences], window)
+            for kind, window in windows.items()
+        }
+        normed: Tensor | None = self._first_norm(hidden)
         for index, layer in enumerate(self._layers):
             see(index, hidden)
-            if layer.has_state:
-                update = layer.mixer(normed[None], cache_params=states)[0]
-            else:
-                update, _ = layer.mixer(normed, attention_mask=chains[layer.kind])
-            hidden, normed = add_and_norm(hidden, update, layer.norm)
-            made = layer.feed_forward(normed[None])
-            update = (made[0] if isinstance(made, tuple) else made)[0]  # some return logits besides
-            if layer.next_norm is None:
-                return self._beyond(hidden + update)
-            hidden, normed = add_and_norm(hidden, update, layer.next_norm)
-        return normed
+            hidden, normed = layer.run(hidden, present(normed, NO_NORM), batches, states)
+        return self._beyond(hidden) if normed is None else normed
 
     @property
     def ends_here(self) -> bool:
@@ -211,19 +281,27 @@ class FusedDecoder:
         last: Tensor = self._last_norm(hidden)
         return last
 
-    def locate(self, span: BatchSpan, hidden: Tensor) -> DecodeSpan:
+    def locate(self, span: BatchSpan, hidden: Tensor) -> LocatedSequence:
         """Locate the rows of a sequence among those of a pass, hidden [T, H]."""
         cache = span.cache
-        table = self._tables.get(cache.number)
-        if table is None:
-            table = self._tables[cache.number] = self._table()
-        positions = table.at(cache.length, hidden[span.rows], span.tree)
-        return DecodeSpan(span.rows, positions, cache.layers)
+        tables = self._tables.get(cache.number)
+        if tables is None:
+            tables = self._tables[cache.number] = self._new_tables()
+        rows = hidden[span.rows]
+        positions = {kind: each.at(cache.length, rows, span.tree) for kind, each in tables.items()}
+        return LocatedSequence(span.rows, positions, cache.layers)
 
 
-def cos_and_sin(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap a rotary embedding to return cos and sin as `decoder_ops` takes them."""
+Turns = Callable[..., tuple[Tensor, Tensor]]
+
+
+def cos_and_sin(rotary_emb: Any, kinds: Sequence[str]) -> dict[str, Turns]:
+    """Wrap a rotary embedding to return cos and sin as `decoder_ops` takes them, by kind of layer
+    where they differ, or of ANY_KIND.
+    """
     name = type(rotary_emb).__name__
+    if name in TURNS_BY_KIND:
+        return {kind: partial(rotary_emb, layer_type=kind) for kind in sorted(set(kinds))}
 
     def of_whole_heads(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary_emb(like, position_ids=position_ids)
@@ -237,12 +315,19 @@ def cos_and_sin(rotary_emb: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         cos, sin = rotary_emb(like, position_ids=position_ids.expand(3, 1, -1))
         return cos, sin
 
-    if name in GRID_TURNS:
-        return of_grids
-    if name in COMPLEX_TURNS:
-        return of_complex
-    turns: Callable[..., tuple[Tensor, Tensor]] = rotary_emb
-    return of_whole_heads if name in HALF_TURNS else turns
+    def of_pairs(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (each.chunk(2, -1)[0] for each in rotary_emb(like, position_ids=position_ids))
+        return cos.contiguous(), sin.contiguous()
+
+    for names, turns in (
+        (GRID_TURNS, of_grids),
+        (COMPLEX_TURNS, of_complex),
+        (PAIR_TURNS, of_pairs),
+        (HALF_TURNS, of_whole_heads),
+    ):
+        if name in names:
+            return {ANY_KIND: turns}
+    return {ANY_KIND: rotary_emb}
 
 
 def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -259,14 +344,14 @@ def fuse_parts(model: Any, family: Family) -> None:
     for module in model.modules():
         fuse_norm(module)
     for block in family.moe_blocks(model).values():
-        if not fuse_router(block.router):
+        if not fuse_router(block.router, block.gate):
             logger.debug("%s runs as transformers has it", type(block.router).__name__)
 
 
 def norms_of(layer: Any) -> tuple[nn.Module, nn.Module]:
     """The norms before a decoder layer's mixer and before its feed-forward."""
-    for names in (("input_layernorm", "post_attention_layernorm"), ("operator_norm", "ffn_norm")):
-        if hasattr(layer, names[0]):
+    for names in NORM_NAMES:
+        if all(hasattr(layer, name) for name in names):
             return getattr(layer, names[0]), getattr(layer, names[1])
     raise Broken(f"{type(layer).__name__} has norms of unknown names")
 

@@ -28,6 +28,7 @@ from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, pa
 from speq.models.dequantised import load_dequantized
 from speq.models.families import Family
 from speq.models.fused_decoder import (
+    ANY_KIND,
     AttentionWindows,
     FusedDecoder,
     fuse_parts,
@@ -56,8 +57,6 @@ from speq.units import Progress, no_progress
 # Parts of a pass: the routed experts, and what belongs to no module below the model.
 EXPERTS = "routed experts"
 WHOLE = "between modules"
-# The kind of all layers in a model with one mask.
-ANY_KIND = "any"
 # Called with tokens and their features for drafters [T, F], see `MoEModel.capture_hidden_states`.
 OnHidden = Callable[[list[int], Tensor], None]
 

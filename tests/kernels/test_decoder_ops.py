@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from speq.kernels import decoder_ops, reference_decoder
-from speq.kernels.decoder_ops import Heads, Positions, RMSNorm
+from speq.kernels.decoder_ops import Heads, Positions, RMSNorm, RouterRule
 from tests.helpers.backends import CPU_BACKENDS, Backend, backend_named
 from tests.helpers.threads import by_threads
 
@@ -332,18 +332,63 @@ def test_what_is_no_number_stays_none() -> None:
     assert normed[1].isnan().all()
 
 
+# Of 24 experts.
+BIAS, FACTORS = normal(24, seed=8) / 8, normal(24, seed=9)
+RULES = (
+    RouterRule(),
+    RouterRule(divided=True),
+    RouterRule(divided=True, factors=FACTORS),
+    RouterRule(sigmoid=True, divided=True, bias=BIAS, added=1e-6, scale=1.5, rounded=True),
+    RouterRule(scale=16.0, groups=6, kept_groups=2),
+    RouterRule(True, True, 2.5, BIAS, 1e-20, groups=6, kept_groups=3, group_best=2),
+)
+
+
+@pytest.mark.parametrize("top_k", [1, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (6, 2), (8, 8), (64, 6), (300, 4)])
-def test_routes_are_torchs(experts: int, top_k: int, normalised: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("at", range(len(RULES)))
+def test_routes_are_torchs(at: int, dtype: torch.dtype, top_k: int) -> None:
     """Equal chances are common in 16 bits: they are told apart as torch does it."""
+    assert_routes_are_torchs(RULES[at], (normal(40, 24) * 4).round().to(dtype) / 4, top_k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (6, 2), (8, 8), (64, 6), (300, 4)])
+def test_routes_among_few_and_many(
+    experts: int, top_k: int, divided: bool, dtype: torch.dtype
+) -> None:
     logits = (normal(40, experts) * 4).round().to(dtype) / 4
-    weights = torch.empty(40, top_k, dtype=dtype)
-    ids = torch.empty(40, top_k, dtype=torch.int64)
-    reference_decoder.route_out(logits, normalised, weights, ids)
-    our_weights, our_ids = decoder_ops.route(logits, top_k, normalised, dtype)
+    assert_routes_are_torchs(RouterRule(divided=divided), logits, top_k)
+
+
+def assert_routes_are_torchs(rule: RouterRule, logits: Tensor, top_k: int) -> None:
+    weights = torch.empty(len(logits), top_k, dtype=logits.dtype)
+    ids = torch.empty(len(logits), top_k, dtype=torch.int64)
+    reference_decoder.route_out(
+        logits, rule.bias, rule.factors, rule.sigmoid, rule.rounded, rule.divided,
+        rule.groups, rule.kept_groups, rule.group_best, rule.added, rule.scale, weights, ids,
+    )  # fmt: skip
+    our_weights, our_ids = decoder_ops.route(logits, top_k, rule, logits.dtype)
     assert torch.equal(our_ids, ids)
     assert_close(our_weights, weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("width", "rotary"), [(2, 2), (33, 10), (64, 64)])
+def test_rotation_is_transformers(
+    width: int, rotary: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    rows, angles = normal(5, 3 * width, dtype=dtype), normal(5, rotary // 2, seed=1)
+    turns = angles if interleaved else angles.repeat(1, 2).to(dtype)
+    wanted = rows.clone()
+    reference_decoder.rotate_out(wanted, width, turns.cos(), turns.sin(), interleaved)
+    decoder_ops.rotate(rows, width, Positions(0, turns.cos(), turns.sin()), interleaved)
+    assert_close(rows, wanted)
+    assert rotary == width or torch.equal(
+        rows.view(15, width)[:, rotary:], wanted.view(15, width)[:, rotary:]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -499,7 +499,7 @@ LINEAR_SHAPES = ((96, 70), (33, 5), (200, 129), (1, 1), (16, 3))
 def test_linear(
     cpu_backend: Backend, rows: int, shape: tuple[int, int], dtype: torch.dtype, biased: bool
 ) -> None:
-    """Whole numbers, against int64; rounded once to the dtype."""
+    """Whole numbers, against int64; rounded once to the dtype, or not at all to float32."""
     columns, outputs = shape
     generator = torch.Generator().manual_seed(14)
     inputs = torch.randint(-5, 6, (rows, columns), generator=generator)
@@ -510,6 +510,9 @@ def test_linear(
     given = bias.to(dtype) if biased else None
     cpu_backend.run("linear", inputs.to(dtype), weight.to(dtype), given, out)
     assert torch.equal(out, wanted.to(dtype))
+    wide = torch.full((rows, outputs), POISON)
+    cpu_backend.run("linear", inputs.to(dtype), weight.to(dtype), given, wide)
+    assert torch.equal(wide, wanted.float())
 
 
 def test_linear_row_alone_and_in_company(cpu_backend: Backend) -> None:

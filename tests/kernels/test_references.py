@@ -3,6 +3,7 @@ their definitions in double precision: tests/reference, which shares no code wit
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from speq.kernels import (
     reference_delta,
     reference_dense,
 )
+from speq.kernels.decoder_ops import RouterRule
 from speq.kernels.scaled_words import fp8_words, mxfp4_words
 from tests.reference import compact_record, decoder, experts, int4, scaled
 from tests.reference.int4 import codes_of, spread, unpacked
@@ -234,17 +236,48 @@ def test_latent_attention(
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_routes(normalised: bool, random: Random) -> None:
-    logits, weights = random(20, 512) * 3, torch.empty(20, 10)
-    ids = torch.empty(20, 10, dtype=torch.int64)
-    reference_decoder.route_out(logits, normalised, weights, ids)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"divided": True},
+        {"divided": True, "factors": True},
+        {"sigmoid": True, "divided": True, "bias": True, "added": 1e-2, "scale": 2.5},
+        {"scale": 16.0, "groups": 8, "kept_groups": 3},
+        {"sigmoid": True, "bias": True, "groups": 8, "kept_groups": 4, "group_best": 2},
+    ],
+    ids=str,
+)
+def test_routes(rule: dict[str, Any], random: Random) -> None:
+    logits, weights = random(20, 64) * 3, torch.empty(20, 6)
+    ids = torch.empty(20, 6, dtype=torch.int64)
+    tensors = {name: random(64).abs() for name in ("bias", "factors") if name in rule}
+    given = RouterRule(**rule | tensors)
+    reference_decoder.route_out(
+        logits, given.bias, given.factors, given.sigmoid, given.rounded, given.divided,
+        given.groups, given.kept_groups, given.group_best, given.added, given.scale, weights, ids,
+    )  # fmt: skip
+    arrays = {name: numbers(tensor) for name, tensor in tensors.items()}
     for row, said in enumerate(numbers(logits)):
-        chances = np.exp(said) / np.exp(said).sum()
-        wanted = np.argsort(-chances)[:10]
-        assert ids[row].tolist() == wanted.tolist()
-        given = chances[wanted] / (chances[wanted].sum() if normalised else 1)
-        np.testing.assert_allclose(weights[row].numpy(), given, rtol=1e-5)
+        wanted = decoder.routed(said, 6, **rule | arrays)
+        assert ids[row].tolist() == [*wanted]
+        np.testing.assert_allclose(weights[row].numpy(), [*wanted.values()], rtol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation(interleaved: bool, random: Random) -> None:
+    """Of 4 of 6 columns of each head."""
+    rows, angles = random(3, 12), random(3, 2)
+    before = numbers(rows).reshape(3, 2, 6).copy()
+    given = angles if interleaved else angles.repeat(1, 2)
+    reference_decoder.rotate_out(rows, 6, given.cos(), given.sin(), interleaved)
+    for row, head in np.ndindex(3, 2):
+        part, turns = before[row, head], np.exp(1j * numbers(angles[row]))
+        real, imaginary = (part[0:4:2], part[1:4:2]) if interleaved else (part[:2], part[2:4])
+        made = (real + 1j * imaginary) * turns
+        pairs = np.stack([made.real, made.imag], axis=1 if interleaved else 0).reshape(-1)
+        found = rows.view(3, 2, 6)[row, head].numpy()
+        np.testing.assert_allclose(found, [*pairs, *part[4:]], rtol=1e-5, atol=1e-6)
 
 
 def test_outputs_are_combined(random: Random) -> None:

@@ -20,6 +20,7 @@ from speq.engine.engine import Engine
 from speq.engine.request import Request
 from speq.engine.request_step import RequestStep
 from speq.governor.draft_length import FixedDraftLength
+from speq.kernels.decoder_ops import RouterRule
 from speq.layers.cached_experts import CachedExperts
 from speq.layers.gates import ScoreGate
 from speq.layers.route_reader import HostRoutes
@@ -228,7 +229,7 @@ class Scaling:
     ],
 )
 def test_rows_choose_among_residents(slots: dict[int, int], wanted: float) -> None:
-    lender, gate = Lending(slots), ScoreGate(divided=True)
+    lender, gate = Lending(slots), ScoreGate(RouterRule(divided=True))
     told: list[tuple[int, list[list[int]], list[int]]] = []
     backend = CachedExperts(lender, Scaling(), HostSlotTable(4), HostRoutes(), [gate] * 3, "silu")  # type: ignore[arg-type]
     backend.on_route = lambda layer, route: told.append((layer, route.ids, lender.lent))

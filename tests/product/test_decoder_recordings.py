@@ -19,7 +19,8 @@ from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
 from tests.helpers.cells import Cell
 from tests.helpers.cells import loaded as cell_loaded
-from tests.product.test_fused_decoder import PROMPT, WALKED, SomeExperts, loaded
+from tests.helpers.tiny_models import FAMILIES
+from tests.product.test_fused_decoder import PROMPT, SomeExperts, loaded
 
 PASSES = REPEATS + 3
 COUNTED = ("route_recall", "acceptance_rate", "steps")
@@ -51,7 +52,7 @@ def count_of(model: MoEModel, cache: KVCache) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", WALKED)
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_recorded_passes_are_the_decoders(
     family: str, dtype: torch.dtype, tiny: Callable[[str], Path]

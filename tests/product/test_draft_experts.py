@@ -17,6 +17,7 @@ from speq.drafts import draft_file
 from speq.drafts.draft_source import open_draft
 from speq.experts.int4 import Int4Arena, Int4Layout
 from speq.governor.profile import Profile, ProfileKey
+from speq.kernels.decoder_ops import RouterRule
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
@@ -94,7 +95,7 @@ def test_rows_choose_among_the_experts_that_are_held(layer: int, top_k: int) -> 
     """By hand: the best of the scores that are left, and their scores for weights."""
     rows, route, scores = routed(top_k)
     told: list[tuple[int, Route]] = []
-    backend = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate()] * LAYERS)
+    backend = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate(RouterRule())] * LAYERS)
     backend.on_route = lambda *route: told.append(route)
     got = backend(layer, rows, route)
     held, chosen, lacking = set(KEPT[layer]), [], 0
@@ -111,7 +112,7 @@ def test_rows_choose_among_the_experts_that_are_held(layer: int, top_k: int) -> 
 def test_rows_that_lack_nothing_keep_their_routers_weights() -> None:
     """Weights that no gate would give come out of the router as they went in."""
     rows, route, scores = routed(2)
-    backend = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate()] * LAYERS)
+    backend = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate(RouterRule())] * LAYERS)
     got = backend(0, rows, Route(route.topk_ids, 3 * route.topk_weights, route.router_logits))
     held = [set(ids) <= set(KEPT[0]) for ids in route.topk_ids.tolist()]
     assert any(held) and not all(held)
@@ -133,7 +134,7 @@ def test_all_experts_are_run_as_a_whole_copy_is() -> None:
 
 def test_no_expert_adds_nothing() -> None:
     rows, route, _ = routed(2)
-    backend = DraftExperts(arena_of([[], [2]]), "silu", gates=[ScoreGate()] * LAYERS)
+    backend = DraftExperts(arena_of([[], [2]]), "silu", gates=[ScoreGate(RouterRule())] * LAYERS)
     assert not backend.whole
     assert torch.equal(backend(0, rows, route), torch.zeros(16, HIDDEN))
 

@@ -21,6 +21,7 @@ from speq.engine.drafter import DraftLimits, PlainDecoding
 from speq.engine.request import Request
 from speq.engine.request_step import RequestStep
 from speq.engine.sampler import HostSampler
+from speq.kernels.decoder_ops import RouterRule
 from speq.layers.expert_budget import BudgetRules, ExpertBudget, PredictedBudget, rules_of
 from speq.layers.expert_counts import ExpertCounts
 from speq.layers.gates import ScoreGate
@@ -77,7 +78,9 @@ class ResidencyPlan:
 
 def budget_of(rules: BudgetRules, *at_hand: int) -> ExpertBudget:
     recorder = Recorder()
-    return ExpertBudget(rules, [ScoreGate(divided=True)], ResidencyPlan(*at_hand), recorder.timed)
+    return ExpertBudget(
+        rules, [ScoreGate(RouterRule(divided=True))], ResidencyPlan(*at_hand), recorder.timed
+    )
 
 
 def route_of(shares: list[list[float]], top_k: int = 2) -> Route:
@@ -151,7 +154,7 @@ def test_static_ranking_goes_by_counts() -> None:
 def test_what_a_draft_names_is_brought_within_the_budget() -> None:
     """The best two by what tokens named so far want, weighed by their chances."""
     rules = BudgetRules(2)
-    predicted = PredictedBudget(rules, [ScoreGate(divided=True)] * 2, 5)
+    predicted = PredictedBudget(rules, [ScoreGate(RouterRule(divided=True))] * 2, 5)
     everything = [4, 3, 2, 1, 0]
     predicted.begin()
     predicted.named(0, route_of(SHARES[:1]), 1.0)

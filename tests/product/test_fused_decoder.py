@@ -1,10 +1,7 @@
 """Few tokens walked through a model by ourselves, beside transformers' own pass over them."""
 
 import gc
-import inspect
-import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -14,7 +11,8 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Processor
-from speq.layers.fused_modules import FusedAttention, FusedLogits, FusedNorm, FusedRouter
+from speq.layers.fused_attention import FusedAttention
+from speq.layers.fused_modules import FusedNorm, FusedRouter
 from speq.models import moe_model
 from speq.models.fused_decoder import POSITIONS, FusedDecoder, RotaryTable
 from speq.models.kv_cache import KVCache
@@ -25,9 +23,6 @@ from speq.models.tree import Tree
 from speq.routing import Route
 from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, write_model
 
-# Attention of other families is no usual one.
-UNUSUAL = ("ernie4_5_moe", "hunyuan_v1_moe", "gemma4")
-WALKED = tuple(family for family in FAMILIES if family not in UNUSUAL)
 PROMPT, MORE = 29, 9
 
 
@@ -71,7 +66,7 @@ def passes(
 
 
 @pytest.mark.parametrize("count", [1, MORE])
-@pytest.mark.parametrize("family", WALKED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_walk_is_transformers_pass(family: str, count: int, tiny: Callable[[str], Path]) -> None:
     model, cache = loaded(tiny(family), torch.float32)
     assert isinstance(model.body.forward, FusedDecoder)
@@ -125,22 +120,6 @@ def test_sliding_layers_look_back_as_far_as_they_may(tmp_path: Path) -> None:
     torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", UNUSUAL)
-def test_other_attention_runs_as_transformers_has_it(
-    family: str, tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.DEBUG, "speq"):
-        model, cache = loaded(tiny(family), torch.float32)
-    name = type(model.body.layers[0].self_attn).__name__  # type: ignore[index, union-attr]
-    assert f"{name} runs as transformers has it" in caplog.messages
-    assert not isinstance(model.body.forward, FusedDecoder)
-    # Gemma 4's norms take another root.
-    usual = isinstance(model.body.norm.forward, FusedNorm)  # type: ignore[union-attr]
-    assert usual == (family != "gemma4")
-    chain, tree = passes(model, cache, MORE)
-    torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
@@ -149,30 +128,28 @@ def test_fused_parts_give_transformers_results(
 ) -> None:
     """Norms round where theirs do, and routers choose what theirs choose."""
     model, _ = loaded(tiny(family), dtype)
-    generator, fused = torch.Generator().manual_seed(3), 0
-    for module in model.body.modules():
-        width = module.weight.shape[-1] if hasattr(module, "weight") else 0
-        rows = torch.randn(9, width, generator=generator).to(dtype)
-        theirs = partial(type(module).forward, module)
-        if isinstance(module.forward, FusedNorm):
-            fused += 1
-            ours, wanted = module.forward(rows), theirs(rows)
-            torch.testing.assert_close(ours, wanted, rtol=2e-2, atol=1e-5)
-            assert dtype == torch.float32 or (ours == wanted).float().mean() > 0.99
-        elif isinstance(module.forward, FusedRouter | FusedLogits):
-            fused += 1
-            bias = inspect.signature(theirs).parameters.keys() - {"hidden_states"}
-            others = [torch.linspace(-0.3, 0.3, len(module.weight)) for _ in bias]
-            found, wanted = module.forward(rows, *others), theirs(rows, *others)
-            near = 1e-5 if dtype == torch.float32 else 4e-2
-            torch.testing.assert_close(found[0], wanted[0], rtol=near, atol=near)
-            same = (found[2].sort().values == wanted[2].sort().values).all(-1)
-            assert same.all() if dtype == torch.float32 else same.float().mean() > 0.6
-            torch.testing.assert_close(
-                found[1][same].sort().values, wanted[1][same].sort().values, rtol=near, atol=near
-            )
-            assert found[1].dtype == wanted[1].dtype
-    assert fused > 0 or family in ("phimoe", "gemma4")
+    generator = torch.Generator().manual_seed(3)
+    norms = [each for each in model.body.modules() if isinstance(each.forward, FusedNorm)]
+    assert bool(norms) == (family != "phimoe")
+    for norm in norms:
+        rows = torch.randn(9, len(norm.weight), generator=generator).to(dtype)  # type: ignore[arg-type]
+        ours, wanted = norm(rows), type(norm).forward(norm, rows)
+        torch.testing.assert_close(ours, wanted, rtol=2e-2, atol=1e-5)
+        assert dtype == torch.float32 or (ours == wanted).float().mean() > 0.99
+    near = 1e-5 if dtype == torch.float32 else 4e-2
+    for block in model._family.moe_blocks(model._hf_model).values():
+        router: Any = block.router
+        assert isinstance(router.forward, FusedRouter) == (family != "phimoe")
+        rows = torch.randn(9, 64, generator=generator).to(dtype)
+        found = router(rows, *block.router_inputs)
+        wanted = type(router).forward(router, rows, *block.router_inputs)
+        torch.testing.assert_close(found[0], wanted[0], rtol=near, atol=near)
+        same = (found[2].sort().values == wanted[2].sort().values).all(-1)
+        assert same.all() if dtype == torch.float32 else same.float().mean() > 0.6
+        torch.testing.assert_close(
+            found[1][same].sort().values, wanted[1][same].sort().values, rtol=near, atol=near
+        )
+        assert found[1].dtype == wanted[1].dtype
 
 
 def test_doubles_run_as_transformers_has_it(tiny: Callable[[str], Path]) -> None:

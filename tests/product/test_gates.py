@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from speq.kernels.decoder_ops import RouterRule
 from speq.layers.gates import ScoreGate, SparseMixer
 from speq.layers.offloaded_experts import first_of
 from speq.models.families import FAMILIES as KNOWN
@@ -71,12 +72,12 @@ def test_fewer_experts_by_hand() -> None:
     e = np.exp([2.0, 1.0, 0.0, -1.0])
     softmax, sigmoid = e / e.sum(), e / (1 + e)
     cases = [
-        (ScoreGate(), {1: softmax[1], 2: softmax[2]}),
-        (ScoreGate(divided=True), {1: e[1] / (e[1] + e[2]), 2: e[2] / (e[1] + e[2])}),
-        (ScoreGate(scale=3.0), {1: 3 * softmax[1], 2: 3 * softmax[2]}),
+        (ScoreGate(RouterRule()), {1: softmax[1], 2: softmax[2]}),
+        (ScoreGate(RouterRule(divided=True)), {1: e[1] / (e[1] + e[2]), 2: e[2] / (e[1] + e[2])}),
+        (ScoreGate(RouterRule(scale=3.0)), {1: 3 * softmax[1], 2: 3 * softmax[2]}),
         # A bias decides who is chosen, and has no part in the weights.
         (
-            ScoreGate(sigmoid=True, bias=torch.tensor([9.0, 0.0, 0.0, 0.3])),
+            ScoreGate(RouterRule(sigmoid=True, bias=torch.tensor([9.0, 0.0, 0.0, 0.3]))),
             {1: sigmoid[1], 3: sigmoid[3]},
         ),
     ]
@@ -117,7 +118,7 @@ def test_choices_are_those_of_the_definition(
     generator = torch.Generator().manual_seed(7)
     logits = 3 * torch.randn(16, experts, generator=generator)
     bias, factors = torch.rand(experts, generator=generator) / 9, torch.rand(experts) + 0.5
-    gate = ScoreGate(of == "sigmoid", divided, 2.5, bias, 1e-6, factors)
+    gate = ScoreGate(RouterRule(of == "sigmoid", divided, 2.5, bias, 1e-6, factors))
     allowed, names = some_of(experts, top_k, share)
     found = by_expert(*gate.choose(logits, allowed, top_k))
     for row, chosen in zip(logits.double().numpy(), found, strict=True):

@@ -18,7 +18,7 @@ from speq.heads.draft_head import VisibleKV
 from speq.kernels.decoder_ops import Heads
 from speq.layers import arguments
 from speq.layers.arguments import cache_name
-from speq.layers.fused_modules import DecodeBatch, FusedAttention
+from speq.layers.fused_attention import DecodeBatch, FusedAttention
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models import delta_net, self_test, short_conv
 from speq.models.attention import attend_in_blocks

@@ -64,3 +64,31 @@ def delta_step(
     forgetting = np.exp(decay) * (np.eye(width) - strength * np.outer(key, key))
     state = forgetting @ state + strength * np.outer(key, value)
     return state, query @ state
+
+
+def routed(
+    logits: np.ndarray,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    divided: bool = False,
+    scale: float = 1.0,
+    bias: np.ndarray | None = None,
+    added: float = 0.0,
+    factors: np.ndarray | None = None,
+    groups: int = 1,
+    kept_groups: int = 1,
+    group_best: int = 1,
+) -> dict[int, float]:
+    """Weights of the experts that a router chooses by one token's logits, best first."""
+    scores = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits) / np.exp(logits).sum()
+    ranks = scores + (0 if bias is None else bias)
+    parts = ranks.reshape(groups, -1)
+    sums = np.sort(parts, axis=1)[:, -group_best:].sum(axis=1)
+    kept = set(np.argsort(-sums)[:kept_groups])
+    size = parts.shape[1]
+    among = [expert for expert in range(len(logits)) if expert // size in kept]
+    chosen = sorted(among, key=lambda expert: -ranks[expert])[:top_k]
+    total = sum(scores[expert] for expert in chosen) + added if divided else 1
+    each = np.ones(len(logits)) if factors is None else factors
+    return {expert: scores[expert] / total * scale * each[expert] for expert in chosen}

@@ -1,0 +1,363 @@
+"""Fused attention: one call per module for a few tokens of each sequence, in chains or trees.
+
+Each class replaces the `forward` of a module of transformers and uses its weights and parts. Other
+inputs go to the module's own forward.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speq.kernels import decoder_ops
+from speq.kernels.decoder_ops import Heads, Latents, Positions, RMSNorm
+from speq.layers.arguments import refuse_unknown
+from speq.layers.fused_modules import Forward, own_forward, rms_norm_of, wide_norm_of
+
+# Classes of transformers with the usual forward, which is reimplemented here.
+ATTENTIONS = frozenset(
+    f"{family}Attention"
+    for family in (
+        *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
+        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss", "Lfm2Moe"),
+    )
+)
+# Classes whose results are multiplied by gates that their queries' projection makes as well.
+GATED_ATTENTIONS = frozenset({"Qwen3NextAttention", "Qwen3_5MoeAttention"})
+# Classes that rotate heads before they norm them, or as complex numbers, and whether they do the
+# latter.
+ROTATED_FIRST = {"HunYuanMoEV1Attention": False, "Ernie4_5_MoeAttention": True}
+# Classes that norm heads of values too.
+NORMED_VALUES = frozenset({"Gemma4TextAttention"})
+# Classes with latent attention.
+LATENT_ATTENTIONS = frozenset(
+    {"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"}
+)
+# They always rotate neighbouring columns together; the configuration of the others says so.
+INTERLEAVED = frozenset({"DeepseekV2Attention"})
+# Their cos and sin are for half a head; the other half uses the same ones.
+HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
+# They take positions [3, 1, P] in time, height and width, which are alike in text.
+GRID_TURNS = frozenset({"Qwen3_5MoeTextRotaryEmbedding"})
+# They return complex numbers in place of cos and sin.
+COMPLEX_TURNS = frozenset({"DeepseekV2RotaryEmbedding"})
+# Their cos and sin are for complex numbers, twice over.
+PAIR_TURNS = frozenset({"Ernie4_5_MoeRotaryEmbedding"})
+# They differ between kinds of layers, which they are called with.
+TURNS_BY_KIND = frozenset({"Gemma4TextRotaryEmbedding"})
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpan:
+    """New tokens of one sequence.
+
+    rows       their rows in the pass
+    positions  their positions, and their tree, if any
+    layers     layers of the sequence's KV cache
+    """
+
+    rows: slice
+    positions: Positions
+    layers: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """New tokens of all sequences, given to attention in place of a mask.
+
+    window  most positions a token looks back, its own included; None: no limit
+    """
+
+    sequences: Sequence[DecodeSpan]
+    window: int | None
+
+
+@dataclass(slots=True, eq=False)
+class FusedMixer(ABC):
+    """Fused attention of rows [T, H] over what layer `layer` caches, sequence by sequence.
+
+    output   projection of the mixed rows
+    forward  the module's own
+    """
+
+    output: nn.Module
+    layer: int
+    forward: Forward
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        if not isinstance(attention_mask, DecodeBatch):
+            attended: tuple[Tensor, None] = self.forward(
+                hidden_states, attention_mask=attention_mask, **others
+            )
+            return attended
+        refuse_unknown(type(self).__name__, others, ())
+        return self.output(self.mix(hidden_states, attention_mask)), None
+
+    @abstractmethod
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        """Attend: the results of all heads, [T, heads * V]."""
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, heads: Heads, batch: DecodeBatch, layer: int
+) -> Tensor:
+    """Attend sequence by sequence over what `layer` caches: [T, heads * D]."""
+    mixed = torch.empty_like(queries)
+    alone = len(batch.sequences) == 1
+    for sequence in batch.sequences:
+        decoder_ops.attention(
+            queries if alone else queries[sequence.rows],
+            keys if alone else keys[sequence.rows],
+            values if alone else values[sequence.rows],
+            heads,
+            sequence.positions,
+            batch.window,
+            sequence.layers[layer].row,
+            mixed if alone else mixed[sequence.rows],
+        )
+    return mixed
+
+
+def norm_heads(rows: Tensor, norm: RMSNorm) -> Tensor:
+    """Norm each head of rows [T, heads * D]."""
+    return decoder_ops.rms_norm(rows.view(-1, len(norm.weight)), norm).view(rows.shape)
+
+
+def without_turns(span: DecodeSpan, like: Tensor) -> DecodeSpan:
+    """The span of rows that are rotated already."""
+    none = like.new_empty(len(span.positions.cos), 0)
+    return replace(span, positions=replace(span.positions, cos=none, sin=none))
+
+
+@dataclass(slots=True, eq=False)
+class FusedAttention(FusedMixer):
+    """Attention over heads of keys and values."""
+
+    projections: tuple[nn.Module, nn.Module, nn.Module]
+    heads: Heads
+
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        queries, keys, values = (project(hidden_states) for project in self.projections)
+        return attend(queries, keys, values, self.heads, batch, self.layer)
+
+
+@dataclass(slots=True, eq=False)
+class FusedGatedAttention(FusedMixer):
+    """Attention over heads of keys and values whose results are gated.
+
+    projections  of queries with their gates, head by head, of keys and of values
+    norms        of heads of queries and of keys
+    width        of a head
+    """
+
+    projections: tuple[nn.Module, nn.Module, nn.Module]
+    norms: tuple[RMSNorm, RMSNorm]
+    scale: float
+    width: int
+
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        both, keys, values = (project(hidden_states) for project in self.projections)
+        parts = both.view(len(both), -1, 2 * self.width).chunk(2, -1)
+        queries, gates = (part.contiguous().view(len(both), -1) for part in parts)
+        queries = norm_heads(queries, self.norms[0])
+        keys = norm_heads(keys, self.norms[1])
+        mixed = attend(queries, keys, values, Heads(self.scale), batch, self.layer)
+        return mixed * gates.sigmoid()
+
+
+@dataclass(slots=True, eq=False)
+class FusedRotatedAttention(FusedMixer):
+    """Attention whose heads are rotated before they are normed, or as complex numbers.
+
+    norms        of heads of queries and of keys; None: there are none
+    width        of a head
+    interleaved  as `reference_decoder.rotate_out` has it
+    """
+
+    projections: tuple[nn.Module, nn.Module, nn.Module]
+    norms: tuple[RMSNorm, RMSNorm] | None
+    scale: float
+    width: int
+    interleaved: bool
+
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        queries, keys, values = (project(hidden_states) for project in self.projections)
+        for each in batch.sequences:
+            for rows in (queries, keys):
+                decoder_ops.rotate(rows[each.rows], self.width, each.positions, self.interleaved)
+        if self.norms is not None:
+            queries, keys = norm_heads(queries, self.norms[0]), norm_heads(keys, self.norms[1])
+        rotated = DecodeBatch(
+            [without_turns(each, queries) for each in batch.sequences], batch.window
+        )
+        return attend(queries, keys, values, Heads(self.scale), rotated, self.layer)
+
+
+@dataclass(slots=True, eq=False)
+class FusedNormedAttention(FusedMixer):
+    """Attention whose heads of queries, keys and values are normed.
+
+    projections  of queries, keys and values; None: values are made by that of keys
+    norms        of their heads
+    """
+
+    projections: tuple[nn.Module, nn.Module, nn.Module | None]
+    norms: tuple[RMSNorm, RMSNorm, RMSNorm]
+    scale: float
+
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        project_queries, project_keys, project_values = self.projections
+        queries, keys = project_queries(hidden_states), project_keys(hidden_states)
+        values = keys if project_values is None else project_values(hidden_states)
+        queries, keys, values = (
+            norm_heads(*each) for each in zip((queries, keys, values), self.norms, strict=True)
+        )
+        return attend(queries, keys, values, Heads(self.scale), batch, self.layer)
+
+
+@dataclass(slots=True, eq=False)
+class FusedLatentAttention(FusedMixer):
+    """Attention over latents.
+
+    queries      modules that make queries of the rows, one after the other
+    compress     makes latents and the key columns that are rotated
+    value_width  columns of all heads' results
+    """
+
+    queries: tuple[nn.Module, ...]
+    compress: nn.Module
+    latents: Latents
+    value_width: int
+
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        queries, latents = hidden_states, self.compress(hidden_states)
+        for module in self.queries:
+            queries = module(queries)
+        mixed = queries.new_empty(len(queries), self.value_width)
+        for sequence in batch.sequences:
+            decoder_ops.latent_attention(
+                queries[sequence.rows],
+                latents[sequence.rows],
+                self.latents,
+                sequence.positions,
+                batch.window,
+                sequence.layers[self.layer].row,
+                mixed[sequence.rows],
+            )
+        return mixed
+
+
+# Usual names of the norms of queries and keys.
+NORM_NAMES = ("q_norm", "k_norm")
+
+
+def fuse_attention(module: Any) -> bool:
+    """Replace the forward of attention of a known kind by a fused one. Return True if it was
+    replaced.
+    """
+    fuse = fusing(type(module).__name__)
+    if fuse is None or getattr(module.config, "clip_qkv", None) is not None:
+        return False
+    module.forward = fuse(module)
+    return True
+
+
+def fusing(name: str) -> Callable[[Any], FusedMixer] | None:
+    """What makes the fused attention of a module of this class; None: nothing does."""
+    for names, fuse in (
+        (ATTENTIONS, fused_attention),
+        (GATED_ATTENTIONS, fused_gated_attention),
+        (ROTATED_FIRST, fused_rotated_attention),
+        (NORMED_VALUES, fused_normed_attention),
+        (LATENT_ATTENTIONS, fused_latent_attention),
+    ):
+        if name in names:
+            return fuse
+    return None
+
+
+def fused_attention(module: Any) -> FusedAttention:
+    names = ("q_layernorm", "k_layernorm") if hasattr(module, "q_layernorm") else NORM_NAMES
+    norms = [getattr(module, name, None) for name in names]
+    query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
+    return FusedAttention(
+        module.o_proj if hasattr(module, "o_proj") else module.out_proj,
+        module.layer_idx,
+        own_forward(module),
+        (module.q_proj, module.k_proj, module.v_proj),
+        Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
+    )
+
+
+def fused_gated_attention(module: Any) -> FusedGatedAttention:
+    return FusedGatedAttention(
+        module.o_proj,
+        module.layer_idx,
+        own_forward(module),
+        (module.q_proj, module.k_proj, module.v_proj),
+        (wide_norm_of(module.q_norm), wide_norm_of(module.k_norm)),
+        module.scaling,
+        module.head_dim,
+    )
+
+
+def fused_rotated_attention(module: Any) -> FusedRotatedAttention:
+    norms = None
+    if hasattr(module, "query_layernorm"):
+        norms = rms_norm_of(module.query_layernorm), rms_norm_of(module.key_layernorm)
+    return FusedRotatedAttention(
+        module.o_proj,
+        module.layer_idx,
+        own_forward(module),
+        (module.q_proj, module.k_proj, module.v_proj),
+        norms,
+        module.scaling,
+        module.head_dim,
+        ROTATED_FIRST[type(module).__name__],
+    )
+
+
+def fused_normed_attention(module: Any) -> FusedNormedAttention:
+    norms = (module.q_norm, module.k_norm, module.v_norm)
+    query_norm, key_norm, value_norm = (wide_norm_of(norm, module.head_dim) for norm in norms)
+    return FusedNormedAttention(
+        module.o_proj,
+        module.layer_idx,
+        own_forward(module),
+        (module.q_proj, module.k_proj, module.v_proj),
+        (query_norm, key_norm, value_norm),
+        module.scaling,
+    )
+
+
+def fused_latent_attention(module: Any) -> FusedLatentAttention:
+    low_rank = (module.q_a_proj, module.q_a_layernorm, module.q_b_proj)
+    interleaved = type(module).__name__ in INTERLEAVED or bool(module.config.rope_interleave)
+    return FusedLatentAttention(
+        module.o_proj,
+        module.layer_idx,
+        own_forward(module),
+        low_rank if module.q_proj is None else (module.q_proj,),
+        module.kv_a_proj_with_mqa,
+        Latents(
+            rms_norm_of(module.kv_a_layernorm),
+            module.kv_b_proj.exact.words(),
+            module.scaling,
+            interleaved,
+        ),
+        module.num_heads * module.v_head_dim,
+    )
+
+
+def sinks_of(module: nn.Module) -> Tensor | None:
+    """Sinks [heads] of attention; None if it has none."""
+    sinks = getattr(module, "sinks", None)
+    return None if sinks is None else sinks.detach()
