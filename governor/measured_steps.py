@@ -73,6 +73,17 @@ class MeasuredSteps:
         at = self.lengths.index(draft_length)
         self._weight[at] = min(self._weight[at], DOUBTED)
 
+    def believe(self, draft_length: int, step_s: float, weight: float) -> None:
+        """Begin with a time that has the weight of so many steps. Other lengths are left out."""
+        if draft_length in self.lengths:
+            at = self.lengths.index(draft_length)
+            self._time_s[at], self._weight[at] = step_s, weight
+
+    def times(self) -> list[tuple[float, float]]:
+        """(draft length, seconds) of lengths of which at least one step is remembered."""
+        found = zip(self.lengths, self._time_s, self._weight, strict=True)
+        return [(float(length), time_s) for length, time_s, weight in found if weight >= 1]
+
     def weight(self, draft_length: int) -> float:
         """Number of steps of that length that are remembered."""
         return self._weight[self.lengths.index(draft_length)]

@@ -124,7 +124,7 @@ class Profile:
                 raise ValueError("another format")
             key = ProfileKey(**content.pop("key"))
             for name in POINTS:
-                content[name] = _points(content[name])
+                content[name] = points_of(content[name])
             return cls(key=key, **content)
         except SpeqError as error:
             raise FileError(f"{source}: {error}; measure it again with `speq tune`") from error
@@ -135,7 +135,7 @@ class Profile:
             ) from error
 
 
-def _points(pairs: Any) -> Points:
+def points_of(pairs: Any) -> Points:
     """Pairs of numbers. Raises ValueError, TypeError or OverflowError for anything else."""
     if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) == 2 for p in pairs):
         raise ValueError(f"{pairs!r:.80} are no pairs")

@@ -26,6 +26,7 @@ from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
 from speq.files import heap
 from speq.governor.batches import Governors
+from speq.governor.profile import ProfileKey
 from speq.heads.draft_head import DraftHead
 from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
@@ -46,7 +47,7 @@ from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
 from speq.planning.run_budget import check_free_memory, first_context, run_budget
 from speq.planning.run_draft import RunDraft
-from speq.planning.run_governor import run_governors
+from speq.planning.run_governor import run_governors, run_kind
 from speq.planning.trials import dense_trial, survey_trial
 from speq.units import Progress, label_progress, no_progress
 
@@ -69,6 +70,7 @@ class Loaded:
     limits      of the experts of verifications; None: they are exact
     head        what drafts out of hidden states, where one does
     others      stages that run the layers behind these; None: this machine has the last ones
+    learning    what governors of such runs learn is kept under it; None: it is not kept
     """
 
     config: RunConfig
@@ -87,13 +89,16 @@ class Loaded:
     limits: BudgetRules | None = None
     head: DraftHead | None = None
     others: RemoteStages | None = None
+    learning: tuple[ProfileKey, str] | None = None
 
     def budget_for(self, context: int) -> Budget:
         """The budget with a KV cache of so many tokens."""
         return replace(self.budget, context=context)
 
     def close(self) -> None:
-        """Give back files, and the host's memory."""
+        """Give back files, and the host's memory. Keep what the governor learned."""
+        if self.learning is not None:
+            profiles.keep_learned(*self.learning, self.governors.alone)
         if self.copy is not None:  # which reads the files
             self.copy.stop()
         if self.host is not None:
@@ -198,6 +203,11 @@ def load(
         if draft.head is not None and decision.residency_plan.drafter == "head":
             model.capture_hidden_states(draft.head.shape.captured_layers)
             head = draft.head.load(spec.dtype, device.torch)
+        learning = learned = None
+        if compute.profile == "auto":
+            key = profiles.key_of(opened, device.torch.type, memory.memory_budget)
+            learning = key, run_kind(config, decision, secondary)
+            learned = profiles.read_learned(*learning)
         loaded = Loaded(
             config,
             opened,
@@ -210,11 +220,12 @@ def load(
             backend,
             host,
             recording_device(compute.graphs, device, model),
-            run_governors(drafts, profile, decision, secondary),
+            run_governors(drafts, profile, decision, secondary, learned),
             copy if decision.memory.slots < spec.count else None,
             limits,
             head,
             others,
+            learning,
         )
         undo.pop_all()
     heap.give_back()

@@ -8,10 +8,12 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
-from speq.errors import FileError
-from speq.files.atomic_file import write_whole
+from speq.errors import FileError, SpeqError
+from speq.files.atomic_file import make_folder, write_whole
 from speq.files.cache_folder import PROFILES, cache_folder
 from speq.files.json_file import read_json
+from speq.governor.draft_length import Governor
+from speq.governor.learned import LearnedSteps
 from speq.governor.profile import Profile, ProfileKey
 from speq.machine import device_name
 from speq.models.opened import Opened
@@ -58,6 +60,37 @@ def read_kept(key: ProfileKey) -> Profile | None:
     if profile.key != key:
         raise FileError(f"profile {path} is of {profile.key}, not of {key}; remove it")
     return profile
+
+
+def read_learned(key: ProfileKey, run: str) -> LearnedSteps | None:
+    """What the governor of an earlier run of that kind learned; None: nothing that can be used."""
+    path = learned_path(key)
+    if path is None or not path.exists():
+        return None
+    try:
+        learned = LearnedSteps.from_entries(read_json(path, "remove it"), str(path))
+    except SpeqError as error:
+        logger.warning("the governor learns anew: %s", error)
+        return None
+    return learned if (learned.key, learned.run) == (key, run) else None
+
+
+def keep_learned(key: ProfileKey, run: str, governor: Governor) -> None:
+    """Keep what a run's governor learned, in place of what an earlier one did."""
+    learned, path = LearnedSteps.of(key, run, governor), learned_path(key)
+    if learned is None or path is None:
+        return
+    try:
+        make_folder(path.parent)
+        write_whole(path, learned.to_json().encode())
+    except SpeqError as error:
+        logger.debug("what the governor learned is not kept: %s", error)
+
+
+def learned_path(key: ProfileKey) -> Path | None:
+    """Beside the profile of that key, whether there is one or not."""
+    path = profile_path(key)
+    return None if path is None else path.with_suffix(".governor.json")
 
 
 def find(option: str, opened: Opened, device: str, budget_bytes: int) -> Profile | None:

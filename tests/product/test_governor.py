@@ -26,9 +26,11 @@ class Machine:
     take fixed times, and of each draft a fixed share of tokens stands.
     """
 
-    def __init__(self, draft_s: float, row_s: float, share: float, plain_s: float = 1.0) -> None:
+    def __init__(
+        self, draft_s: float, row_s: float, share: float, plain_s: float = 1.0, seed: int = 5
+    ) -> None:
         self.draft_s, self.row_s, self.share, self.plain_s = draft_s, row_s, share, plain_s
-        self._rng = random.Random(5)
+        self._rng = random.Random(seed)
         self._now_s = 0.0
 
     def step_s(self, draft_length: int) -> float:
