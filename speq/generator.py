@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Coroutine
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from speq.pipeline.settings import StagesSettings
 from speq.planning.run_budget import check_context
 from speq.runtime import Runtime
 from speq.stats import RunStats
+from speq.text.answer_parts import AnswerParser
 from speq.text.endings import end_ids
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
@@ -307,12 +308,19 @@ class Generator:
         with self._runtime.watched(stats):
             yield stats
 
-    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
+    def encode(
+        self, prompt: Prompt, tools: Tools = (), variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Encode a prompt to token ids. Raises SpeqError for no tokens, and for foreign ids.
 
-        tools  that chat messages may call, as JSON schemas
+        tools      that chat messages may call, as JSON schemas
+        variables  of the chat template, such as enable_thinking
         """
-        return self._encoder.encode(prompt, tools)
+        return self._encoder.encode(prompt, tools, variables)
+
+    def answer_parser(self, prompt_ids: Sequence[int], tools: Tools = ()) -> AnswerParser | None:
+        """See `speq.text.prompts.PromptEncoder.answer_parser`."""
+        return self._encoder.answer_parser(prompt_ids, tools)
 
     def prepare(
         self,

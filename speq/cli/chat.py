@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +18,21 @@ from speq.config import Model, RunConfig, SamplingParams
 from speq.errors import OptionError, SpeqError
 from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
-from speq.options.kinds import Text
+from speq.options.kinds import Choice, Text
 from speq.pipeline.settings import StagesSettings
 from speq.ray.settings import RaySettings
+from speq.text.answer_parts import AnswerPart, parse_piece
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
     from speq.generator import Generator
 
+# Variables of chat templates, by the option's value: families have one name or the other.
+REASONING: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "on": {"enable_thinking": True, "thinking": True},
+    "off": {"enable_thinking": False, "thinking": False},
+}
 LEAVE = "Ctrl-D or /quit leaves"
 
 
@@ -35,6 +43,14 @@ class ChatSettings(Options):
     system: Annotated[str | None, Option("A system message to begin with.", Text(wanted=None))] = (
         None
     )
+    reasoning: Annotated[
+        str,
+        Option(
+            "Whether the model thinks before it answers, where its template can tell it: auto is "
+            "as the template has it. Thoughts are printed to stderr.",
+            Choice(tuple(REASONING)),
+        ),
+    ] = "auto"
     live: Live = False
 
 
@@ -63,7 +79,15 @@ def chat(
             budget = format_bytes(run.memory_budget)
             tell(f"{model} within {budget}, context {generator.max_context} tokens")
             tell(f"/help lists commands; Ctrl-C ends an answer; {LEAVE}")
-        talk = Talk(generator, conversation, max_new_tokens, drawing, quiet=output.quiet, live=live)
+        talk = Talk(
+            generator,
+            conversation,
+            max_new_tokens,
+            drawing,
+            REASONING[settings.reasoning],
+            quiet=output.quiet,
+            live=live,
+        )
         talk.run(interactive=sys.stdin.isatty())
     # Nobody is there to ask again: what reads the output learns that answers are missing.
     if talk.refused and not sys.stdin.isatty():
@@ -74,20 +98,24 @@ def chat(
 class Talk:
     """A conversation, which outlives a turn that fails.
 
-    stats    of the last answer
-    refused  lines that could not be obeyed: turns that did not fit, files that exist
-    quiet    no progress and no figures behind answers
-    live     a line below each answer while it comes
+    variables  of the chat template
+    stats      of the last answer
+    refused    lines that could not be obeyed: turns that did not fit, files that exist
+    quiet      no progress, no thoughts and no figures behind answers
+    live       a line below each answer while it comes
+    thinking   whether the last that was printed is a thought
     """
 
     generator: "Generator"
     conversation: Conversation
     max_new_tokens: int
     sampling: dict[str, Any]
+    variables: dict[str, Any] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
     refused: int = 0
     quiet: bool = False
     live: bool = False
+    thinking: bool = field(default=False, init=False)
 
     def run(self, interactive: bool) -> None:
         """Take lines to the end. Where nobody types, an interrupt ends it, as it ends any program.
@@ -158,7 +186,9 @@ class Talk:
 
     def answer(self, question: str) -> None:
         """Stream an answer to stdout. An interrupt ends it; what came of it is kept."""
-        prompt_token_ids = self.generator.encode(self.conversation.messages(question))
+        messages = self.conversation.messages(question)
+        prompt_token_ids = self.generator.encode(messages, variables=self.variables)
+        parser = self.generator.answer_parser(prompt_token_ids)
         room = self.generator.max_context - len(prompt_token_ids)
         if room < 1:
             raise OptionError(
@@ -183,8 +213,9 @@ class Talk:
                     if turn is None:
                         turn = Turn(question)
                         self.conversation.turns.append(turn)
-                    turn.answer += token.text
-                    write(token.text)
+                    self.tell(parse_piece(parser, token), turn, write)
+            if turn is not None and parser is not None:
+                self.tell(parser.finish(), turn, write)
         if turn is None:
             tell("\nstopped before the answer began; the question was taken back")
         else:
@@ -195,6 +226,19 @@ class Talk:
                 tell(figures(finished))
             if finished.get("budget") is not None:
                 tell(approximate(finished["budget"]))
+
+    def tell(self, part: AnswerPart, turn: Turn, write: Callable[[str], None]) -> None:
+        """Print a part of an answer; thoughts to stderr. They are no part of the conversation."""
+        if part.reasoning and not self.quiet:
+            sys.stderr.write(part.reasoning)
+            sys.stderr.flush()
+            self.thinking = True
+        if part.text:
+            if self.thinking:
+                tell("\n")
+            self.thinking = False
+            turn.answer += part.text
+            write(part.text)
 
 
 def figures(stats: dict[str, Any]) -> str:

@@ -13,8 +13,9 @@ from speq.engine.engine_thread import EngineThread
 from speq.engine.token_stream import End, TokenStream
 from speq.errors import SpeqError, present
 from speq.generator import Token
-from speq.server.answer_formats import AnswerFormat, Chunk, usage_of
+from speq.server.answer_formats import AnswerFormat, Chunk, tokens_used, usage_of
 from speq.server.api_error import ApiError, error_of
+from speq.server.fields import StreamOptions
 
 # A line that says nothing, where there is nothing to say for so long: proxies cut silent lines.
 HEARTBEAT_S = 15.0
@@ -71,16 +72,20 @@ class WholeAnswer(Answer):
 
 
 class StreamedAnswer(Answer):
-    """Server-sent events. includes_usage: the last of them says what it took.
+    """Server-sent events. options: where they say what the request took.
 
     An error before the first token is a response of its own, as long as no line was sent.
     """
 
     def __init__(
-        self, thread: EngineThread, stream: TokenStream, format: AnswerFormat, includes_usage: bool
+        self,
+        thread: EngineThread,
+        stream: TokenStream,
+        format: AnswerFormat,
+        options: StreamOptions,
     ) -> None:
         super().__init__(thread, stream, format)
-        self._includes_usage = includes_usage
+        self._options = options
 
     async def _tell(self, send: Send) -> None:
         begun = False
@@ -108,18 +113,26 @@ class StreamedAnswer(Answer):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        opening = frames(self._format.opening())
+        opening, count = frames(self._format.opening()), 0
         async with aclosing(with_heartbeats(self._stream)) as tokens:
             async for token in tokens:
                 if token is None:
                     yield opening + HEARTBEAT
                 else:
-                    yield opening + frames(self._format.chunks(token))
+                    count += 1
+                    yield opening + frames(self._counted(self._format.chunks(token), count))
                 opening = b""
         last = frames(self._format.closing(self._end))
-        if self._includes_usage:
+        if self._options.include_usage:
             last += frames([self._format.usage(self._usage())])
         yield opening + last + DONE
+
+    def _counted(self, chunks: Iterable[Chunk], generated: int) -> Iterable[Chunk]:
+        """Chunks with the tokens so far, where they were asked for."""
+        if not self._options.continuous_usage_stats:
+            return chunks
+        usage = tokens_used(len(self._stream.request.prompt_token_ids), generated)
+        return (chunk | {"usage": usage} for chunk in chunks)
 
 
 HEADERS = [

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from speq.engine.token_stream import End
 from speq.generator import Token
 from speq.server.token_logprobs import chat_entry, completion_lists
-from speq.server.tool_calls import Call, CallParser, ParsedText
+from speq.text.answer_parts import AnswerParser, AnswerPart, Call, parse_piece
 from speq.text.vocabulary import Vocabulary
 
 # By our reason to finish.
@@ -36,15 +36,18 @@ class AnswerFormat(Protocol):
         """The answer in one piece, once all its chunks were made."""
 
 
-def usage_of(prompt_tokens: int, end: End) -> Chunk:
-    """What a request took. `speq`: what only an engine like this one has to tell."""
-    stats = end.stats
-    generated = stats.get("new_tokens", 0)
-    usage: Chunk = {
+def tokens_used(prompt_tokens: int, generated: int) -> Chunk:
+    return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generated,
         "total_tokens": prompt_tokens + generated,
     }
+
+
+def usage_of(prompt_tokens: int, end: End) -> Chunk:
+    """What a request took. `speq`: what only an engine like this one has to tell."""
+    stats = end.stats
+    usage = tokens_used(prompt_tokens, stats.get("new_tokens", 0))
     if stats:
         usage["prompt_tokens_details"] = {"cached_tokens": stats["cached_tokens"]}
         usage["speq"] = {
@@ -83,12 +86,18 @@ class Heading:
 
 @dataclass(slots=True)
 class ChatFormat:
-    """An answer of a chat. parser: tells calls of tools from text; None: there are no tools."""
+    """An answer of a chat.
+
+    parser      tells thoughts and calls of tools from text; None: all is text
+    most_calls  later calls are left out; None: there is no limit
+    """
 
     heading: Heading
     vocabulary: Vocabulary
-    parser: CallParser | None = None
+    parser: AnswerParser | None = None
+    most_calls: int | None = None
     _said: list[str] = field(default_factory=list, init=False)
+    _thought: list[str] = field(default_factory=list, init=False)
     _calls: list[Call] = field(default_factory=list, init=False)
     _logprobs: list[Chunk] = field(default_factory=list, init=False)
 
@@ -96,7 +105,7 @@ class ChatFormat:
         yield self._chunk({"role": "assistant", "content": ""})
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
-        piece = ParsedText(token.text) if self.parser is None else self.parser.hear(token)
+        piece = parse_piece(self.parser, token)
         logprobs = [] if token.logprobs is None else [chat_entry(self.vocabulary, token)]
         self._logprobs += logprobs
         yield from self._told(piece, logprobs)
@@ -112,6 +121,8 @@ class ChatFormat:
     def whole(self, end: End, usage: Chunk) -> Chunk:
         text = "".join(self._said)
         message: Chunk = {"role": "assistant", "content": text, "refusal": None}
+        if self._thought:
+            message["reasoning_content"] = "".join(self._thought)
         if self._calls:
             message["content"] = text or None
             message["tool_calls"] = [call.content for call in self._calls]
@@ -123,12 +134,16 @@ class ChatFormat:
         }
         return self.heading.chunk("chat.completion", [choice], usage)
 
-    def _told(self, piece: ParsedText, logprobs: list[Chunk]) -> Iterator[Chunk]:
+    def _told(self, piece: AnswerPart, logprobs: list[Chunk]) -> Iterator[Chunk]:
         """Chunks with what is certain; nothing where that is nothing."""
+        if piece.reasoning:
+            self._thought.append(piece.reasoning)
+            yield self._chunk({"reasoning_content": piece.reasoning})
         if piece.text or logprobs:
             self._said.append(piece.text)
             yield self._chunk({"content": piece.text}, logprobs=logprobs)
-        for call in piece.calls:
+        room = None if self.most_calls is None else self.most_calls - len(self._calls)
+        for call in piece.calls[:room]:
             yield self._chunk({"tool_calls": [{"index": len(self._calls)} | call.content]})
             self._calls.append(call)
 

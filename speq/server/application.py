@@ -9,12 +9,12 @@ from starlette.requests import ClientDisconnect
 
 from speq.engine.engine_thread import EngineThread
 from speq.engine.request import Request as EngineRequest
-from speq.errors import OptionError, SpeqError
+from speq.errors import SpeqError
 from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
 from speq.server.answer_formats import AnswerFormat
 from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
-from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
+from speq.server.fields import ChatBody, CompletionBody, SampledBody, StreamOptions, TokenizeBody
 from speq.server.gate import OWNER_KEY
 from speq.server.metrics import Metrics
 from speq.server.service import Service
@@ -55,17 +55,15 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         request.owner = asked.scope.get(OWNER_KEY, "")
         stream = thread.submit(request)
         if body.stream:
-            return StreamedAnswer(thread, stream, format, body.includes_usage)
+            return StreamedAnswer(thread, stream, format, body.stream_options or StreamOptions())
         return WholeAnswer(thread, stream, format)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        check_stream(body)
         return answer(body, request, *await service.chat(body))
 
     @app.post("/v1/completions", responses=ANSWERS, response_class=Response)
     async def completions(body: CompletionBody, request: Request) -> Response:
-        check_stream(body)
         return answer(body, request, *await service.completion(body))
 
     @app.get("/v1/models")
@@ -119,12 +117,6 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         return refusal(ApiError(400, "the request was cut off"))
 
     return app
-
-
-def check_stream(body: SampledBody) -> None:
-    """Raises SpeqError for options of a stream where there is none."""
-    if body.stream_options is not None and not body.stream:
-        raise OptionError("stream_options are given and stream is not true; give both")
 
 
 def refusal(error: ApiError) -> Response:

@@ -3,11 +3,8 @@
 import json
 from typing import Any
 
-from speq.errors import OptionError, UnsupportedError
-from speq.server.fields import ChatMessage, TextContent, Tool
-
-# What a template that calls tools in Hermes' form has in it, and what other forms have.
-HERMES, OTHERS = "<tool_call>", ("<function=", "<arg_key>", "<|channel|>", "[TOOL_CALLS]")
+from speq.errors import OptionError
+from speq.server.fields import ChatBody, ChatMessage, TextContent, Tool
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -19,12 +16,15 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def template_message(name: str, message: ChatMessage) -> dict[str, Any]:
-    if message.content is None and not message.tool_calls:
-        raise OptionError(f"{name}.content is null; give a text")
+    content = message.content
+    if content is None and not message.tool_calls:
+        if message.role != "assistant":
+            raise OptionError(f"{name}.content is null; give a text")
+        content = ""
     made: dict[str, Any] = {
         # OpenAI's newer name of it.
         "role": "system" if message.role == "developer" else message.role,
-        "content": content_of(message.content),
+        "content": content_of(content),
     }
     if message.name is not None:
         made["name"] = message.name
@@ -33,7 +33,11 @@ def template_message(name: str, message: ChatMessage) -> dict[str, Any]:
     if message.tool_calls:
         for at, call in enumerate(message.tool_calls):
             check_arguments(f"{name}.tool_calls[{at}]", call.function.arguments)
-        made["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        made["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+    thought = message.reasoning_content or message.reasoning
+    if thought:
+        # Templates have one name of it or the other.
+        made |= {"reasoning_content": thought, "thinking": thought}
     return made
 
 
@@ -52,24 +56,18 @@ def check_arguments(name: str, text: str) -> None:
         raise OptionError(f"{name}.function.arguments is {text!r:.80}; give an object as JSON")
 
 
-def template_tools(tokenizer: Any, tools: list[Tool] | None) -> list[dict[str, Any]]:
-    """Tools as templates know them. Raises SpeqError where the model would call them in a form that
-    is not parsed here.
-    """
-    if not tools:
-        return []
-    made = [tool.model_dump(exclude_none=True) for tool in tools]
-    try:
-        template = tokenizer.get_chat_template(tools=made)
-    except ValueError as error:
-        raise OptionError(f"tools are given and the model has no chat template: {error}") from error
-    if HERMES in template and not any(each in template for each in OTHERS):
-        return made
-    if "tools" not in template:
-        raise UnsupportedError(
-            "tools are given and the model's chat template has no place for them"
-        )
-    raise UnsupportedError(
-        "tools are given and the model calls them in a form that speq does not parse; only "
-        f"that of Hermes and Qwen is parsed, {HERMES}{{...}}</tool_call>"
-    )
+def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """Tools as templates know them."""
+    return [
+        {
+            "type": tool.type,
+            "function": tool.function.model_dump(exclude={"strict"}, exclude_none=True),
+        }
+        for tool in tools or ()
+    ]
+
+
+def template_variables(body: ChatBody) -> dict[str, Any]:
+    """Variables that a request has for the model's chat template."""
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return effort | (body.chat_template_kwargs or {})

@@ -1,12 +1,19 @@
 """Fields of requests, as OpenAI's API names them. What is not here is refused by its name.
 
-Some fields are taken with those values alone that ask for nothing, such as `n` with 1: clients
-send them.
+Some fields are taken with those values alone that ask for nothing, such as `n` with 1, and some
+are taken and have no effect on an answer, such as `user`: clients send them.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 # As many likeliest tokens as OpenAI's own.
 MOST_LOGPROBS = 20
@@ -44,6 +51,29 @@ def shallow(schema: Any) -> Any:
     raise ValueError(f"at most {MOST_DEPTH} objects and lists may lie in one another")
 
 
+def whole(value: Any) -> Any:
+    """A number without a fraction as an integer: some clients write 8 as 8.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def reading(from_value: Any, to: Any) -> BeforeValidator:
+    """Read a value as another one, such as -1 as none: some clients write it so."""
+
+    def read(value: Any) -> Any:
+        value = whole(value)
+        return to if type(value) is type(from_value) and value == from_value else value
+
+    return BeforeValidator(read)
+
+
+def without_empty(stop: Any) -> Any:
+    """Stop texts without empty ones, which never end an answer."""
+    if isinstance(stop, list):
+        return [each for each in stop if each != ""] or None
+    return None if stop == "" else stop
+
+
+Tokens = Annotated[Annotated[int, Field(ge=1)] | None, reading(-1, None)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], FIRST]
@@ -51,21 +81,31 @@ Metadata = Annotated[dict[str, str], Field(max_length=64), FIRST]
 
 
 class StreamOptions(Body):
-    """include_usage: one more chunk at the end, with what the request took."""
+    """Counts of tokens in a stream.
+
+    include_usage           in one more chunk at the end
+    continuous_usage_stats  in each chunk
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class SampledBody(Body):
-    """What chats and completions share. The last four are not OpenAI's: they go by vLLM's names."""
+    """What chats and completions share. Those from top_k on are not OpenAI's: they go by vLLM's
+    names, or llama.cpp's.
+    """
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16), FIRST] | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    max_tokens: Tokens = None
+    stop: Annotated[
+        StopText | Annotated[list[StopText], Field(max_length=16), FIRST] | None,
+        BeforeValidator(without_empty),
+    ] = None
+    seed: Annotated[Annotated[int, Field(ge=0, lt=1 << 63)] | None, reading(-1, None)] = None
     temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -73,43 +113,62 @@ class SampledBody(Body):
     n: Literal[1] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0), FIRST] | None = None
     user: str | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[Annotated[int, Field(ge=0)] | None, reading(-1, 0)] = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
+    timings_per_token: Literal[False] | None = None
+    return_progress: Literal[False] | None = None
 
-    @property
-    def includes_usage(self) -> bool:
-        """True where a stream ends with what it took."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+CacheControl = Annotated[dict[str, Any], AfterValidator(shallow)]
 
 
 class TextContent(Body):
+    """cache_control: Anthropic's; what can be reused is."""
+
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class CalledFunction(Body):
-    """arguments: an object, written as JSON."""
+    """arguments: an object, written as JSON; a text without any is one without fields."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, reading("", "{}")]
 
 
 class ToolCall(Body):
+    """index: in the stream that it came by."""
+
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
 
 
 class ChatMessage(Body):
-    """The fields behind `tool_call_id` stand in messages that clients send back."""
+    """The fields behind `tool_call_id` stand in messages that clients send back.
+
+    reasoning_content, reasoning  what the model thought, for its template
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextContent], FIRST] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    id: str | None = None
+    cache_control: CacheControl | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -117,17 +176,21 @@ class ChatMessage(Body):
 
 
 class Function(Body):
-    """parameters: a JSON schema, which the model's template shows to the model."""
+    """parameters: a JSON schema, which the model's template shows to the model.
+
+    strict  taken, and not enforced: arguments are what the model writes
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(shallow)] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl | None = None
 
 
 class ResponseFormat(Body):
@@ -135,18 +198,23 @@ class ResponseFormat(Body):
 
 
 class ChatBody(SampledBody):
+    """chat_template_kwargs, reasoning_effort: variables of the model's chat template."""
+
     messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Tokens = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=256), FIRST] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(shallow)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    include_reasoning: Literal[True] | None = None
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1), FIRST] | None = None
     metadata: Metadata | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 

@@ -11,16 +11,8 @@ from speq.generator import Generator
 from speq.options.declared import build
 from speq.server.answer_formats import ChatFormat, CompletionFormat, Heading
 from speq.server.api_error import ApiError
-from speq.server.chat_prompt import template_messages, template_tools
-from speq.server.fields import (
-    ChatBody,
-    ChatMessage,
-    CompletionBody,
-    SampledBody,
-    TokenizeBody,
-    Tool,
-)
-from speq.server.tool_calls import CallParser
+from speq.server.chat_prompt import template_messages, template_tools, template_variables
+from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
 from speq.text.prompts import Prompt, Tools
 
 # Of a completion that does not say, as in OpenAI's API.
@@ -54,25 +46,28 @@ class Service:
 
     async def chat(self, body: ChatBody) -> tuple[Request, ChatFormat]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
-        self.check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise OptionError("top_logprobs is given and logprobs is not true; give both")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise OptionError("max_tokens and max_completion_tokens are both given; give one")
-        called = body.tools if body.tool_choice != "none" else None
-        ids = await self.chat_ids(body.messages, called)
+        tools = template_tools(body.tools if body.tool_choice != "none" else None)
+        messages, variables = template_messages(body.messages), template_variables(body)
+        ids = await self._encode(messages, tools, variables)
         wanted = body.max_completion_tokens or body.max_tokens
         request = self.model.request(
             ids,
             self._sampling(body, len(ids), wanted, self.default_max_tokens),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        parser = CallParser() if called else None
-        return request, ChatFormat(Heading(self.name, "chatcmpl"), self.model.vocabulary, parser)
+        return request, ChatFormat(
+            self._heading(body, "chatcmpl"),
+            self.model.vocabulary,
+            self.model.answer_parser(ids, tools),
+            1 if body.parallel_tool_calls is False else None,
+        )
 
     async def completion(self, body: CompletionBody) -> tuple[Request, CompletionFormat]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
-        self.check_model(body.model)
         prompt = one_prompt(body.prompt)
         if isinstance(prompt, list):
             # Ids are counted before they are looked at: there may be millions of them.
@@ -81,23 +76,22 @@ class Service:
         sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
         continues_text = isinstance(prompt, str)
         request = self.model.request(ids, sampling, continues_text, top_logprobs=body.logprobs)
-        return request, CompletionFormat(Heading(self.name, "cmpl"), self.model.vocabulary)
+        return request, CompletionFormat(self._heading(body, "cmpl"), self.model.vocabulary)
+
+    def _heading(self, body: SampledBody, prefix: str) -> Heading:
+        """The only model answers to any name, and is called so."""
+        return Heading(body.model or self.name, prefix)
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text, or of messages as a chat would have them."""
-        if body.model is not None:
-            self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise OptionError("prompt or messages must be given, and not both")
         if body.messages is not None:
-            return await self.chat_ids(body.messages, body.tools)
+            tools = template_tools(body.tools)
+            return await self._encode(template_messages(body.messages), tools)
         if body.tools:
             raise OptionError("tools are given without messages; give messages")
         return await self._encode(body.prompt or "")
-
-    async def chat_ids(self, messages: list[ChatMessage], tools: list[Tool] | None) -> list[int]:
-        described = template_tools(self.model.tokenizer, tools)
-        return await self._encode(template_messages(messages), described)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError for another one's name."""
@@ -109,23 +103,26 @@ class Service:
                 "model_not_found",
             )
 
-    async def _encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
+    async def _encode(
+        self, prompt: Prompt, tools: Tools = (), variables: dict[str, Any] | None = None
+    ) -> list[int]:
         # One at a time, beside the loop: a long text takes seconds of a processor.
         async with self._encoding:
-            return await asyncio.to_thread(self.model.encode, prompt, tools)
+            return await asyncio.to_thread(self.model.encode, prompt, tools, variables)
 
     def _sampling(
         self, body: SampledBody, prompt_tokens: int, wanted: int | None, default: int
     ) -> SamplingParams:
-        """Raises SpeqError for more tokens than the context has room for."""
+        """Raises SpeqError for a prompt that leaves no room in the context. More tokens than it
+        leaves are cut to those: many clients always ask for as many.
+        """
         room = self.max_context - prompt_tokens
-        if room < (wanted or 1):
+        if room < 1:
             raise ApiError(
                 400,
-                f"the prompt has {prompt_tokens} tokens, {wanted or 1} more are asked for, and the "
-                f"context holds {self.max_context}; shorten one of them",
-                "max_tokens" if wanted and room > 0 else None,
-                "context_length_exceeded",
+                f"the prompt has {prompt_tokens} tokens, and the context holds {self.max_context}; "
+                "shorten it",
+                code="context_length_exceeded",
             )
         given = {name: getattr(body, name) for name in SAMPLED}
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -134,7 +131,7 @@ class Service:
             {"temperature": TEMPERATURE}
             | self.defaults
             | {name: value for name, value in given.items() if value is not None}
-            | {"max_new_tokens": wanted or min(default, room), "stop": stop},
+            | {"max_new_tokens": min(wanted or default, room), "stop": stop},
         )
 
 

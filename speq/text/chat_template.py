@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from speq.errors import OptionError, UnsupportedError
+from speq.text.answer_form import AnswerForm
 from speq.text.render_process import RENDERER, RenderError
 
 # Marker words that no template contains.
@@ -65,14 +66,27 @@ USUAL = CallForm(null=False, as_text=False)
 
 @dataclass
 class ChatTemplate:
-    """A chat template. text: Jinja source; variables: its names for special tokens."""
+    """A chat template.
+
+    text       Jinja source
+    variables  its names for special tokens
+    form       of the answers that it asks for
+    """
 
     text: str
     variables: dict[str, Any]
+    form: AnswerForm = field(init=False)
     _takes_parts: dict[str, bool] = field(default_factory=dict)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render a chat up to where an answer begins.
+
+        variables  further ones, such as enable_thinking; a template ignores what it does not know
 
         Messages are in the format of OpenAI's API. A list of parts is joined by line feeds if the
         template takes only strings. Raises SpeqError for messages that the template refuses, and
@@ -83,11 +97,14 @@ class ChatTemplate:
                 "tools are given and the model's chat template has no place for them"
             )
         try:
-            return self._render([self._message(message) for message in messages], tools)
+            return self._render([self._message(message) for message in messages], tools, variables)
         except RenderError as error:
             raise OptionError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
+
+    def __post_init__(self) -> None:
+        self.form = AnswerForm.of(self.text)
 
     @cached_property
     def takes_tools(self) -> bool:
@@ -148,8 +165,14 @@ class ChatTemplate:
         except RenderError:
             return ""
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        return RENDERER.render(self.text, messages, tools or None, self.variables)
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        given = {**self.variables, **(variables or {})}
+        return RENDERER.render(self.text, messages, tools or None, given)
 
 
 def call_example() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speq.errors import OptionError
+from speq.text.answer_parts import AnswerParser
 from speq.text.chat_template import ChatTemplate
 from speq.text.tokenizer import tokens_of
 from speq.text.vocabulary import Vocabulary
@@ -19,6 +20,17 @@ Prompt = str | Sequence[int] | Sequence[Message]
 Tools = Sequence[Mapping[str, Any]]
 
 
+# What rendering is given besides variables of templates.
+RESERVED = frozenset(
+    {
+        *("conversations", "messages", "tools", "documents", "chat_template"),
+        *("return_assistant_tokens_mask", "continue_final_message", "add_generation_prompt"),
+    }
+)
+# The end of a prompt that is looked at: a mark and white space behind it.
+END_TOKENS = 16
+
+
 class PromptEncoder:
     """Encoder of prompts into token ids of one model. The last text is not tokenised again."""
 
@@ -30,10 +42,13 @@ class PromptEncoder:
         self._templates: dict[str, ChatTemplate] = {}
         self._warned = False
 
-    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
+    def encode(
+        self, prompt: Prompt, tools: Tools = (), variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Encode a prompt. Raises SpeqError if it is empty or has token ids that the model lacks.
 
-        tools  tools that chat messages may call; refused if the template has no place for them
+        tools      tools that chat messages may call; refused if the template has no place for them
+        variables  of the chat template, such as enable_thinking
         """
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
@@ -42,7 +57,7 @@ class PromptEncoder:
                 f"prompt is a {type(prompt).__name__}; give a string, token ids or chat messages"
             )
         elif is_written(prompt):
-            ids = self._encode_chat(prompt, tools)  # type: ignore[arg-type]
+            ids = self._encode_chat(prompt, tools, variables)  # type: ignore[arg-type]
         else:
             ids = list(prompt)  # type: ignore[arg-type]
         if not ids:
@@ -85,13 +100,30 @@ class PromptEncoder:
             "was; leave that token out, or take a checkpoint whose embeddings have it"
         )
 
-    def _encode_chat(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+    def answer_parser(self, prompt_ids: Sequence[int], tools: Tools = ()) -> AnswerParser | None:
+        """What tells thoughts and calls of tools from text in a chat's answer; None: all is text.
+
+        prompt_ids  of the chat, which may end within a thought
+
+        Raises SpeqError for tools that the model would call in an unknown form.
+        """
+        template = self._template([dict(tool) for tool in tools])
+        if tools:
+            template.form.check_tools(template.takes_tools)
+        end = self.tokenizer.decode(prompt_ids[-END_TOKENS:], skip_special_tokens=False)
+        return template.form.parser(end, tools)
+
+    def _encode_chat(
+        self, messages: Sequence[Message], tools: Tools, variables: Mapping[str, Any] | None
+    ) -> list[int]:
         if not self.tokenizer.chat_template:
             raise OptionError("the model has no chat template; give the prompt as text")
         for message in messages:
             check_message(message)
         described = [dict(tool) for tool in tools]
-        text = self._template(described).render(messages, described)
+        for name in RESERVED & (variables or {}).keys():
+            raise OptionError(f"{name} is no variable of a chat template; leave it out")
+        text = self._template(described).render(messages, described, variables)
         return tokens_of(self.tokenizer, text, add_special_tokens=False)
 
     def _template(self, tools: list[dict[str, Any]]) -> ChatTemplate:

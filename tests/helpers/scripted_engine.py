@@ -15,6 +15,7 @@ from speq.engine.logprobs import Logprobs, TokenLogprobs
 from speq.engine.request import Request, RequestMetrics
 from speq.errors import SpeqError
 from speq.generator import Token
+from speq.text.answer_parts import AnswerParser
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextPiece, TextStream
 from speq.text.vocabulary import Vocabulary
@@ -49,8 +50,13 @@ class ScriptedModel:
     def vocabulary(self) -> Vocabulary:
         return self._encoder.vocabulary
 
-    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
-        return self._encoder.encode(prompt, tools)
+    def encode(
+        self, prompt: Prompt, tools: Tools = (), variables: dict[str, Any] | None = None
+    ) -> list[int]:
+        return self._encoder.encode(prompt, tools, variables)
+
+    def answer_parser(self, prompt_ids: list[int], tools: Tools = ()) -> AnswerParser | None:
+        return self._encoder.answer_parser(prompt_ids, tools)
 
     def request(
         self,

@@ -13,6 +13,7 @@ from speq.cli.chat import Talk
 from speq.cli.conversation import COMMANDS, Command, Conversation, Turn, parse
 from speq.errors import SpeqError
 from speq.generator import Token
+from speq.text.thoughts import ThoughtParser
 
 Take = Callable[[str], tuple[str, str]]
 
@@ -29,17 +30,26 @@ def answer(text: str) -> dict[str, str]:
 class Parrot:
     """Answers with the last question, a word a token. A prompt has as many tokens as words.
 
-    fails  what is raised instead of the token of this number, counted from 0
+    fails   what is raised instead of the token of this number, counted from 0
+    thinks  whether its answers may begin with a thought
     """
 
     max_context: int = 20
     fails: dict[int, BaseException] = field(default_factory=dict)
     asked: list[list[dict[str, str]]] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)
+    variables: list[dict[str, Any] | None] = field(default_factory=list)
+    thinks: bool = False
 
-    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode(
+        self, messages: list[dict[str, str]], variables: dict[str, Any] | None = None
+    ) -> list[int]:
         self.asked.append(messages)
+        self.variables.append(variables)
         return list(range(sum(len(message["content"].split()) for message in messages)))
+
+    def answer_parser(self, prompt_ids: list[int]) -> ThoughtParser | None:
+        return ThoughtParser() if self.thinks else None
 
     def stream(
         self,
@@ -99,6 +109,20 @@ def test_questions_and_answers_add_up(talk: Talk, take: Take, parrot: Parrot) ->
     assert take("   ") == ("", "")
     assert talk.conversation.messages() == said
     assert not talk.refused
+
+
+def test_thoughts_are_printed_and_not_kept(talk: Talk, take: Take, parrot: Parrot) -> None:
+    parrot.thinks, talk.variables = True, {"enable_thinking": True}
+    out, err = take("<think> why? </think> so it is")
+    assert out == "so it is\n"
+    assert err == "why?\n\n[6 tokens, 3.2 ms each]\n"
+    assert talk.conversation.messages()[-1] == answer("so it is")
+    assert parrot.variables == [{"enable_thinking": True}]
+    talk.quiet = True
+    assert take("<think> why? </think> so") == ("so\n", "")
+    # Thoughts that an answer has no room to end are no answer.
+    parrot.thinks = False
+    assert take("<think> why?")[0] == "<think> why?\n"
 
 
 def test_an_answer_that_was_cut_off_says_so(take: Take) -> None:

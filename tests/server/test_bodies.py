@@ -51,7 +51,10 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "TokenizeBody.tools": (TokenizeBody, {"prompt": "a", "tools": NONE}),
 }
 # Objects of any JSON, which have no faults of their own.
-ANY_JSON = {"Function.parameters"}
+ANY_JSON = {
+    *("Function.parameters", "ChatBody.chat_template_kwargs"),
+    *(f"{owner}.cache_control" for owner in ("TextContent", "ChatMessage", "Tool")),
+}
 
 
 def many(schema: dict[str, Any], name: str) -> Iterator[str]:
@@ -148,8 +151,7 @@ def test_millions_of_faults(faults: list[int], monkeypatch: pytest.MonkeyPatch) 
         assert refused["code"] == "context_length_exceeded"
         assert "the prompt has 100000 tokens" in refused["message"]
         assert rig.complete(prompt=[-1]).status == 400
-        assert "the prompt has 4 tokens" in rig.complete(max_tokens=9999).error["message"]
-        assert [each is rig.thread for each in threads] == [False, False, True, True]
+        assert [each is rig.thread for each in threads] == [False, False, True]
     assert faults == [4, 4]
 
 

@@ -185,11 +185,17 @@ def test_fields_that_ask_for_nothing_are_taken(rig: Rig) -> None:
         "user": "somebody",
         "logit_bias": {},
         "parallel_tool_calls": True,
+        "cache_prompt": False,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": False,
+        "use_beam_search": False,
+        "include_reasoning": True,
+        "stream_options": {"include_usage": True},
         "response_format": {"type": "text"},
         "modalities": ["text"],
         "metadata": {"a": "b"},
-        "store": False,
-        "service_tier": "auto",
+        "store": True,
+        "service_tier": "flex",
         "tools": [],
         "tool_choice": "none",
         "stop": None,
@@ -198,6 +204,37 @@ def test_fields_that_ask_for_nothing_are_taken(rig: Rig) -> None:
     }
     assert rig.chat(**harmless).status == 200
     assert rig.complete(best_of=1, echo=False, suffix=None, n=1).status == 200
+
+
+def test_values_that_clients_write_for_none(rig: Rig, asked: list[Any]) -> None:
+    assert rig.chat(max_tokens=-1, seed=-1, top_k=-1, stop="").status == 200
+    assert rig.chat(max_completion_tokens=-1, stop=["", "a"], top_k=5.0).status == 200
+    (_, first), (_, second) = asked
+    assert (first["top_k"], first["stop"]) == (0, ())
+    assert first["max_new_tokens"] == second["max_new_tokens"] > 100
+    assert (second["stop"], second["top_k"]) == (("a",), 5)
+    assert rig.complete(max_tokens=8.0).status == 200
+    assert asked[-1][1]["max_new_tokens"] == 8
+
+
+def test_more_tokens_than_the_context_has_room_for_are_cut(rig: Rig, asked: list[Any]) -> None:
+    assert rig.chat(max_tokens=32_000).status == 200
+    ids, sampling = asked[0]
+    assert sampling["max_new_tokens"] == 200 - len(ids)
+
+
+def test_messages_as_agents_send_them_back(
+    rig: Rig, model: ScriptedModel, asked: list[Any]
+) -> None:
+    parts = [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]
+    messages = [
+        {"role": "user", "content": parts, "id": "m1"},
+        {"role": "assistant", "content": None, "reasoning_content": "They greet."},
+        {"role": "user", "content": "And?", "cache_control": {"type": "ephemeral"}},
+    ]
+    assert rig.chat(messages=messages).status == 200
+    said = [("user", "Hello"), ("assistant", ""), ("user", "And?")]
+    assert asked[0][0] == model.encode([{"role": role, "content": text} for role, text in said])
 
 
 def test_contents_in_parts(rig: Rig, model: ScriptedModel, asked: list[Any]) -> None:
@@ -226,12 +263,11 @@ def test_contents_in_parts(rig: Rig, model: ScriptedModel, asked: list[Any]) -> 
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"temperature": True}, "temperature", "temperature is True"),
         ({"top_p": 0}, "top_p", "greater than 0"),
-        ({"seed": -1}, "seed", "seed is -1"),
+        ({"seed": -2}, "seed", "seed is -2"),
         ({"seed": 1 << 63}, "seed", "seed is"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         ({"max_tokens": 4, "max_completion_tokens": 4}, "max_tokens", "both given"),
-        ({"max_tokens": 10_000}, "max_tokens", "10000 more are asked for"),
-        ({"stop": ""}, "stop", "stop is ''"),
+        ({"max_tokens": 8.5}, "max_tokens", "max_tokens is 8.5"),
         ({"stop": [1]}, "stop[0]", "stop[0] is 1"),
         ({"stop": ["a"] * 17}, "stop", "stop is"),
         ({"logprobs": 1}, "logprobs", "logprobs is 1"),
@@ -240,12 +276,10 @@ def test_contents_in_parts(rig: Rig, model: ScriptedModel, asked: list[Any]) -> 
         ({"logit_bias": {"5": 1.0}}, "logit_bias", "logit_bias is"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice is 'required'"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "parallel_tool_calls is False"),
-        ({"store": True}, "store", "store is True"),
         ({"functions": []}, "functions", "functions is not supported here"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "leave it out"),
+        ({"chat_template_kwargs": {"tools": []}}, "tools", "no variable of a chat template"),
+        ({"use_beam_search": True}, "use_beam_search", "use_beam_search is True"),
         ({"str": 1}, "str", "str is not supported here"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not supported here"),
         ({"messages": []}, "messages", "messages is []"),
         ({"messages": "hello"}, "messages", "messages is 'hello'"),
@@ -311,17 +345,19 @@ def test_numbers_that_json_has_not(rig: Rig) -> None:
 
 
 def test_missing_fields(rig: Rig) -> None:
-    error = rig.post(CHAT, {"messages": QUESTION}).error
-    assert (error["param"], error["code"]) == ("model", "missing_required_parameter")
+    error = rig.post(CHAT, {"model": NAME}).error
+    assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
     error = rig.post(COMPLETION, {"model": NAME}).error
     assert error["message"] == "prompt is missing; give it"
 
 
-def test_another_model(rig: Rig) -> None:
-    for reply in (rig.chat(model="gpt-4"), rig.get("/v1/models/gpt-4")):
-        assert reply.status == 404
-        assert reply.error["code"] == "model_not_found"
-    assert rig.post("/tokenize", {"model": "gpt-4", "prompt": "a"}).status == 404
+def test_the_only_model_answers_to_any_name(rig: Rig) -> None:
+    assert rig.chat(model="gpt-4").json["model"] == "gpt-4"
+    assert rig.post(CHAT, {"messages": QUESTION, "model": None}).json["model"] == NAME
+    assert rig.post(COMPLETION, {"prompt": "a"}).json["model"] == NAME
+    assert rig.post("/tokenize", {"model": "gpt-4", "prompt": "a"}).status == 200
+    reply = rig.get("/v1/models/gpt-4")
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
 
 
 def test_models(rig: Rig) -> None:
@@ -374,7 +410,7 @@ def test_the_page_that_describes_the_routes(rig: Rig) -> None:
     )
     chat = page["components"]["schemas"]["ChatBody"]
     assert chat["additionalProperties"] is False
-    assert chat["required"] == ["model", "messages"]
+    assert chat["required"] == ["messages"]
 
 
 # As Qwen2.5's, in short.
@@ -465,13 +501,16 @@ def test_calls_and_their_results_in_messages(tmp_path: Path) -> None:
         assert rig.chat(messages=messages, tools=[WEATHER]).status == 200
         text = model.tokenizer.decode(engine.asked[0][0])
         assert 'assistant: <tool_call>{"place": "Oslo"}' in text
-        for arguments in ("", "5", "{", '"a"'):
+        function["arguments"] = ""
+        assert rig.chat(messages=messages).status == 200
+        assert "assistant: <tool_call>{}" in model.tokenizer.decode(engine.asked[-1][0])
+        for arguments in ("5", "{", '"a"'):
             function["arguments"] = arguments
             error = rig.chat(messages=messages).error
             assert "messages[1].tool_calls[0].function.arguments is" in error["message"]
 
 
-@pytest.mark.parametrize("form", ["<function=name>", "<arg_key>", "[TOOL_CALLS]", ""])
+@pytest.mark.parametrize("form", ["[TOOL_CALLS]", "<|tool_call>", ""])
 def test_other_forms_of_calls_are_refused(tmp_path: Path, form: str) -> None:
     template = TOOLS_TEMPLATE.replace("<tool_call>{...}</tool_call>", form)
     template = template.replace("<tool_call>", "")
@@ -479,7 +518,55 @@ def test_other_forms_of_calls_are_refused(tmp_path: Path, form: str) -> None:
     with api_server(ScriptedEngine(pieces("a")), model) as rig:
         error = rig.chat(tools=[WEATHER]).error
         assert error["param"] == "tools"
-        assert "only that of Hermes and Qwen is parsed" in error["message"]
+        assert "in a form that speq does not parse" in error["message"]
+
+
+QWEN_CODER = "<function=weather><parameter=place>\nOslo\n</parameter></function>"
+
+
+def test_one_call_where_more_are_not_wanted(tmp_path: Path) -> None:
+    model = with_template(tmp_path / "tools", TOOLS_TEMPLATE)
+    texts = (f"<tool_call>{QWEN_CODER}</tool_call>" * 3, "Done.")
+    with api_server(ScriptedEngine(pieces(*texts)), model) as rig:
+        for fields, count in (({}, 3), ({"parallel_tool_calls": False}, 1)):
+            strict = WEATHER | {"function": WEATHER["function"] | {"strict": True}}
+            message = rig.chat(tools=[strict], **fields).json["choices"][0]["message"]
+            found = [call["function"]["arguments"] for call in message["tool_calls"]]
+            assert found == ['{"place": "Oslo"}'] * count
+
+
+THINKING_TEMPLATE = """
+{%- for message in messages %}{{ message.role }}: {{ message.reasoning_content }}
+{{- message.content.split("</think>")[-1] }}{% endfor %}
+{{- "assistant: " }}{% if enable_thinking is defined and enable_thinking %}{{ "<think>\n" }}
+{%- elif reasoning_effort is defined %}{{ "effort " + reasoning_effort }}{% endif %}
+"""
+
+
+def test_thoughts_come_apart_from_the_answer(tmp_path: Path) -> None:
+    model = with_template(tmp_path / "thinks", THINKING_TEMPLATE)
+    engine = ScriptedEngine(pieces("They", " greet.\n</th", "ink>\n\nHel", "lo."))
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    with api_server(engine, model) as rig:
+        message = rig.chat(**on).json["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("They greet.", "Hello.")
+        deltas = [each["choices"][0]["delta"] for each in rig.chat(**on, stream=True).chunks]
+        thoughts = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
+        assert thoughts == ["They", " greet."]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Hello."
+        # The prompt does not open a thought, so that the text is an answer.
+        message = rig.chat(reasoning_effort="low").json["choices"][0]["message"]
+        assert "reasoning_content" not in message
+        assert model.tokenizer.decode(engine.asked[-1][0]).endswith("assistant: effort low")
+
+
+def test_what_a_stream_took_in_each_chunk(rig: Rig) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = rig.chat(stream=True, stream_options=options).chunks
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert chunks[-1]["usage"]["total_tokens"] > counts[-1]
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:

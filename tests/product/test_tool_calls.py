@@ -6,7 +6,8 @@ from itertools import count, pairwise
 import pytest
 
 from speq.generator import Token
-from speq.server.tool_calls import Call, CallParser
+from speq.text.answer_parts import Call, parse_piece
+from speq.text.tool_calls import CallParser
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
 CLOCK = '<tool_call>{"name": "clock"}</tool_call>'
@@ -14,7 +15,7 @@ CLOCK = '<tool_call>{"name": "clock"}</tool_call>'
 
 def read(text: str, cuts: tuple[int, ...] = ()) -> tuple[str, list[Call]]:
     numbers = count(1)
-    parser = CallParser(lambda: f"call_{next(numbers)}")
+    parser = CallParser(make_id=lambda: f"call_{next(numbers)}")
     ends = (0, *cuts, len(text))
     parts = [parser.feed(text[begin:end]) for begin, end in pairwise(ends)]
     parts.append(parser.finish())
@@ -135,7 +136,7 @@ def test_a_call_that_is_cut_off_is_one_if_its_json_is_whole(behind: str) -> None
 
 def heard(*tokens: Token) -> tuple[str, list[tuple[str, str]]]:
     parser = CallParser()
-    parts = [*(parser.hear(token) for token in tokens), parser.finish()]
+    parts = [*(parse_piece(parser, token) for token in tokens), parser.finish()]
     calls = [(call.name, call.arguments) for part in parts for call in part.calls]
     return "".join(part.text for part in parts), calls
 

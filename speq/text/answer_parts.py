@@ -1,0 +1,93 @@
+"""Parts of a model's answer: text, what it thought before, and calls of tools."""
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool. arguments: an object, written as JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The call as OpenAI's API has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """What is certain of an answer; thoughts come before text, and text before calls."""
+
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+    reasoning: str = ""
+
+
+def join_parts(parts: Iterable[AnswerPart]) -> AnswerPart:
+    listed = [*parts]
+    return AnswerPart(
+        "".join(part.text for part in listed),
+        tuple(call for part in listed for call in part.calls),
+        "".join(part.reasoning for part in listed),
+    )
+
+
+def new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+MakeId = Callable[[], str]
+
+
+class Piece(Protocol):
+    """A piece of text, as `speq.text.stream.TextPiece` has it."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def special(self) -> tuple[tuple[int, str], ...]: ...
+
+
+class AnswerParser(Protocol):
+    """Tells the parts of an answer from one another, piece by piece."""
+
+    def feed(self, text: str) -> AnswerPart:
+        """Return what is certain with these characters."""
+
+    def mark(self, name: str) -> AnswerPart:
+        """Return what is certain with a special token of this text."""
+
+    def finish(self) -> AnswerPart:
+        """Return what was held back, once no more comes."""
+
+
+def parse_piece(parser: AnswerParser | None, piece: Piece) -> AnswerPart:
+    """What is certain with a piece, special tokens before it included. Without a parser all is
+    text.
+    """
+    if parser is None:
+        return AnswerPart(piece.text)
+    parts, at = [], 0
+    for place, name in piece.special:
+        parts += [parser.feed(piece.text[at:place]), parser.mark(name)]
+        at = place
+    return join_parts([*parts, parser.feed(piece.text[at:])])
+
+
+def open_end(text: str, mark: str) -> int:
+    """Characters at the end of a text that may belong to a mark: white space, and what may be its
+    beginning.
+    """
+    for length in range(min(len(mark) - 1, len(text)), -1, -1):
+        if text.endswith(mark[:length]):
+            body = text[: len(text) - length]
+            return length + len(body) - len(body.rstrip())
+    return 0

@@ -1,0 +1,89 @@
+"""What a model thinks before it answers, between <think> and </think>.
+
+The marks are text, or special tokens. Some templates write the first one at the end of a prompt.
+"""
+
+from dataclasses import dataclass, field
+
+from speq.text.answer_parts import AnswerParser, AnswerPart, join_parts, open_end
+
+BEGIN, END = "<think>", "</think>"
+
+
+@dataclass(slots=True)
+class ThoughtParser:
+    """Tells thoughts from the answer behind them. White space at the marks belongs to them.
+
+    answer   parses what comes behind; None: it is text
+    thinking whether the prompt ends within a thought
+    """
+
+    answer: AnswerParser | None = None
+    thinking: bool = False
+    # Whether something but white space came, which a thought can only begin with.
+    _begun: bool = field(default=False, init=False)
+    # Whether white space is dropped that comes next: behind a mark.
+    _behind_mark: bool = field(default=False, init=False)
+    _held: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self._begun = self._behind_mark = self.thinking
+
+    def mark(self, name: str) -> AnswerPart:
+        if name == BEGIN and not self._begun:
+            return self._open("")
+        if name == END and self.thinking:
+            held, self._held = self._held, ""
+            return self._close(held, "")
+        if self.thinking or self.answer is None:
+            return AnswerPart()
+        held, self._held = self._held, ""
+        self._begun = True
+        return join_parts([self.answer.feed(held), self.answer.mark(name)])
+
+    def feed(self, text: str) -> AnswerPart:
+        text, self._held = self._held + text, ""
+        if self._begun:
+            return self._think(text) if self.thinking else self._tell(text)
+        spoken = text.lstrip()
+        if spoken.startswith(BEGIN):
+            return self._open(spoken.removeprefix(BEGIN))
+        if BEGIN.startswith(spoken):
+            self._held = text
+            return AnswerPart()
+        self._begun = True
+        return self._tell(text)
+
+    def finish(self) -> AnswerPart:
+        held, self._held = self._held, ""
+        if self.thinking:
+            return AnswerPart(reasoning=held.rstrip())
+        rest = AnswerPart() if self.answer is None else self.answer.finish()
+        return join_parts([self._tell(held), rest])
+
+    def _open(self, text: str) -> AnswerPart:
+        self._begun = self.thinking = self._behind_mark = True
+        return self._think(text)
+
+    def _close(self, thought: str, rest: str) -> AnswerPart:
+        self.thinking, self._behind_mark = False, True
+        return join_parts([AnswerPart(reasoning=thought.rstrip()), self._tell(rest)])
+
+    def _think(self, text: str) -> AnswerPart:
+        text = self._trimmed(text)
+        thought, found, rest = text.partition(END)
+        if found:
+            return self._close(thought, rest)
+        certain = len(text) - open_end(text, END)
+        self._held = text[certain:]
+        return AnswerPart(reasoning=text[:certain])
+
+    def _tell(self, text: str) -> AnswerPart:
+        text = self._trimmed(text)
+        return AnswerPart(text) if self.answer is None else self.answer.feed(text)
+
+    def _trimmed(self, text: str) -> str:
+        if self._behind_mark:
+            text = text.lstrip()
+            self._behind_mark = not text
+        return text
