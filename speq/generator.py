@@ -16,9 +16,10 @@ from transformers import GenerationConfig
 from speq.config import RunConfig, SamplingParams
 from speq.devices.failures import translate_errors
 from speq.engine.batch import Batch, StepOutput
+from speq.engine.constraint import GrammarCompiler
 from speq.engine.generation_config import options_of
 from speq.engine.logprobs import Logprobs
-from speq.engine.request import Request, Token
+from speq.engine.request import Constraint, Request, Token
 from speq.errors import OptionError, SpeqError, checked_int, present
 from speq.load import load
 from speq.models.layer_range import RemoteStages
@@ -33,6 +34,7 @@ from speq.runtime import Runtime
 from speq.stats import RunStats
 from speq.text.answer_parts import AnswerParser
 from speq.text.endings import end_ids
+from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
 from speq.text.tokenizer import NoTokenizer, TokenIdsOnly, load_tokenizer
@@ -88,6 +90,7 @@ class Generator:
         self._streaming_thread: int | None = None
         self._closed = False
         self._draft_length: int | None = None
+        self._grammars = GrammarCompiler(encoder.tokenizer, encoder.vocab_size, eos_token_ids)
         # Statistics of the current or last run.
         self.last_run: RunStats | None = None
 
@@ -322,6 +325,18 @@ class Generator:
         """See `speq.text.prompts.PromptEncoder.answer_parser`."""
         return self._encoder.answer_parser(prompt_ids, tools)
 
+    def answer_grammar(
+        self, prompt_ids: Sequence[int], tools: Tools = (), most_calls: int | None = None
+    ) -> AnswerGrammar:
+        """See `speq.text.prompts.PromptEncoder.answer_grammar`."""
+        return self._encoder.answer_grammar(prompt_ids, tools, most_calls)
+
+    def constraint(self, grammar: str) -> Constraint:
+        """Compile a grammar that one request's answer follows, in the Lark syntax of llguidance.
+        Raises SpeqError for what is none.
+        """
+        return self._grammars.constraint(grammar)
+
     def prepare(
         self,
         prompt: Prompt,
@@ -356,11 +371,13 @@ class Generator:
         continues_text: bool = False,
         top_logprobs: int | None = None,
         eos_token_ids: frozenset[int] | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
         """Make a request for a batch from a prompt's token ids.
 
         continues_text  True if its text continues the prompt's; an answer in a chat does not
         eos_token_ids   None: the model's
+        constraint      which tokens may follow; None: all may
         """
         if sampling.stop and isinstance(self.tokenizer, TokenIdsOnly):
             raise OptionError(
@@ -373,6 +390,7 @@ class Generator:
             self._eos_token_ids if eos_token_ids is None else eos_token_ids,
             TextStream(self.vocabulary, sampling.stop, context),
             None if top_logprobs is None else Logprobs(top_logprobs),
+            constraint,
         )
 
     @contextmanager

@@ -44,6 +44,11 @@ class Detokenizer(Protocol):
         """The text of each token since the last call, as `speq.text.stream.Piece`."""
 
 
+class Constraint(Protocol):
+    def allowed(self, output_token_ids: list[int], ahead: list[int]) -> Tensor | None:
+        """See `speq.engine.constraint.GrammarConstraint`."""
+
+
 class LogprobsObserver(Protocol):
     def note(self, logits: Tensor, outcome: Outcome) -> None:
         """Take what the exact model [N, V] thought at the nodes of a draft, and what came of it."""
@@ -125,6 +130,7 @@ class Request:
     eos_token_ids  tokens that end it, unless sampling ignores them
     detokenizer    reads tokens as they are appended; None: no stop strings are found
     logprobs       hears how likely the tokens were; None: nobody asks
+    constraint     says which tokens may follow; None: all may
     owner          KV of a prompt is reused for requests of the same owner only
     kv_slot        number of the KV cache that holds it
     prefilled      tokens of the prompt whose KV is there
@@ -138,6 +144,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
     logprobs: LogprobsObserver | None = None
+    constraint: Constraint | None = None
     owner: str = ""
     state: RequestState = RequestState.WAITING
     kv_slot: int = 0
@@ -151,6 +158,17 @@ class Request:
     def __post_init__(self) -> None:
         given = self.sampling.seed
         self.seed = secrets.randbits(63) if given is None else given
+
+    @property
+    def reads_logits_alone(self) -> bool:
+        """True if the choice of a greedy token depends on nothing but its logits."""
+        return not self.sampling.penalises and self.constraint is None
+
+    def allowed(self, ahead: list[int]) -> Tensor | None:
+        """Return the tokens [V] bool that may follow the drafted tokens `ahead`; None: all may."""
+        if self.constraint is None:
+            return None
+        return self.constraint.allowed(self.output_token_ids, ahead)
 
     @property
     def context(self) -> int:

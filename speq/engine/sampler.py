@@ -29,7 +29,7 @@ class HostSampler:
     """Chooses from logits in host memory; sampled tokens only for nodes that are asked for."""
 
     def choices(self, draft: Draft, logits: Tensor, request: Request) -> Callable[[int], int]:
-        if request.sampling.greedy and not request.sampling.penalises:
+        if request.sampling.greedy and request.reads_logits_alone:
             return greedy(logits).__getitem__
         return lambda node: choose(logits[node], request, draft.above(node))
 
@@ -59,7 +59,7 @@ class DeviceSampler:
 
         aheads  for each row, the drafted tokens between those of the sequence and the chosen one
         """
-        if request.sampling.greedy and not request.sampling.penalises:
+        if request.sampling.greedy and request.reads_logits_alone:
             return scores.argmax(-1)
         # Row by row, so that neither sums nor memory depend on the number of rows.
         rows = zip(scores.split(1), aheads, strict=True)
@@ -72,6 +72,9 @@ class DeviceSampler:
             before = Before.of(request, ahead, vocab_size)
             sent = Before(self._uploads.send(before.token_ids), self._uploads.send(before.times))
             scores = sent.penalise(scores[0], sampling)[None]
+        allowed = request.allowed(ahead)
+        if allowed is not None:
+            scores = scores.masked_fill(~self._uploads.send(allowed[:vocab_size]), -torch.inf)
         if sampling.greedy:
             return scores
         clock = self._noise.at(request.seed, request.position, len(ahead), vocab_size)

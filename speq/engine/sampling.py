@@ -7,8 +7,8 @@ draft close to the exact model mostly samples the same tokens. Acceptance is a l
 with rejection sampling: if a share d of the probability differs, up to 2d / (1 + d) of the tokens
 are rejected instead of d.
 
-Penalties count the tokens before a position, drafted ones included, so a penalised output does not
-depend on drafts either.
+Penalties count the tokens before a position, drafted ones included, and a grammar reads them. So
+such an output does not depend on drafts either.
 """
 
 from dataclasses import dataclass
@@ -202,6 +202,9 @@ def standings(logits: Tensor, request: Request, ahead: list[int]) -> Tensor:
     They are logits, or for sampled tokens 1 / time at which their clocks strike.
     """
     scores = penalise(logits, request, ahead) if request.sampling.penalises else logits
+    allowed = request.allowed(ahead)
+    if allowed is not None:
+        scores = check_finite(scores).cpu().masked_fill(~allowed[: len(scores)], -torch.inf)
     if request.sampling.greedy:
         return check_finite(scores)
     probs = distribution(scores[None], request.sampling)[0]

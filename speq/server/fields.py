@@ -36,8 +36,9 @@ class Body(BaseModel):
         """Keep one of many unknown fields: each would be a fault of its own."""
         if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
             return given
-        unknown = next(name for name in given if name not in cls.model_fields)
-        return {name: given[name] for name in (*cls.model_fields, unknown) if name in given}
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        unknown = next(name for name in given if name not in known)
+        return {name: given[name] for name in (*known, unknown) if name in given}
 
 
 def shallow(schema: Any) -> Any:
@@ -73,10 +74,15 @@ def without_empty(stop: Any) -> Any:
     return None if stop == "" else stop
 
 
+JsonObject = Annotated[dict[str, Any], AfterValidator(shallow)]
 Tokens = Annotated[Annotated[int, Field(ge=1)] | None, reading(-1, None)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], FIRST]
+Pattern = Annotated[str, Field(min_length=1, max_length=1 << 16)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024), FIRST
+]
 Metadata = Annotated[dict[str, str], Field(max_length=64), FIRST]
 
 
@@ -90,6 +96,16 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
+
+
+class StructuredOutputs(Body):
+    """What an answer must follow, one of them; vLLM's names."""
+
+    json_: JsonObject | str | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
 
 
 class SampledBody(Body):
@@ -117,6 +133,11 @@ class SampledBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
     cache_prompt: bool | None = None
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: bool | None = None
@@ -127,15 +148,12 @@ class SampledBody(Body):
     return_progress: Literal[False] | None = None
 
 
-CacheControl = Annotated[dict[str, Any], AfterValidator(shallow)]
-
-
 class TextContent(Body):
     """cache_control: Anthropic's; what can be reused is."""
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: JsonObject | None = None
 
 
 class CalledFunction(Body):
@@ -168,7 +186,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     id: str | None = None
-    cache_control: CacheControl | None = None
+    cache_control: JsonObject | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -183,18 +201,37 @@ class Function(Body):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(shallow)] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
 class Tool(Body):
     type: Literal["function"]
     function: Function
-    cache_control: CacheControl | None = None
+    cache_control: JsonObject | None = None
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    """schema: of the answer; None: any object"""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(Body):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ChatBody(SampledBody):
@@ -205,9 +242,9 @@ class ChatBody(SampledBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=256), FIRST] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(shallow)] | None = None
+    chat_template_kwargs: JsonObject | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     include_reasoning: Literal[True] | None = None
     response_format: ResponseFormat | None = None
@@ -254,7 +291,10 @@ BODIES: tuple[type[Body], ...] = (
         Function,
         Tool,
     ),
-    *(ResponseFormat, ChatBody, CompletionBody, TokenizeBody),
+    *(NamedFunction, NamedTool, JsonSchema, ResponseFormat, StructuredOutputs),
+    *(ChatBody, CompletionBody, TokenizeBody),
 )
 # Tells names of fields from names of types in where pydantic found a fault.
-FIELD_NAMES = frozenset(name for body in BODIES for name in body.model_fields)
+FIELD_NAMES = frozenset(
+    field.alias or name for body in BODIES for name, field in body.model_fields.items()
+)

@@ -5,14 +5,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speq.config import SamplingParams
-from speq.engine.request import Request
+from speq.engine.request import Constraint, Request
 from speq.errors import OptionError
 from speq.generator import Generator
 from speq.options.declared import build
 from speq.server.answer_formats import ChatFormat, CompletionFormat, Heading
+from speq.server.answer_rule import is_chosen, wanted_form
 from speq.server.api_error import ApiError
 from speq.server.chat_prompt import template_messages, template_tools, template_variables
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
+from speq.text.answer_form import AnswerForm
+from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, Tools
 
 # Of a completion that does not say, as in OpenAI's API.
@@ -54,17 +57,21 @@ class Service:
         messages, variables = template_messages(body.messages), template_variables(body)
         ids = await self._encode(messages, tools, variables)
         wanted = body.max_completion_tokens or body.max_tokens
+        sampling = self._sampling(body, len(ids), wanted, self.default_max_tokens)
+        parser = self.model.answer_parser(ids, tools)
+        most_calls = 1 if body.parallel_tool_calls is False else None
+        named = [each for each in tools if is_chosen(body.tool_choice, each)]
+        if named:
+            most_calls = 1
+        grammar = self.model.answer_grammar(ids, named or tools, most_calls)
         request = self.model.request(
             ids,
-            self._sampling(body, len(ids), wanted, self.default_max_tokens),
+            sampling,
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            constraint=await self._constraint(body, grammar),
         )
-        return request, ChatFormat(
-            self._heading(body, "chatcmpl"),
-            self.model.vocabulary,
-            self.model.answer_parser(ids, tools),
-            1 if body.parallel_tool_calls is False else None,
-        )
+        heading = self._heading(body, "chatcmpl")
+        return request, ChatFormat(heading, self.model.vocabulary, parser, most_calls)
 
     async def completion(self, body: CompletionBody) -> tuple[Request, CompletionFormat]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
@@ -75,8 +82,23 @@ class Service:
         ids = await self._encode(prompt)
         sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
         continues_text = isinstance(prompt, str)
-        request = self.model.request(ids, sampling, continues_text, top_logprobs=body.logprobs)
+        constraint = await self._constraint(body, AnswerGrammar(AnswerForm(), False, {}))
+        request = self.model.request(
+            ids, sampling, continues_text, body.logprobs, constraint=constraint
+        )
         return request, CompletionFormat(self._heading(body, "cmpl"), self.model.vocabulary)
+
+    async def _constraint(self, body: SampledBody, grammar: AnswerGrammar) -> Constraint | None:
+        """What an answer must follow. Raises SpeqError where that is no grammar."""
+        wanted = wanted_form(body)
+        if wanted is None:
+            return None
+        name, write = wanted
+        try:
+            async with self._encoding:
+                return await asyncio.to_thread(self.model.constraint, write(grammar))
+        except OptionError as error:
+            raise OptionError(f"{name} is refused: {error}") from error
 
     def _heading(self, body: SampledBody, prefix: str) -> Heading:
         """The only model answers to any name, and is called so."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from speq.errors import UnsupportedError
 from speq.text import harmony, thoughts
@@ -19,18 +20,30 @@ class AnswerForm:
     is_harmony  messages have channels
     thinks      thoughts come first
     syntax      of calls of tools; None: no known one
+    call_style  of calls between <tool_call> and </tool_call>
     """
 
     is_harmony: bool = False
     thinks: bool = False
     syntax: CallSyntax | None = None
+    call_style: Literal["json", "tags", "glm"] = "json"
 
     @classmethod
     def of(cls, template: str) -> "AnswerForm":
         if all(mark in template for mark in harmony.IN_TEMPLATE):
             return cls(is_harmony=True)
         syntax = next((each for each in SYNTAXES if each.in_template in template), None)
-        return cls(thinks=thoughts.END in template, syntax=syntax)
+        style: Literal["json", "tags", "glm"] = "json"
+        if "<function=" in template:
+            style = "tags"
+        elif "<arg_key>" in template:
+            style = "glm"
+        return cls(thinks=thoughts.END in template, syntax=syntax, call_style=style)
+
+    @staticmethod
+    def is_thinking(prompt_end: str) -> bool:
+        """True if a prompt with these last characters ends within a thought."""
+        return prompt_end.rstrip().endswith(thoughts.BEGIN)
 
     def check_tools(self, takes_tools: bool) -> None:
         """Raise SpeqError where calls of tools would not be found in an answer.
@@ -59,4 +72,4 @@ class AnswerForm:
         calls = CallParser(self.syntax, tools) if tools and self.syntax is not None else None
         if not self.thinks:
             return calls
-        return ThoughtParser(calls, prompt_end.rstrip().endswith(thoughts.BEGIN))
+        return ThoughtParser(calls, self.is_thinking(prompt_end))

@@ -8,6 +8,7 @@ from typing import Any
 from speq.errors import OptionError
 from speq.text.answer_parts import AnswerParser
 from speq.text.chat_template import ChatTemplate
+from speq.text.grammar import AnswerGrammar
 from speq.text.tokenizer import tokens_of
 from speq.text.vocabulary import Vocabulary
 
@@ -37,7 +38,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._last: tuple[str | None, list[int]] = (None, [])
         self._templates: dict[str, ChatTemplate] = {}
         self._warned = False
@@ -63,7 +64,7 @@ class PromptEncoder:
         if not ids:
             raise OptionError("the prompt is empty; give at least one token")
         for token_id in ids:
-            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise OptionError(self._why_unknown(token_id, given=not is_written(prompt)))
         return ids
 
@@ -91,12 +92,12 @@ class PromptEncoder:
         if given or type(token_id) is not int:
             return (
                 f"the prompt holds {show(token_id)}; token ids are whole numbers from 0 to "
-                f"{self._vocab_size - 1}"
+                f"{self.vocab_size - 1}"
             )
         name = show(self.vocabulary.name(token_id))
         return (
             f"the prompt holds the token {name} with the id {token_id}, and the model has "
-            f"embeddings of {self._vocab_size} tokens: they were not enlarged when the tokenizer "
+            f"embeddings of {self.vocab_size} tokens: they were not enlarged when the tokenizer "
             "was; leave that token out, or take a checkpoint whose embeddings have it"
         )
 
@@ -110,8 +111,18 @@ class PromptEncoder:
         template = self._template([dict(tool) for tool in tools])
         if tools:
             template.form.check_tools(template.takes_tools)
-        end = self.tokenizer.decode(prompt_ids[-END_TOKENS:], skip_special_tokens=False)
-        return template.form.parser(end, tools)
+        return template.form.parser(self._end_of(prompt_ids), tools)
+
+    def answer_grammar(
+        self, prompt_ids: Sequence[int], tools: Tools = (), most_calls: int | None = None
+    ) -> AnswerGrammar:
+        """What writes grammars of a chat's answers; see there."""
+        form = self._template([dict(tool) for tool in tools]).form
+        is_thinking = form.is_thinking(self._end_of(prompt_ids))
+        return AnswerGrammar(form, is_thinking, self.vocabulary.special, tools, most_calls)
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(prompt_ids[-END_TOKENS:], skip_special_tokens=False))
 
     def _encode_chat(
         self, messages: Sequence[Message], tools: Tools, variables: Mapping[str, Any] | None

@@ -11,11 +11,13 @@ from transformers import AutoTokenizer
 
 from speq.config import SamplingParams
 from speq.engine.batch import PrefillProgress, StepOutput
+from speq.engine.constraint import GrammarCompiler
 from speq.engine.logprobs import Logprobs, TokenLogprobs
-from speq.engine.request import Request, RequestMetrics
+from speq.engine.request import Constraint, Request, RequestMetrics
 from speq.errors import SpeqError
 from speq.generator import Token
 from speq.text.answer_parts import AnswerParser
+from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextPiece, TextStream
 from speq.text.vocabulary import Vocabulary
@@ -45,6 +47,10 @@ class ScriptedModel:
     def __post_init__(self) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self._encoder = PromptEncoder(self.tokenizer, len(self.tokenizer))
+        ends = frozenset({self.tokenizer.eos_token_id})
+        self._compiler = GrammarCompiler(self.tokenizer, len(self.tokenizer), ends)
+        # Those that answers were asked to follow.
+        self.grammars: list[str] = []
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -58,15 +64,25 @@ class ScriptedModel:
     def answer_parser(self, prompt_ids: list[int], tools: Tools = ()) -> AnswerParser | None:
         return self._encoder.answer_parser(prompt_ids, tools)
 
+    def answer_grammar(
+        self, prompt_ids: list[int], tools: Tools = (), most_calls: int | None = None
+    ) -> AnswerGrammar:
+        return self._encoder.answer_grammar(prompt_ids, tools, most_calls)
+
     def request(
         self,
         prompt_token_ids: list[int],
         sampling: SamplingParams,
         continues_text: bool = False,
         top_logprobs: int | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
         logprobs = None if top_logprobs is None else Logprobs(top_logprobs)
-        return Request(prompt_token_ids, sampling, logprobs=logprobs)
+        return Request(prompt_token_ids, sampling, logprobs=logprobs, constraint=constraint)
+
+    def constraint(self, grammar: str) -> Constraint:
+        self.grammars.append(grammar)
+        return self._compiler.constraint(grammar)
 
 
 def with_template(folder: Path, template: str, max_context: int = 200) -> ScriptedModel:

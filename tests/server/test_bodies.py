@@ -36,6 +36,9 @@ NONE, MANY = [0] * 3000, {str(at): [] for at in range(3000)}
 WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "CompletionBody.prompt": (CompletionBody, COMPLETION | {"prompt": [-1] * 3000}),
     "CompletionBody.prompt[]": (CompletionBody, COMPLETION | {"prompt": [[-1] * 3000]}),
+    "CompletionBody.guided_choice": (CompletionBody, COMPLETION | {"guided_choice": NONE}),
+    "ChatBody.guided_choice": (ChatBody, CHAT | {"guided_choice": NONE}),
+    "StructuredOutputs.choice": (ChatBody, CHAT | {"structured_outputs": {"choice": NONE}}),
     "CompletionBody.stop": (CompletionBody, COMPLETION | {"stop": NONE}),
     "CompletionBody.logit_bias": (CompletionBody, COMPLETION | {"logit_bias": MANY}),
     "ChatBody.messages": (ChatBody, CHAT | {"messages": NONE}),
@@ -52,7 +55,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 # Objects of any JSON, which have no faults of their own.
 ANY_JSON = {
-    *("Function.parameters", "ChatBody.chat_template_kwargs"),
+    *("Function.parameters", "ChatBody.chat_template_kwargs", "JsonSchema.schema"),
+    *("StructuredOutputs.json", "ChatBody.guided_json", "CompletionBody.guided_json"),
     *(f"{owner}.cache_control" for owner in ("TextContent", "ChatMessage", "Tool")),
 }
 

@@ -4,9 +4,10 @@ those of plain transformers.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 import torch
 from langchain_core.messages import HumanMessage
@@ -173,6 +174,32 @@ def test_errors_have_their_classes(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
     with pytest.raises(openai.BadRequestError, match="the context holds 512"):
         client.completions.create(model=NAME, prompt="a " * 600)
+
+
+class Place(pydantic.BaseModel):
+    name: Literal["Oslo", "Rome"]
+    size: Literal["small", "large"]
+
+
+def test_answers_in_a_form(client: openai.OpenAI) -> None:
+    """As `parse` asks for them: whatever the model writes, it is one."""
+    for temperature in (0, 1):
+        made = client.chat.completions.parse(
+            model=NAME,
+            messages=MESSAGES,
+            response_format=Place,
+            temperature=temperature,
+            seed=3,
+            max_tokens=120,
+        )
+        place = made.choices[0].message.parsed
+        assert place is not None
+        assert place.size in ("small", "large")
+    answer = client.completions.create(
+        model=NAME, prompt="Is it?", extra_body={"guided_choice": ["yes", "no"]}
+    )
+    assert answer.choices[0].text in ("yes", "no")
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_many_clients_at_once(served: Rig, generator: Generator) -> None:

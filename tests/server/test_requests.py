@@ -274,8 +274,25 @@ def test_contents_in_parts(rig: Rig, model: ScriptedModel, asked: list[Any]) -> 
         ({"top_logprobs": 3}, "top_logprobs", "logprobs is not true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias", "logit_bias is"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice is 'required'"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "has no json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+            "no grammar that can be compiled",
+        ),
+        ({"guided_regex": "("}, "guided_regex", "no grammar that can be compiled"),
+        ({"guided_json": "{"}, "guided_json", "give a JSON schema"),
+        ({"guided_choice": []}, "guided_choice", "guided_choice is []"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "both given; give one"),
+        ({"guided_json": {}, "ignore_eos": True}, "ignore_eos", "give one"),
+        ({"structured_outputs": {"yaml": ""}}, "structured_outputs.yaml", "not supported here"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools are given"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            "tool_choice names 'f'",
+        ),
         ({"functions": []}, "functions", "functions is not supported here"),
         ({"chat_template_kwargs": {"tools": []}}, "tools", "no variable of a chat template"),
         ({"use_beam_search": True}, "use_beam_search", "use_beam_search is True"),
@@ -519,6 +536,42 @@ def test_other_forms_of_calls_are_refused(tmp_path: Path, form: str) -> None:
         error = rig.chat(tools=[WEATHER]).error
         assert error["param"] == "tools"
         assert "in a form that speq does not parse" in error["message"]
+
+
+def test_what_an_answer_must_follow(rig: Rig, model: ScriptedModel) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for fields, wanted in (
+        ({"response_format": {"type": "json_object"}}, '"type": "object"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+            json.dumps(schema)[1:],
+        ),
+        ({"guided_json": json.dumps(schema)}, json.dumps(schema)[1:]),
+        ({"structured_outputs": {"json": schema}}, json.dumps(schema)[1:]),
+        ({"structured_outputs": {"json_object": True}}, '"type": "object"}'),
+        ({"guided_choice": ["yes", "no"]}, '"yes" | "no"'),
+        ({"guided_regex": "[a-z/]+"}, r"/[a-z\/]+/"),
+        ({"guided_grammar": 'start: "a"'}, 'start: "a"'),
+    ):
+        assert rig.chat(**fields).status == 200
+        assert wanted in model.grammars[-1]
+    count = len(model.grammars)
+    assert rig.complete(guided_choice=["yes"]).status == 200
+    assert rig.chat(response_format={"type": "text"}).status == 200
+    assert len(model.grammars) == count + 1
+
+
+def test_a_tool_that_must_be_called(tmp_path: Path) -> None:
+    model = with_template(tmp_path / "tools", TOOLS_TEMPLATE)
+    clock = {"type": "function", "function": {"name": "clock"}}
+    chosen = {"type": "function", "function": {"name": "clock"}}
+    with api_server(ScriptedEngine(pieces("a")), model) as rig:
+        assert rig.chat(tools=[WEATHER, clock], tool_choice="required").status == 200
+        assert rig.chat(tools=[WEATHER, clock], tool_choice=chosen).status == 200
+        assert ["weather" in grammar for grammar in model.grammars] == [True, False]
+        assert [grammar.startswith("start: ") for grammar in model.grammars] == [True, True]
+        both = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+        assert "give one" in rig.chat(tools=[clock], **both).error["message"]
 
 
 QWEN_CODER = "<function=weather><parameter=place>\nOslo\n</parameter></function>"
