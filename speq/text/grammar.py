@@ -28,7 +28,7 @@ UP_TO = (
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
     """Spaces between its values are one, or a line's beginning."""
-    bounded = JSON_SPACE | schema if isinstance(schema, Mapping) else schema
+    bounded = {**JSON_SPACE, **schema} if isinstance(schema, Mapping) else schema
     return f"%json {json.dumps(bounded)}"
 
 
