@@ -151,8 +151,10 @@ class Access:
         )
 
     def _given_keys(self, scope: Scope) -> list[str]:
-        """Keys that a request gives, as often as it gives them; "" where it is no bearer's."""
-        given = []
+        """Keys that a request gives, as often as it gives them; "" where it is no bearer's.
+        Clients of Anthropic's API have a header of their own.
+        """
+        given = values(scope, b"x-api-key")
         for value in values(scope, b"authorization"):
             scheme, _, rest = value.partition(" ")
             given.append(rest.strip() if scheme.lower() == "bearer" else "")

@@ -20,12 +20,6 @@ from speq.server.fields import StreamOptions
 # A line that says nothing, where there is nothing to say for so long: proxies cut silent lines.
 HEARTBEAT_S = 15.0
 HEARTBEAT = b": here\n\n"
-DONE = b"data: [DONE]\n\n"
-
-
-def frames(chunks: Iterable[Chunk]) -> bytes:
-    """Chunks as server-sent events."""
-    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
 
 
 class Answer(Response):
@@ -43,6 +37,10 @@ class Answer(Response):
 
     async def _tell(self, send: Send) -> None:
         raise NotImplementedError
+
+    async def _refuse(self, error: ApiError, send: Send) -> None:
+        body = json.dumps(self._format.error(error)).encode()
+        await complete(error.status, body, error.headers, send)
 
     def _usage(self) -> Chunk:
         return usage_of(len(self._stream.request.prompt_token_ids), self._end)
@@ -62,7 +60,7 @@ class WholeAnswer(Answer):
                 for _ in self._format.chunks(token):
                     continue
         except SpeqError as error:
-            await respond(error_of(error), send)
+            await self._refuse(error_of(error), send)
             return
         end = self._end
         for _ in self._format.closing(end):
@@ -101,31 +99,29 @@ class StreamedAnswer(Answer):
         except SpeqError as error:
             told = error_of(error)
             if not begun:
-                await respond(told, send)
+                await self._refuse(told, send)
                 return
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": frames([told.content]) + DONE,
-                    "more_body": True,
-                }
-            )
+            last = self._format.frame(self._format.error(told)) + self._format.done
+            await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        opening, count = frames(self._format.opening()), 0
+        opening, count = self._frames(self._format.opening()), 0
         async with aclosing(with_heartbeats(self._stream)) as tokens:
             async for token in tokens:
                 if token is None:
                     yield opening + HEARTBEAT
                 else:
                     count += 1
-                    yield opening + frames(self._counted(self._format.chunks(token), count))
+                    yield opening + self._frames(self._counted(self._format.chunks(token), count))
                 opening = b""
-        last = frames(self._format.closing(self._end))
+        last = self._frames(self._format.closing(self._end))
         if self._options.include_usage:
-            last += frames([self._format.usage(self._usage())])
-        yield opening + last + DONE
+            last += self._frames([self._format.usage(self._usage())])
+        yield opening + last + self._format.done
+
+    def _frames(self, chunks: Iterable[Chunk]) -> bytes:
+        return b"".join(map(self._format.frame, chunks))
 
     def _counted(self, chunks: Iterable[Chunk], generated: int) -> Iterable[Chunk]:
         """Chunks with the tokens so far, where they were asked for."""

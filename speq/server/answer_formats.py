@@ -1,5 +1,6 @@
 """Answers in the two forms of OpenAI's API: whole, or chunk by chunk."""
 
+import json
 import secrets
 import time
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Any, Protocol
 
 from speq.engine.token_stream import End
 from speq.generator import Token
+from speq.server.api_error import ApiError
 from speq.server.token_logprobs import chat_entry, completion_lists
 from speq.text.answer_parts import AnswerParser, AnswerPart, Call, parse_piece
 from speq.text.vocabulary import Vocabulary
@@ -17,8 +19,23 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "stopped": 
 Chunk = dict[str, Any]
 
 
+# The end of a stream.
+DONE = b"data: [DONE]\n\n"
+
+
 class AnswerFormat(Protocol):
-    """Writes one answer. Chunks are given in the order in which they are sent."""
+    """Writes one answer. Chunks are given in the order in which they are sent.
+
+    done  what ends a stream
+    """
+
+    done: bytes
+
+    def frame(self, chunk: Chunk) -> bytes:
+        """A chunk as a server-sent event."""
+
+    def error(self, error: ApiError) -> Chunk:
+        """An error, as a chunk or in place of the answer."""
 
     def opening(self) -> Iterator[Chunk]:
         """Before the first token."""
@@ -84,8 +101,20 @@ class Heading:
         }
 
 
+class OpenAIEvents:
+    """Chunks as OpenAI's API sends them."""
+
+    done = DONE
+
+    def frame(self, chunk: Chunk) -> bytes:
+        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+    def error(self, error: ApiError) -> Chunk:
+        return error.content
+
+
 @dataclass(slots=True)
-class ChatFormat:
+class ChatFormat(OpenAIEvents):
     """An answer of a chat.
 
     parser      tells thoughts and calls of tools from text; None: all is text
@@ -163,7 +192,7 @@ class ChatFormat:
 
 
 @dataclass(slots=True)
-class CompletionFormat:
+class CompletionFormat(OpenAIEvents):
     """An answer that continues a text."""
 
     heading: Heading

@@ -1,5 +1,6 @@
 """The server's routes."""
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,11 +17,15 @@ from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, StreamOptions, TokenizeBody
 from speq.server.gate import OWNER_KEY
+from speq.server.message_fields import CountBody, MessagesBody
+from speq.server.messages import error_content
 from speq.server.metrics import Metrics
 from speq.server.service import Service
 from speq.version import __version__
 
 OWNER = "speq"
+# Anthropic's routes.
+MESSAGES = "/v1/messages"
 # For the page that describes the routes; answers are written by `speq.server.answer_formats`.
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
@@ -50,12 +55,16 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     }
 
     def answer(
-        body: SampledBody, asked: Request, request: EngineRequest, format: AnswerFormat
+        body: SampledBody | MessagesBody,
+        asked: Request,
+        request: EngineRequest,
+        format: AnswerFormat,
     ) -> Answer:
         request.owner = asked.scope.get(OWNER_KEY, "")
         stream = thread.submit(request)
         if body.stream:
-            return StreamedAnswer(thread, stream, format, body.stream_options or StreamOptions())
+            options = None if isinstance(body, MessagesBody) else body.stream_options
+            return StreamedAnswer(thread, stream, format, options or StreamOptions())
         return WholeAnswer(thread, stream, format)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
@@ -65,6 +74,14 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     @app.post("/v1/completions", responses=ANSWERS, response_class=Response)
     async def completions(body: CompletionBody, request: Request) -> Response:
         return answer(body, request, *await service.completion(body))
+
+    @app.post(MESSAGES, responses=ANSWERS, response_class=Response)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        return answer(body, request, *await service.message(body))
+
+    @app.post(f"{MESSAGES}/count_tokens")
+    async def count_tokens(body: CountBody, request: Request) -> Response:
+        return JSONResponse({"input_tokens": await service.count(body)})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -95,12 +112,12 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         return Response(metrics.text(), headers={"content-type": metrics.content_type})
 
     @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> Response:
-        return refusal(error)
+    async def refused(asked: Request, error: ApiError) -> Response:
+        return refusal(error, asked)
 
     @app.exception_handler(SpeqError)
-    async def bad(_: Request, error: SpeqError) -> Response:
-        return refusal(error_of(error))
+    async def bad(asked: Request, error: SpeqError) -> Response:
+        return refusal(error_of(error), asked)
 
     @app.exception_handler(Unanswered)
     async def unanswered(_: Request, error: Unanswered) -> Response:
@@ -119,5 +136,9 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     return app
 
 
-def refusal(error: ApiError) -> Response:
-    return Response(error.body, error.status, error.headers, media_type="application/json")
+def refusal(error: ApiError, asked: Request | None = None) -> Response:
+    """An error as the API of the route that was asked has it."""
+    body = error.body
+    if asked is not None and asked.url.path.startswith(MESSAGES):
+        body = json.dumps(error_content(error)).encode()
+    return Response(body, error.status, error.headers, media_type="application/json")

@@ -1,6 +1,7 @@
 """From the messages of a chat to what the model's template takes."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from speq.errors import OptionError
@@ -39,6 +40,27 @@ def template_message(name: str, message: ChatMessage) -> dict[str, Any]:
         # Templates have one name of it or the other.
         made |= {"reasoning_content": thought, "thinking": thought}
     return made
+
+
+def with_one_system(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the messages, and what to try where a template refuses several system messages, one
+    that comes late, or any: one at the beginning, and its text before the first other message.
+    """
+    yield messages
+    said = [str(text_of(each["content"])) for each in messages if each["role"] == "system"]
+    others = [each for each in messages if each["role"] != "system"]
+    if not said or not others:
+        return
+    system = "\n\n".join(said)
+    yield [{"role": "system", "content": system}, *others]
+    first = others[0]
+    yield [first | {"content": f"{system}\n\n{text_of(first['content'])}"}, *others[1:]]
+
+
+def text_of(content: str | list[dict[str, str]] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
 
 
 def content_of(content: str | list[TextContent] | None) -> str | list[dict[str, str]] | None:

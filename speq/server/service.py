@@ -6,15 +6,24 @@ from typing import Any
 
 from speq.config import SamplingParams
 from speq.engine.request import Constraint, Request
-from speq.errors import OptionError
+from speq.errors import OptionError, present
 from speq.generator import Generator
 from speq.options.declared import build
 from speq.server.answer_formats import ChatFormat, CompletionFormat, Heading
 from speq.server.answer_rule import is_chosen, wanted_form
 from speq.server.api_error import ApiError
-from speq.server.chat_prompt import template_messages, template_tools, template_variables
+from speq.server.chat_prompt import (
+    template_messages,
+    template_tools,
+    template_variables,
+    with_one_system,
+)
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
+from speq.server.message_fields import CountBody, MessagesBody
+from speq.server.messages import MessagesFormat, chat_of
 from speq.text.answer_form import AnswerForm
+from speq.text.answer_parts import AnswerParser
+from speq.text.chat_template import TemplateRefused
 from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, Tools
 
@@ -49,13 +58,32 @@ class Service:
 
     async def chat(self, body: ChatBody) -> tuple[Request, ChatFormat]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
+        asked = await self._chat(body)
+        heading, vocabulary = self._heading(body, "chatcmpl"), self.model.vocabulary
+        return asked.request, ChatFormat(heading, vocabulary, asked.parser, asked.most_calls)
+
+    async def message(self, body: MessagesBody) -> tuple[Request, MessagesFormat]:
+        """The same as Anthropic's API has it."""
+        chat = chat_of(body)
+        asked = await self._chat(chat)
+        heading, count = self._heading(chat, "msg"), len(asked.request.prompt_token_ids)
+        return asked.request, MessagesFormat(heading, count, asked.parser, asked.most_calls)
+
+    async def count(self, body: CountBody) -> int:
+        """Tokens of the prompt of a message."""
+        chat = chat_of(body)
+        messages = template_messages(chat.messages)
+        tools, variables = template_tools(chat.tools), template_variables(chat)
+        return len(await self._encode_chat(messages, tools, variables))
+
+    async def _chat(self, body: ChatBody) -> "AskedChat":
         if body.top_logprobs is not None and not body.logprobs:
             raise OptionError("top_logprobs is given and logprobs is not true; give both")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise OptionError("max_tokens and max_completion_tokens are both given; give one")
         tools = template_tools(body.tools if body.tool_choice != "none" else None)
         messages, variables = template_messages(body.messages), template_variables(body)
-        ids = await self._encode(messages, tools, variables)
+        ids = await self._encode_chat(messages, tools, variables)
         wanted = body.max_completion_tokens or body.max_tokens
         sampling = self._sampling(body, len(ids), wanted, self.default_max_tokens)
         parser = self.model.answer_parser(ids, tools)
@@ -70,8 +98,7 @@ class Service:
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             constraint=await self._constraint(body, grammar),
         )
-        heading = self._heading(body, "chatcmpl")
-        return request, ChatFormat(heading, self.model.vocabulary, parser, most_calls)
+        return AskedChat(request, parser, most_calls)
 
     async def completion(self, body: CompletionBody) -> tuple[Request, CompletionFormat]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
@@ -110,7 +137,7 @@ class Service:
             raise OptionError("prompt or messages must be given, and not both")
         if body.messages is not None:
             tools = template_tools(body.tools)
-            return await self._encode(template_messages(body.messages), tools)
+            return await self._encode_chat(template_messages(body.messages), tools, {})
         if body.tools:
             raise OptionError("tools are given without messages; give messages")
         return await self._encode(body.prompt or "")
@@ -124,6 +151,18 @@ class Service:
                 "model",
                 "model_not_found",
             )
+
+    async def _encode_chat(
+        self, messages: list[dict[str, Any]], tools: Tools, variables: dict[str, Any]
+    ) -> list[int]:
+        """Raises SpeqError, the template's first, where it refuses the messages in all forms."""
+        refused: TemplateRefused | None = None
+        for each in with_one_system(messages):
+            try:
+                return await self._encode(each, tools, variables)
+            except TemplateRefused as error:
+                refused = refused or error
+        raise present(refused, "no messages were tried")
 
     async def _encode(
         self, prompt: Prompt, tools: Tools = (), variables: dict[str, Any] | None = None
@@ -155,6 +194,19 @@ class Service:
             | {name: value for name, value in given.items() if value is not None}
             | {"max_new_tokens": min(wanted or default, room), "stop": stop},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChat:
+    """A chat's request, and how its answer is read.
+
+    parser      tells thoughts and calls from text; None: all is text
+    most_calls  later calls are left out; None: there is no limit
+    """
+
+    request: Request
+    parser: AnswerParser | None
+    most_calls: int | None
 
 
 def one_prompt(prompt: str | list[Any]) -> str | list[int]:

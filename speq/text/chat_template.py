@@ -29,6 +29,10 @@ CALLED = {"role": "assistant", "content": None}
 CALL = {"id": "qzid00001", "type": "function"}
 
 
+class TemplateRefused(OptionError):
+    """A template refused messages, or failed at them."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """Form of messages with tool calls that a template takes.
@@ -99,7 +103,7 @@ class ChatTemplate:
         try:
             return self._render([self._message(message) for message in messages], tools, variables)
         except RenderError as error:
-            raise OptionError(
+            raise TemplateRefused(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
 

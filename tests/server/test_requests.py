@@ -574,6 +574,33 @@ def test_a_tool_that_must_be_called(tmp_path: Path) -> None:
         assert "give one" in rig.chat(tools=[clock], **both).error["message"]
 
 
+ONE_SYSTEM = """
+{%- for message in messages %}
+{%- if message.role == "system" and (SYSTEM or not loop.first) %}{{ raise_exception("no") }}
+{%- endif %}{{ message.role }}: {{ message.content }}|{% endfor %}
+"""
+
+
+@pytest.mark.parametrize(
+    ("allowed", "wanted"),
+    [
+        ("false", "system: Be brief.\n\nBe kind.|user: Hello|"),
+        ("true", "user: Be brief.\n\nBe kind.\n\nHello|"),
+    ],
+)
+def test_system_messages_that_a_template_refuses(tmp_path: Path, allowed: str, wanted: str) -> None:
+    model = with_template(tmp_path / "one", ONE_SYSTEM.replace("SYSTEM", allowed))
+    engine = ScriptedEngine(pieces("a"))
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+    ]
+    with api_server(engine, model) as rig:
+        assert rig.chat(messages=messages).status == 200
+        assert model.tokenizer.decode(engine.asked[0][0]) == wanted
+
+
 QWEN_CODER = "<function=weather><parameter=place>\nOslo\n</parameter></function>"
 
 
