@@ -8,7 +8,7 @@ from typing import Any
 
 from speq.engine.token_stream import EngineFailed, QueueFull, Unavailable
 from speq.errors import SpeqError
-from speq.server.message_fields import ALL_FIELD_NAMES as FIELD_NAMES
+from speq.server.field_names import FIELD_NAMES
 
 INVALID, SERVER, RATE = "invalid_request_error", "server_error", "rate_limit_error"
 

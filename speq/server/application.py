@@ -20,6 +20,7 @@ from speq.server.gate import OWNER_KEY
 from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import error_content
 from speq.server.metrics import Metrics
+from speq.server.response_fields import ResponseBody
 from speq.server.service import Service
 from speq.version import __version__
 
@@ -55,7 +56,7 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     }
 
     def answer(
-        body: SampledBody | MessagesBody,
+        body: SampledBody | MessagesBody | ResponseBody,
         asked: Request,
         request: EngineRequest,
         format: AnswerFormat,
@@ -74,6 +75,10 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     @app.post("/v1/completions", responses=ANSWERS, response_class=Response)
     async def completions(body: CompletionBody, request: Request) -> Response:
         return answer(body, request, *await service.completion(body))
+
+    @app.post("/v1/responses", responses=ANSWERS, response_class=Response)
+    async def one_response(body: ResponseBody, request: Request) -> Response:
+        return answer(body, request, *await service.response(body))
 
     @app.post(MESSAGES, responses=ANSWERS, response_class=Response)
     async def messages(body: MessagesBody, request: Request) -> Response:

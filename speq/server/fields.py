@@ -294,7 +294,3 @@ BODIES: tuple[type[Body], ...] = (
     *(NamedFunction, NamedTool, JsonSchema, ResponseFormat, StructuredOutputs),
     *(ChatBody, CompletionBody, TokenizeBody),
 )
-# Tells names of fields from names of types in where pydantic found a fault.
-FIELD_NAMES = frozenset(
-    field.alias or name for body in BODIES for name, field in body.model_fields.items()
-)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from speq.server.fields import FIELD_NAMES, FIRST, Body, JsonObject, StopText
+from speq.server.fields import FIRST, Body, JsonObject, StopText
 
 
 class Tolerant(Body):
@@ -103,7 +103,6 @@ MESSAGE_BODIES: tuple[type[Body], ...] = (
     *(TextBlock, ThinkingBlock, RedactedBlock, ToolUseBlock, ToolResultBlock, Message),
     *(MessageTool, MessageToolChoice, Thinking, OutputConfig, CountBody, MessagesBody),
 )
-ALL_FIELD_NAMES = FIELD_NAMES | {name for body in MESSAGE_BODIES for name in body.model_fields}
 
 
 def texts_of(content: str | list[Any] | None) -> str:

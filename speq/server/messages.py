@@ -148,7 +148,7 @@ class MessagesFormat:
         return self._message(self._blocks, self._reason(end), self._counts(end))
 
     def frame(self, chunk: Chunk) -> bytes:
-        return f"event: {chunk['type']}\ndata: {json.dumps(chunk)}\n\n".encode()
+        return event_frame(chunk)
 
     def error(self, error: ApiError) -> Chunk:
         return error_content(error)
@@ -212,6 +212,11 @@ class MessagesFormat:
     def _reason(self, end: End) -> str:
         called = any(block["type"] == "tool_use" for block in self._blocks)
         return "tool_use" if called else STOP_REASONS.get(end.finish_reason, "end_turn")
+
+
+def event_frame(chunk: Chunk) -> bytes:
+    """A chunk as an event of its type."""
+    return f"event: {chunk['type']}\ndata: {json.dumps(chunk)}\n\n".encode()
 
 
 def error_content(error: ApiError) -> Chunk:

@@ -21,6 +21,8 @@ from speq.server.chat_prompt import (
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
 from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import MessagesFormat, chat_of
+from speq.server.response_fields import ResponseBody
+from speq.server.responses import ResponseFormat, chat_of_response
 from speq.text.answer_form import AnswerForm
 from speq.text.answer_parts import AnswerParser
 from speq.text.chat_template import TemplateRefused
@@ -68,6 +70,13 @@ class Service:
         asked = await self._chat(chat)
         heading, count = self._heading(chat, "msg"), len(asked.request.prompt_token_ids)
         return asked.request, MessagesFormat(heading, count, asked.parser, asked.most_calls)
+
+    async def response(self, body: ResponseBody) -> tuple[Request, ResponseFormat]:
+        """The same as OpenAI's Responses API has it."""
+        chat = chat_of_response(body)
+        asked = await self._chat(chat)
+        heading, count = self._heading(chat, "resp"), len(asked.request.prompt_token_ids)
+        return asked.request, ResponseFormat(heading, count, asked.parser, asked.most_calls)
 
     async def count(self, body: CountBody) -> int:
         """Tokens of the prompt of a message."""

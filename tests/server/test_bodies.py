@@ -14,6 +14,8 @@ from speq.server.body_route import validate_body
 from speq.server.fields import ChatBody, CompletionBody, TokenizeBody
 from speq.server.gate import Access, AccessGate
 from speq.server.incoming import AHEAD_BYTES, BYTE_S, PATIENCE_S
+from speq.server.message_fields import MessagesBody
+from speq.server.response_fields import ResponseBody
 from tests.helpers.api_server import JSON, NAME, Rig, api_server
 from tests.helpers.leaping_loop import leaping
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces
@@ -53,10 +55,52 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "TokenizeBody.messages": (TokenizeBody, {"messages": NONE}),
     "TokenizeBody.tools": (TokenizeBody, {"prompt": "a", "tools": NONE}),
 }
+# The same of the two other APIs over chats.
+MESSAGE: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
+
+
+def block(**fields: Any) -> dict[str, Any]:
+    """A message with one block."""
+    return MESSAGE | {"messages": [{"role": "user", "content": [fields]}]}
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [fields]}
+
+
+WRONG |= {
+    "MessagesBody.messages": (MessagesBody, MESSAGE | {"messages": NONE}),
+    "MessagesBody.system": (MessagesBody, MESSAGE | {"system": NONE}),
+    "MessagesBody.tools": (MessagesBody, MESSAGE | {"tools": NONE}),
+    "MessagesBody.betas": (MessagesBody, MESSAGE | {"betas": NONE}),
+    "MessagesBody.stop_sequences": (MessagesBody, MESSAGE | {"stop_sequences": NONE}),
+    "Message.content": (
+        MessagesBody,
+        MESSAGE | {"messages": [{"role": "user", "content": NONE}]},
+    ),
+    "ToolResultBlock.content": (
+        MessagesBody,
+        block(type="tool_result", tool_use_id="a", content=NONE),
+    ),
+    "ResponseBody.input": (ResponseBody, {"input": NONE}),
+    "ResponseBody.tools": (ResponseBody, {"input": "a", "tools": NONE}),
+    "ResponseBody.include": (ResponseBody, {"input": "a", "include": NONE}),
+    "ResponseBody.metadata": (ResponseBody, {"input": "a", "metadata": MANY}),
+    "MessageItem.content": (ResponseBody, item(role="user", content=NONE)),
+    "CallOutputItem.output": (
+        ResponseBody,
+        item(type="function_call_output", call_id="a", output=NONE),
+    ),
+    "ReasoningItem.summary": (ResponseBody, item(type="reasoning", summary=NONE)),
+    "ReasoningItem.content": (ResponseBody, item(type="reasoning", content=NONE)),
+}
 # Objects of any JSON, which have no faults of their own.
 ANY_JSON = {
     *("Function.parameters", "ChatBody.chat_template_kwargs", "JsonSchema.schema"),
     *("StructuredOutputs.json", "ChatBody.guided_json", "CompletionBody.guided_json"),
+    *("MessageTool.input_schema", "ToolUseBlock.input", "ResponseTool.parameters"),
+    *("MessagesBody.metadata", "MessagesBody.cache_control", "MessagesBody.context_management"),
+    *("ResponseBody.client_metadata", "TextFormat.schema"),
     *(f"{owner}.cache_control" for owner in ("TextContent", "ChatMessage", "Tool")),
 }
 
@@ -74,7 +118,7 @@ def many(schema: dict[str, Any], name: str) -> Iterator[str]:
 
 def test_every_list_is_tried() -> None:
     found = set()
-    for body in (ChatBody, CompletionBody, TokenizeBody):
+    for body in (ChatBody, CompletionBody, TokenizeBody, MessagesBody, ResponseBody):
         schema = body.model_json_schema()
         for owner in (schema, *schema.get("$defs", {}).values()):
             for name, field in owner.get("properties", {}).items():
@@ -102,7 +146,7 @@ def test_one_fault_of_many_is_told(name: str, faults: list[int]) -> None:
     with pytest.raises(ApiError) as refused:
         validate_body(kind, json.dumps(body).encode())
     # One of each kind that the field may be of.
-    assert 1 <= faults[0] <= 4
+    assert 1 <= faults[0] <= (16 if kind is ResponseBody else 4)
     assert refused.value.status == 400
     assert (refused.value.param or "").rpartition(".")[2].startswith(name.split(".")[1].strip("[]"))
 
