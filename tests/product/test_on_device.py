@@ -18,7 +18,13 @@ from speq.scheduler.stream_transfer import StreamTransfer
 from tests.helpers.cells import Cell, Folders, loaded
 from tests.helpers.host_device import ComputeStream, HostDevice, Race, host_device
 from tests.helpers.pairwise import pairwise
-from tests.helpers.tiny_models import FAMILIES, drawn_tokens, greedy_tokens, load_plain
+from tests.helpers.tiny_models import (
+    FAMILIES,
+    UNLIKE_IN_CACHES,
+    drawn_tokens,
+    greedy_tokens,
+    load_plain,
+)
 
 # A prompt whose rows go by expert, and one whose rows a kernel takes together.
 PROMPTS = ([(7 * i * i + 3 * i) % 256 for i in range(70)], [7, 3, 200, 41, 9])
@@ -72,6 +78,7 @@ def run(cell: Cell, model: Path, draft: str, prompt: list[int], order: int, **sa
             marks=[pytest.mark.wide if family == "deepseek_v2" else pytest.mark.full],
         )
         for at, family in enumerate(FAMILIES)
+        if family in UNLIKE_IN_CACHES
     ],
 )
 def test_texts_side_by_side(family: str, trees: str, folders: Folders) -> None:
@@ -156,6 +163,7 @@ HEADS = [
     [
         pytest.param(at, family, marks=[pytest.mark.wide if at in (0, 8) else pytest.mark.full])
         for at, family in enumerate(FAMILIES)
+        if at in (0, 8) or family in UNLIKE_IN_CACHES
     ],
 )
 def test_heads_leave_tokens_as_they_are(at: int, family: str, folders: Folders) -> None:
