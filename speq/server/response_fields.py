@@ -44,7 +44,7 @@ class CallOutputItem(Tolerant):
 
 
 class ReasoningItem(Tolerant):
-    """Of its texts, those of `content` are whole, and those of `summary` are not."""
+    """A thought: whole texts in `content`, or a summary of them."""
 
     type: Literal["reasoning"]
     summary: Parts | None = None

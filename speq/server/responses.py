@@ -99,7 +99,7 @@ def other_message(item: MessageItem | CallOutputItem) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class ResponseFormat:
+class ResponsesFormat:
     """An answer as a response of items: thoughts, messages and calls of tools.
 
     prompt_tokens  of the chat
@@ -143,7 +143,7 @@ class ResponseFormat:
         return event_frame(chunk)
 
     def error(self, error: ApiError) -> Chunk:
-        """As a response it is OpenAI's usual error, and as an event has a type as well."""
+        """OpenAI's usual error; as an event it has a type as well."""
         return {"type": "error"} | error.content["error"] | error.content
 
     def _response(self, status: str, end: End | None) -> Chunk:

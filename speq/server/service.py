@@ -22,7 +22,7 @@ from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBo
 from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import MessagesFormat, chat_of
 from speq.server.response_fields import ResponseBody
-from speq.server.responses import ResponseFormat, chat_of_response
+from speq.server.responses import ResponsesFormat, chat_of_response
 from speq.text.answer_form import AnswerForm
 from speq.text.answer_parts import AnswerParser
 from speq.text.chat_template import TemplateRefused
@@ -71,12 +71,12 @@ class Service:
         heading, count = self._heading(chat, "msg"), len(asked.request.prompt_token_ids)
         return asked.request, MessagesFormat(heading, count, asked.parser, asked.most_calls)
 
-    async def response(self, body: ResponseBody) -> tuple[Request, ResponseFormat]:
+    async def response(self, body: ResponseBody) -> tuple[Request, ResponsesFormat]:
         """The same as OpenAI's Responses API has it."""
         chat = chat_of_response(body)
         asked = await self._chat(chat)
         heading, count = self._heading(chat, "resp"), len(asked.request.prompt_token_ids)
-        return asked.request, ResponseFormat(heading, count, asked.parser, asked.most_calls)
+        return asked.request, ResponsesFormat(heading, count, asked.parser, asked.most_calls)
 
     async def count(self, body: CountBody) -> int:
         """Tokens of the prompt of a message."""

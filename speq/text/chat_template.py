@@ -32,6 +32,8 @@ CALL = {"id": "qzid00001", "type": "function"}
 class TemplateRefused(OptionError):
     """A template refused messages, or failed at them."""
 
+    code = "template_refused"
+
 
 @dataclass(frozen=True, slots=True)
 class CallForm:

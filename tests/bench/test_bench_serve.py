@@ -159,7 +159,11 @@ def test_no_server(rig: Rig, command: Command) -> None:
     assert (ended.code, "has no models to tell of" in ended.err) == (1, True)
 
 
-def test_a_server_that_answers_nothing(rig: Rig) -> None:
-    settings = ServeBenchSettings(num_requests=2, rates=(100.0,), served_model_name="other")
-    with pytest.raises(SpeqError, match=r"answered none of the requests \(statuses 404;"):
+def test_a_server_that_answers_nothing() -> None:
+    """Its context has no room for any prompt."""
+    settings = ServeBenchSettings(num_requests=2, rates=(100.0,))
+    with (
+        api_server(ScriptedEngine(pieces("a")), ScriptedModel(max_context=1)) as rig,
+        pytest.raises(SpeqError, match=r"answered none of the requests \(statuses 400;"),
+    ):
         serve.run(rig.url, settings)

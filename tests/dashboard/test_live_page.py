@@ -154,7 +154,7 @@ def test_stop_ends_it(rig: LiveRig, browser: "Browser") -> None:
 
 def test_a_refusal_is_a_sentence_on_the_page(rig: LiveRig, browser: "Browser") -> None:
     with opened(browser, rig.url) as page:
-        ask(page, "hello there", 4000)
+        ask(page, "hello there " * 300, 4)
         page.page.wait_for_selector("#status:has-text('context')")
         assert page.page.get_attribute("body", "data-state") in ("idle", "failed")
         assert page.page.is_enabled("#generate")

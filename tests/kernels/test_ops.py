@@ -368,9 +368,10 @@ DECODER_ARGUMENTS: dict[str, list[Any]] = {
         *(torch.tensor([-1, 0, 0]), torch.zeros(2, 3 * 3)),
     ],
     "route": [
-        *(torch.ones(2, 8), True, torch.zeros(2, 3)),
-        torch.zeros(2, 3, dtype=torch.int64),
+        *(torch.ones(2, 8), torch.zeros(8), torch.ones(8), True, False, True),
+        *(4, 2, 2, 1e-6, 2.5, torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)),
     ],
+    "rotate": [torch.ones(2, 16), 8, torch.ones(2, 6), torch.zeros(2, 6), False],
     "combine": [torch.ones(2, 3, 8), torch.ones(2, 3), torch.zeros(2, 8)],
     "delta_rule": [
         *(torch.ones(3, 2 * 2 * 6 + 4 * 5), -torch.ones(3, 4), torch.ones(3, 4), 1e-6),

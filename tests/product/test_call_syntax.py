@@ -124,19 +124,24 @@ def test_special_tokens_within_calls_belong_to_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "syntax", "thinks", "is_harmony"),
+    ("template", "form"),
     [
-        ("{{ '<tool_call>' }}", HERMES, False, False),
-        ("<think>{{ x }}</think><tool_call><function=", HERMES, True, False),
-        ("<minimax:tool_call><invoke> or <tool_call>", MINIMAX, False, False),
-        ("<\uff5ctool▁calls▁begin\uff5c></think>", DEEPSEEK, True, False),
-        ("<|tool_call_start|>", LFM2, False, False),
-        ("<|channel|>analysis<|message|>", None, False, True),
-        ("[TOOL_CALLS]", None, False, False),
-        ("", None, False, False),
+        ("{{ '<tool_call>' }}", AnswerForm(syntax=HERMES)),
+        (
+            "<think>{{ x }}</think><tool_call><function=",
+            AnswerForm(thinks=True, syntax=HERMES, call_style="tags"),
+        ),
+        ("<tool_call><arg_key>", AnswerForm(syntax=HERMES, call_style="glm")),
+        ("<minimax:tool_call><invoke> or <tool_call>", AnswerForm(syntax=MINIMAX)),
+        (
+            "<\uff5ctool▁calls▁begin\uff5c></think>",
+            AnswerForm(thinks=True, syntax=DEEPSEEK),
+        ),
+        ("<|tool_call_start|>", AnswerForm(syntax=LFM2)),
+        ("<|channel|>analysis<|message|>", AnswerForm(is_harmony=True)),
+        ("[TOOL_CALLS]", AnswerForm()),
+        ("", AnswerForm()),
     ],
 )
-def test_forms_are_found_in_templates(
-    template: str, syntax: CallSyntax | None, thinks: bool, is_harmony: bool
-) -> None:
-    assert AnswerForm.of(template) == AnswerForm(is_harmony, thinks, syntax)
+def test_forms_are_found_in_templates(template: str, form: AnswerForm) -> None:
+    assert AnswerForm.of(template) == form

@@ -27,6 +27,7 @@ CODES = {
     "PeerError": "peer_failed",
     "QueueFull": "queue_full",
     "Refused": "invalid",
+    "TemplateRefused": "template_refused",
     "Unavailable": "unavailable",
     "UnsupportedError": "unsupported",
 }

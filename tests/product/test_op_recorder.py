@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speq.kernels import decoder_ops, ops
-from speq.kernels.decoder_ops import RMSNorm
+from speq.kernels.decoder_ops import RMSNorm, RouterRule
 from speq.models.op_recorder import OpRecorder, Unrecordable
 
 WIDTH = 12
@@ -39,7 +39,8 @@ def views(rows: Tensor) -> Tensor:
 def ours(rows: Tensor) -> Tensor:
     norm = RMSNorm(torch.linspace(0.5, 2, WIDTH, dtype=rows.dtype), 1e-6)
     sums, normed = decoder_ops.add_rms_norm(rows, decoder_ops.rms_norm(rows, norm), norm)
-    weights, ids = decoder_ops.route(normed.contiguous(), 3, True, torch.float32)
+    rule = RouterRule(divided=True)
+    weights, ids = decoder_ops.route(normed.contiguous(), 3, rule, torch.float32)
     return torch.cat([ops.linear(sums, torch.eye(WIDTH, dtype=rows.dtype)), ids * weights], -1)
 
 
