@@ -203,7 +203,7 @@ class FusedDecoder:
         self, body: Any, family: Family, states: StateShape, kinds: list[str], ahead: bool
     ) -> None:
         self.capture: HiddenStateCapture | None = None
-        self._forward = own_forward(body)
+        self._forward, self._kinds = own_forward(body), frozenset(kinds)
         self._embed = body.embed_tokens
         turns = cos_and_sin(getattr(body, family.rotary), kinds)
         self._new_tables = lambda: {kind: RotaryTable(turn, ahead) for kind, turn in turns.items()}
@@ -258,6 +258,7 @@ class FusedDecoder:
         batches = {
             kind: DecodeBatch([each.span(kind) for each in sequences], window)
             for kind, window in windows.items()
+            if kind in self._kinds
         }
         normed: Tensor | None = self._first_norm(hidden)
         for index, layer in enumerate(self._layers):
