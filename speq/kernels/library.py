@@ -375,6 +375,11 @@ def limit_isa(name: str) -> None:
     cpu_library().speq_limit_isa(ISAS.index(name))
 
 
+def has_cpu_library() -> bool:
+    """True if the native CPU kernels were built and run here."""
+    return MISSING["cpu"] is None
+
+
 def cpu_library() -> ctypes.CDLL:
     if MISSING["cpu"] is not None:
         raise RuntimeError(f"there are no native CPU kernels: {MISSING['cpu']}")

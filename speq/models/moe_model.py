@@ -16,6 +16,7 @@ from speq.devices.device import Accelerator, Processor
 from speq.devices.staged import Uploads
 from speq.errors import Broken, CheckpointError, present
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
+from speq.kernels import library
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.arguments import cache_name
@@ -128,7 +129,8 @@ class MoEModel:
         self._fused = isinstance(decoder, FusedDecoder)
         # Of passes of few tokens of one sequence, on the CPU; None: there are none.
         self.recordings: DecoderRecordings | None = None
-        if recorded and isinstance(decoder, FusedDecoder) and decoder.ends_here:
+        listed = recorded and library.has_cpu_library()
+        if listed and isinstance(decoder, FusedDecoder) and decoder.ends_here:
             self.recordings = DecoderRecordings(decoder, self._switch)
 
     @property

@@ -11,6 +11,7 @@ from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces
 EXAMPLES = 40
 ROUTES = [
     *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/tokenize")),
+    *(("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens")),
     *(("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/metrics")),
 ]
 
