@@ -7,8 +7,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from speq.config import SamplingParams
 from speq.engine.request import Request
 from speq.engine.token_stream import End
@@ -18,7 +16,7 @@ from speq.offline.answer_line import AnswerLine
 from speq.offline.request_file import RequestLine
 from speq.options.declared import refuse_unknown
 from speq.server.answer_formats import AnswerFormat
-from speq.server.api_error import ApiError, error_of, error_of_fields
+from speq.server.api_error import ApiError, error_of, validated
 from speq.server.defaults import sampling_defaults
 from speq.server.fields import ChatBody, CompletionBody, SampledBody
 from speq.server.service import Service
@@ -97,10 +95,7 @@ class OpenAIFormat:
     def _read_body(self, url: str, fields: Any) -> tuple[Request, AnswerFormat]:
         """Raises ApiError and SpeqError as the server does."""
         wanted: type[SampledBody] = ChatBody if url == CHAT else CompletionBody
-        try:
-            body = wanted.model_validate(fields)
-        except ValidationError as error:
-            raise error_of_fields(error.errors()) from error
+        body = validated(wanted, fields)
         if body.stream:
             raise OptionError("stream is true, and a file of answers has no streams; leave it out")
         if isinstance(body, ChatBody):

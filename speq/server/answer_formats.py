@@ -11,7 +11,7 @@ from speq.engine.token_stream import End
 from speq.generator import Token
 from speq.server.api_error import ApiError
 from speq.server.token_logprobs import chat_entry, completion_lists
-from speq.text.answer_parts import AnswerParser, AnswerPart, Call, parse_piece
+from speq.text.answer_parts import AnswerPart, AnswerReader, Call
 from speq.text.vocabulary import Vocabulary
 
 # By our reason to finish.
@@ -115,16 +115,11 @@ class OpenAIEvents:
 
 @dataclass(slots=True)
 class ChatFormat(OpenAIEvents):
-    """An answer of a chat.
-
-    parser      tells thoughts and calls of tools from text; None: all is text
-    most_calls  later calls are left out; None: there is no limit
-    """
+    """An answer of a chat."""
 
     heading: Heading
     vocabulary: Vocabulary
-    parser: AnswerParser | None = None
-    most_calls: int | None = None
+    reader: AnswerReader
     _said: list[str] = field(default_factory=list, init=False)
     _thought: list[str] = field(default_factory=list, init=False)
     _calls: list[Call] = field(default_factory=list, init=False)
@@ -134,14 +129,13 @@ class ChatFormat(OpenAIEvents):
         yield self._chunk({"role": "assistant", "content": ""})
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
-        piece = parse_piece(self.parser, token)
+        piece = self.reader.read(token)
         logprobs = [] if token.logprobs is None else [chat_entry(self.vocabulary, token)]
         self._logprobs += logprobs
         yield from self._told(piece, logprobs)
 
     def closing(self, end: End) -> Iterator[Chunk]:
-        if self.parser is not None:
-            yield from self._told(self.parser.finish(), [])
+        yield from self._told(self.reader.finish(), [])
         yield self._chunk({}, self._reason(end))
 
     def usage(self, usage: Chunk) -> Chunk:
@@ -171,8 +165,7 @@ class ChatFormat(OpenAIEvents):
         if piece.text or logprobs:
             self._said.append(piece.text)
             yield self._chunk({"content": piece.text}, logprobs=logprobs)
-        room = None if self.most_calls is None else self.most_calls - len(self._calls)
-        for call in piece.calls[:room]:
+        for call in piece.calls:
             yield self._chunk({"tool_calls": [{"index": len(self._calls)} | call.content]})
             self._calls.append(call)
 

@@ -4,11 +4,14 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from speq.engine.token_stream import EngineFailed, QueueFull, Unavailable
 from speq.errors import SpeqError
 from speq.server.field_names import FIELD_NAMES
+from speq.server.fields import Body
 
 INVALID, SERVER, RATE = "invalid_request_error", "server_error", "rate_limit_error"
 
@@ -56,6 +59,18 @@ def error_of(error: SpeqError) -> ApiError:
     # Sentences about an option begin with its name.
     first = sentence.partition(" ")[0]
     return ApiError(400, sentence, param=first if first in FIELD_NAMES else None)
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def validated(kind: type[AnyBody], given: Any) -> AnyBody:
+    """A body of that kind. Raises ApiError for what is none."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+    raise error_of_fields(faults)
 
 
 def error_of_fields(faults: Sequence[Mapping[str, Any]]) -> ApiError:

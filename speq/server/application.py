@@ -64,7 +64,7 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         request.owner = asked.scope.get(OWNER_KEY, "")
         stream = thread.submit(request)
         if body.stream:
-            options = None if isinstance(body, MessagesBody) else body.stream_options
+            options = body.stream_options if isinstance(body, SampledBody) else None
             return StreamedAnswer(thread, stream, format, options or StreamOptions())
         return WholeAnswer(thread, stream, format)
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 
-from speq.server.api_error import ApiError, error_of_fields
+from speq.server.api_error import ApiError, validated
 from speq.server.fields import Body
 
 # Shorter bodies are validated at once: it takes less than a hop to a thread and back.
@@ -46,8 +45,4 @@ def validate_body(kind: type[Body], content: bytes) -> Body:
     except (ValueError, RecursionError):
         sentence = "the body is no JSON; send an object"
         raise ApiError(400, sentence, code="invalid_json") from None
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-    raise error_of_fields(faults)
+    return validated(kind, given)

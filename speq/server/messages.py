@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from speq.engine.token_stream import End
 from speq.generator import Token
 from speq.server.answer_formats import Chunk, Heading
-from speq.server.api_error import ApiError, error_of_fields
+from speq.server.api_error import ApiError, validated
 from speq.server.fields import ChatBody
 from speq.server.message_fields import (
     CountBody,
@@ -22,7 +20,7 @@ from speq.server.message_fields import (
     ToolUseBlock,
     texts_of,
 )
-from speq.text.answer_parts import AnswerParser, AnswerPart, parse_piece
+from speq.text.answer_parts import AnswerPart, AnswerReader
 
 # By our reason to finish.
 STOP_REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
@@ -63,11 +61,7 @@ def chat_of(body: CountBody) -> ChatBody:
     if isinstance(body, MessagesBody):
         asked |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         asked |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "stream")}
-    try:
-        return ChatBody.model_validate(asked)
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-    raise error_of_fields(faults)
+    return validated(ChatBody, asked)
 
 
 def chat_messages(body: CountBody) -> Iterator[dict[str, Any]]:
@@ -112,14 +106,11 @@ class MessagesFormat:
     """An answer as a message of blocks: thoughts, text and calls of tools.
 
     prompt_tokens  of the chat
-    parser         tells thoughts and calls from text; None: all is text
-    most_calls     later calls are left out; None: there is no limit
     """
 
     heading: Heading
     prompt_tokens: int
-    parser: AnswerParser | None
-    most_calls: int | None = None
+    reader: AnswerReader
     _blocks: list[Chunk] = field(default_factory=list, init=False)
     _generated: int = field(default=0, init=False)
     done = b""
@@ -130,11 +121,10 @@ class MessagesFormat:
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
         self._generated += 1
-        yield from self._told(parse_piece(self.parser, token))
+        yield from self._told(self.reader.read(token))
 
     def closing(self, end: End) -> Iterator[Chunk]:
-        if self.parser is not None:
-            yield from self._told(self.parser.finish())
+        yield from self._told(self.reader.finish())
         if self._blocks:
             yield self._stop()
         delta = {"stop_reason": self._reason(end), "stop_sequence": None}
@@ -180,9 +170,7 @@ class MessagesFormat:
             yield from self._add("thinking", part.reasoning)
         if part.text:
             yield from self._add("text", part.text)
-        called = sum(block["type"] == "tool_use" for block in self._blocks)
-        room = None if self.most_calls is None else self.most_calls - called
-        for call in part.calls[:room]:
+        for call in part.calls:
             block = {"type": "tool_use", "id": call.id, "name": call.name}
             yield from self._start(block | {"input": {}})
             self._blocks[-1]["input"] = json.loads(call.arguments)

@@ -8,6 +8,7 @@ from speq.server.fields import (
     FIRST,
     Body,
     JsonObject,
+    JsonSchema,
     Metadata,
     NamedFunction,
     StreamOptions,
@@ -69,12 +70,8 @@ class Reasoning(Tolerant):
     effort: str | None = None
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: JsonObject | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(Tolerant):

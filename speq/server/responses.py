@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from speq.engine.token_stream import End
 from speq.generator import Token
 from speq.server.answer_formats import Chunk, Heading
-from speq.server.api_error import ApiError, error_of_fields
+from speq.server.api_error import ApiError, validated
 from speq.server.fields import ChatBody
 from speq.server.messages import event_frame
 from speq.server.response_fields import (
@@ -22,7 +20,7 @@ from speq.server.response_fields import (
     ResponseToolChoice,
     texts_in,
 )
-from speq.text.answer_parts import AnswerParser, AnswerPart, Call, parse_piece
+from speq.text.answer_parts import AnswerPart, AnswerReader, Call
 
 
 def chat_of_response(body: ResponseBody) -> ChatBody:
@@ -49,11 +47,7 @@ def chat_of_response(body: ResponseBody) -> ChatBody:
         asked["response_format"] = {"type": form.type}
         if form.type == "json_schema":
             asked["response_format"]["json_schema"] = {"name": form.name, "schema": form.schema_}
-    try:
-        return ChatBody.model_validate(asked)
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-    raise error_of_fields(faults)
+    return validated(ChatBody, asked)
 
 
 def chat_messages(body: ResponseBody) -> Iterator[dict[str, Any]]:
@@ -103,14 +97,11 @@ class ResponsesFormat:
     """An answer as a response of items: thoughts, messages and calls of tools.
 
     prompt_tokens  of the chat
-    parser         tells thoughts and calls from text; None: all is text
-    most_calls     later calls are left out; None: there is no limit
     """
 
     heading: Heading
     prompt_tokens: int
-    parser: AnswerParser | None
-    most_calls: int | None = None
+    reader: AnswerReader
     _items: list[Chunk] = field(default_factory=list, init=False)
     _generated: int = field(default=0, init=False)
     _number: int = field(default=0, init=False)
@@ -123,11 +114,10 @@ class ResponsesFormat:
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
         self._generated += 1
-        yield from self._told(parse_piece(self.parser, token))
+        yield from self._told(self.reader.read(token))
 
     def closing(self, end: End) -> Iterator[Chunk]:
-        if self.parser is not None:
-            yield from self._told(self.parser.finish())
+        yield from self._told(self.reader.finish())
         yield from self._close()
         status = "incomplete" if end.finish_reason == "length" else "completed"
         yield self._event(f"response.{status}", response=self._response(status, end))
@@ -156,7 +146,7 @@ class ResponsesFormat:
             "incomplete_details": INCOMPLETE if status == "incomplete" else None,
             "model": self.heading.model,
             "output": list(self._items) if end is not None else [],
-            "parallel_tool_calls": self.most_calls != 1,
+            "parallel_tool_calls": self.reader.most_calls != 1,
             "tool_choice": "auto",
             "tools": [],
             "usage": None if end is None else self._counts(end),
@@ -176,9 +166,7 @@ class ResponsesFormat:
             yield from self._add("reasoning", part.reasoning)
         if part.text:
             yield from self._add("message", part.text)
-        called = sum(item["type"] == "function_call" for item in self._items)
-        room = None if self.most_calls is None else self.most_calls - called
-        for call in part.calls[:room]:
+        for call in part.calls:
             yield from self._call(call)
 
     def _add(self, kind: str, text: str) -> Iterator[Chunk]:

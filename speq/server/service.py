@@ -1,6 +1,7 @@
 """From the fields of a body to a request, and to the form of its answer."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from speq.server.messages import MessagesFormat, chat_of
 from speq.server.response_fields import ResponseBody
 from speq.server.responses import ResponsesFormat, chat_of_response
 from speq.text.answer_form import AnswerForm
-from speq.text.answer_parts import AnswerParser
+from speq.text.answer_parts import AnswerReader
 from speq.text.chat_template import TemplateRefused
 from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, Tools
@@ -62,21 +63,21 @@ class Service:
         """Raises ApiError and SpeqError for what cannot be asked for."""
         asked = await self._chat(body)
         heading, vocabulary = self._heading(body, "chatcmpl"), self.model.vocabulary
-        return asked.request, ChatFormat(heading, vocabulary, asked.parser, asked.most_calls)
+        return asked.request, ChatFormat(heading, vocabulary, asked.reader)
 
     async def message(self, body: MessagesBody) -> tuple[Request, MessagesFormat]:
         """The same as Anthropic's API has it."""
         chat = chat_of(body)
         asked = await self._chat(chat)
         heading, count = self._heading(chat, "msg"), len(asked.request.prompt_token_ids)
-        return asked.request, MessagesFormat(heading, count, asked.parser, asked.most_calls)
+        return asked.request, MessagesFormat(heading, count, asked.reader)
 
     async def response(self, body: ResponseBody) -> tuple[Request, ResponsesFormat]:
         """The same as OpenAI's Responses API has it."""
         chat = chat_of_response(body)
         asked = await self._chat(chat)
         heading, count = self._heading(chat, "resp"), len(asked.request.prompt_token_ids)
-        return asked.request, ResponsesFormat(heading, count, asked.parser, asked.most_calls)
+        return asked.request, ResponsesFormat(heading, count, asked.reader)
 
     async def count(self, body: CountBody) -> int:
         """Tokens of the prompt of a message."""
@@ -100,14 +101,15 @@ class Service:
         named = [each for each in tools if is_chosen(body.tool_choice, each)]
         if named:
             most_calls = 1
-        grammar = self.model.answer_grammar(ids, named or tools, most_calls)
         request = self.model.request(
             ids,
             sampling,
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            constraint=await self._constraint(body, grammar),
+            constraint=await self._constraint(
+                body, lambda: self.model.answer_grammar(ids, named or tools, most_calls)
+            ),
         )
-        return AskedChat(request, parser, most_calls)
+        return AskedChat(request, AnswerReader(parser, most_calls))
 
     async def completion(self, body: CompletionBody) -> tuple[Request, CompletionFormat]:
         """Raises ApiError and SpeqError for what cannot be asked for."""
@@ -118,13 +120,15 @@ class Service:
         ids = await self._encode(prompt)
         sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
         continues_text = isinstance(prompt, str)
-        constraint = await self._constraint(body, AnswerGrammar(AnswerForm(), False, {}))
+        constraint = await self._constraint(body, lambda: AnswerGrammar(AnswerForm(), False, {}))
         request = self.model.request(
             ids, sampling, continues_text, body.logprobs, constraint=constraint
         )
         return request, CompletionFormat(self._heading(body, "cmpl"), self.model.vocabulary)
 
-    async def _constraint(self, body: SampledBody, grammar: AnswerGrammar) -> Constraint | None:
+    async def _constraint(
+        self, body: SampledBody, grammar: Callable[[], AnswerGrammar]
+    ) -> Constraint | None:
         """What an answer must follow. Raises SpeqError where that is no grammar."""
         wanted = wanted_form(body)
         if wanted is None:
@@ -132,7 +136,7 @@ class Service:
         name, write = wanted
         try:
             async with self._encoding:
-                return await asyncio.to_thread(self.model.constraint, write(grammar))
+                return await asyncio.to_thread(self.model.constraint, write(grammar()))
         except OptionError as error:
             raise OptionError(f"{name} is refused: {error}") from error
 
@@ -207,15 +211,10 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class AskedChat:
-    """A chat's request, and how its answer is read.
-
-    parser      tells thoughts and calls from text; None: all is text
-    most_calls  later calls are left out; None: there is no limit
-    """
+    """A chat's request, and what reads its answer."""
 
     request: Request
-    parser: AnswerParser | None
-    most_calls: int | None
+    reader: AnswerReader
 
 
 def one_prompt(prompt: str | list[Any]) -> str | list[int]:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 
@@ -80,6 +80,34 @@ def parse_piece(parser: AnswerParser | None, piece: Piece) -> AnswerPart:
         parts += [parser.feed(piece.text[at:place]), parser.mark(name)]
         at = place
     return join_parts([*parts, parser.feed(piece.text[at:])])
+
+
+@dataclass(slots=True)
+class AnswerReader:
+    """Reads an answer's parts, token by token.
+
+    parser      tells thoughts and calls of tools from text; None: all is text
+    most_calls  later calls are left out; None: there is no limit
+    """
+
+    parser: AnswerParser | None = None
+    most_calls: int | None = None
+    _called: int = field(default=0, init=False)
+
+    def read(self, piece: Piece) -> AnswerPart:
+        """What is certain with a piece."""
+        return self._limited(parse_piece(self.parser, piece))
+
+    def finish(self) -> AnswerPart:
+        """What was held back, once no more comes."""
+        return AnswerPart() if self.parser is None else self._limited(self.parser.finish())
+
+    def _limited(self, part: AnswerPart) -> AnswerPart:
+        if self.most_calls is None:
+            return part
+        calls = part.calls[: self.most_calls - self._called]
+        self._called += len(calls)
+        return replace(part, calls=calls)
 
 
 def open_end(text: str, mark: str) -> int:

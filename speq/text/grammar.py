@@ -111,10 +111,8 @@ class AnswerGrammar:
         return one if self.most_calls == 1 else f"({one} {SPACE})+"
 
     def _harmony_call(self, function: Mapping[str, Any]) -> str:
-        to = text_rule(f"commentary to=functions.{function['name']}")
-        begin, message = self._mark(harmony.CHANNEL), self._mark(harmony.MESSAGE)
-        json_mark = f'(" " {self._mark(harmony.CONSTRAIN)} "json")?'
-        return f"{begin} {to} {json_mark} {message} {json_rule(parameters_of(function))}"
+        begin = self._channel(f"commentary to=functions.{function['name']}")
+        return f"{begin} {json_rule(parameters_of(function))}"
 
     def _channel(self, name: str) -> str:
         """The beginning of a message in a channel of harmony."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from speq.server import body_route
+from speq.server import api_error, body_route
 from speq.server.api_error import ApiError
 from speq.server.body_route import validate_body
 from speq.server.fields import ChatBody, CompletionBody, TokenizeBody
@@ -130,13 +130,13 @@ def test_every_list_is_tried() -> None:
 def faults(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many there were of each body that was refused."""
     counts: list[int] = []
-    own = body_route.error_of_fields
+    own = api_error.error_of_fields
 
     def counted(found: Any) -> ApiError:
         counts.append(len(found))
         return own(found)
 
-    monkeypatch.setattr(body_route, "error_of_fields", counted)
+    monkeypatch.setattr(api_error, "error_of_fields", counted)
     return counts
 
 
