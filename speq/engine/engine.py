@@ -28,7 +28,7 @@ from speq.engine.drafter import (
 )
 from speq.engine.offload import Offload
 from speq.engine.prefixes import Prefixes
-from speq.engine.request import Request, RequestState
+from speq.engine.request import PromptObserver, Request, RequestState
 from speq.engine.request_step import PackedDrafts, RequestStep
 from speq.engine.sampler import HostSampler, Sampler
 from speq.engine.verification import EagerVerification, Verification
@@ -43,6 +43,9 @@ from speq.models.packed_batch import SequenceTokens
 from speq.routing import Route
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.stats import DraftStats, Recorder, StepStats
+
+# Tokens of a prompt whose logits are there at a time.
+SCORED_ROWS = 8
 
 
 @dataclass(slots=True)
@@ -87,10 +90,10 @@ class Engine:
     def begin_prefill(self, request: Request, reuse: bool = False) -> None:
         """Forget what the request's KV slot and drafter hold: its prompt follows.
 
-        reuse  keep the KV of the tokens it begins with, where it is known
+        reuse  keep the KV of the tokens it begins with, where it is known and they need not be run
         """
         request.state, request.prefilled = RequestState.PREFILL, 0
-        if reuse:
+        if reuse and request.prompt_logprobs is None:
             with self.invalidate_on_error():
                 request.prefilled = self.prefixes.begin(
                     request.kv_slot, request.prompt_token_ids, request.owner
@@ -153,9 +156,19 @@ class Engine:
         cache, drafter = self.caches[request.kv_slot], self.drafters[request.kv_slot]
         observe = drafter.observe_verified if isinstance(drafter, FeatureDrafter) else None
         tokens = SequenceTokens(cache, token_ids)
-        request.last_hidden = self.model.prefill(self.offload.reader, tokens, observe)
-        request.prefilled = end
+        hidden = self.model.prefill(self.offload.reader, tokens, observe)
+        if request.prompt_logprobs is not None:
+            following = request.prompt_token_ids[request.prefilled + 1 : end + 1]
+            self._score_prompt(hidden, following, request.prompt_logprobs)
+        request.prefilled, request.last_hidden = end, hidden[-1:]
         self.prefixes.read(request.kv_slot, token_ids)
+
+    def _score_prompt(self, hidden: Tensor, token_ids: list[int], observer: PromptObserver) -> None:
+        """Tell how likely the tokens after some of a prompt's hidden states [T, H] were."""
+        for start in range(0, len(token_ids), SCORED_ROWS):
+            following = token_ids[start : start + SCORED_ROWS]
+            rows = hidden[start : start + len(following)]
+            observer.note(self.model.logits(rows), following)
 
     def _first_token(self, request: Request) -> list[int]:
         last = present(request.last_hidden, "a prompt without tokens was run")

@@ -117,6 +117,11 @@ class EngineThread:
         Raises QueueFull and Unavailable. The stream raises these, EngineFailed, and SpeqError for
         a request that the engine cannot take.
         """
+        (stream,) = self.submit_all([request])
+        return stream
+
+    def submit_all(self, requests: Sequence[Request]) -> list[TokenStream]:
+        """Do as `submit` for requests that one client asks for at once: all are taken, or none."""
         with self._changed:
             self._check_open()
             ahead = len(self._waiting) + len(self._taken)
@@ -126,10 +131,10 @@ class EngineThread:
                     "later",
                     self._retry_after_s(ahead),
                 )
-            stream = TokenStream(request, self._clock())
-            self._waiting.append(stream)
+            streams = [TokenStream(request, self._clock()) for request in requests]
+            self._waiting += streams
             self._report_waiting()
-        return stream
+        return streams
 
     def cancel(self, stream: TokenStream) -> None:
         """End a stream that nobody reads any more, within a step. One that has ended stays so."""

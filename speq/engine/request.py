@@ -1,6 +1,7 @@
 """A request from its arrival to its last token, with its measurements."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from speq.config import SamplingParams
 from speq.engine.draft import Outcome
+from speq.engine.logit_bias import LogitBias
 from speq.stats import StepStats, ratio
 
 
@@ -55,6 +57,11 @@ class LogprobsObserver(Protocol):
 
     def take(self, count: int) -> list[Any]:
         """Log-probabilities of the next `count` tokens."""
+
+
+class PromptObserver(Protocol):
+    def note(self, logits: Tensor, token_ids: Sequence[int]) -> None:
+        """See `speq.engine.logprobs.PromptLogprobs`."""
 
 
 @dataclass(slots=True)
@@ -131,6 +138,9 @@ class Request:
     detokenizer    reads tokens as they are appended; None: no stop strings are found
     logprobs       hears how likely the tokens were; None: nobody asks
     constraint     says which tokens may follow; None: all may
+    stop_token_ids  tokens that end it in any case
+    bias           added to logits; None: nothing
+    prompt_logprobs  hears how likely the prompt's tokens were, all of which are run then
     owner          KV of a prompt is reused for requests of the same owner only
     kv_slot        number of the KV cache that holds it
     prefilled      tokens of the prompt whose KV is there
@@ -145,6 +155,9 @@ class Request:
     detokenizer: Detokenizer | None = None
     logprobs: LogprobsObserver | None = None
     constraint: Constraint | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    bias: LogitBias | None = None
+    prompt_logprobs: PromptObserver | None = None
     owner: str = ""
     state: RequestState = RequestState.WAITING
     kv_slot: int = 0
@@ -162,7 +175,7 @@ class Request:
     @property
     def reads_logits_alone(self) -> bool:
         """True if the choice of a greedy token depends on nothing but its logits."""
-        return not self.sampling.penalises and self.constraint is None
+        return not self.sampling.penalises and self.constraint is None and self.bias is None
 
     def allowed(self, ahead: list[int]) -> Tensor | None:
         """Return the tokens [V] bool that may follow the drafted tokens `ahead`; None: all may."""
@@ -200,6 +213,8 @@ class Request:
         return self.metrics.summary(len(self.output_token_ids))
 
     def ends(self, token_id: int) -> bool:
+        if token_id in self.stop_token_ids:
+            return True
         return token_id in self.eos_token_ids and not self.sampling.ignore_eos
 
     def take(self, token_ids: list[int]) -> list[Token]:

@@ -68,6 +68,9 @@ class DeviceSampler:
     def standings(self, scores: Tensor, request: Request, ahead: list[int]) -> Tensor:
         """Compute `sampling.standings` of [1, V] float32 logits on the device."""
         sampling, vocab_size = request.sampling, scores.shape[1]
+        if request.bias is not None:
+            ids, biases = request.bias.at(request.position + len(ahead))
+            scores = scores.index_add(1, self._uploads.send(ids), self._uploads.send(biases)[None])
         if sampling.penalises:
             before = Before.of(request, ahead, vocab_size)
             sent = Before(self._uploads.send(before.token_ids), self._uploads.send(before.times))

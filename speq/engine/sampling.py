@@ -201,7 +201,12 @@ def standings(logits: Tensor, request: Request, ahead: list[int]) -> Tensor:
 
     They are logits, or for sampled tokens 1 / time at which their clocks strike.
     """
-    scores = penalise(logits, request, ahead) if request.sampling.penalises else logits
+    scores = logits
+    if request.bias is not None:
+        ids, biases = request.bias.at(request.position + len(ahead))
+        scores = check_finite(scores).cpu().index_add(0, ids, biases)
+    if request.sampling.penalises:
+        scores = penalise(scores, request, ahead)
     allowed = request.allowed(ahead)
     if allowed is not None:
         scores = check_finite(scores).cpu().masked_fill(~allowed[: len(scores)], -torch.inf)

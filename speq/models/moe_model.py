@@ -378,7 +378,7 @@ class MoEModel:
     def prefill(
         self, backend: ExpertBackend, tokens: SequenceTokens, observe: OnHidden | None = None
     ) -> Tensor:
-        """Run a chunk of a prompt and keep its KV. Return the last hidden state [1, H].
+        """Run a chunk of a prompt and keep its KV. Return its last hidden states [T, H].
 
         observe  called with the tokens and their features for drafters
         """
@@ -387,7 +387,7 @@ class MoEModel:
         tokens.cache.settle()
         if observe is not None:
             observe(tokens.token_ids, self.features(hidden))
-        return hidden[-1:]
+        return hidden
 
     def score_last(self, last: Tensor) -> Scored:
         """Score a prompt's last token by its hidden state [1, H]."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speq.config import SamplingParams
+from speq.engine.generation_config import sampling_defaults
 from speq.engine.request import Request
 from speq.engine.token_stream import End
 from speq.errors import Broken, OptionError, SpeqError, checked_choice, checked_text
@@ -17,7 +18,6 @@ from speq.offline.request_file import RequestLine
 from speq.options.declared import refuse_unknown
 from speq.server.answer_formats import AnswerFormat
 from speq.server.api_error import ApiError, error_of, validated
-from speq.server.defaults import sampling_defaults
 from speq.server.fields import ChatBody, CompletionBody, SampledBody
 from speq.server.service import Service
 
@@ -99,10 +99,17 @@ class OpenAIFormat:
         if body.stream:
             raise OptionError("stream is true, and a file of answers has no streams; leave it out")
         if isinstance(body, ChatBody):
-            return asyncio.run(self._service.chat(body))
-        if not isinstance(body, CompletionBody):
+            asked = asyncio.run(self._service.chat(body))
+        elif isinstance(body, CompletionBody):
+            asked = asyncio.run(self._service.completion(body))
+        else:
             raise Broken(f"a {type(body).__name__} is neither a chat nor a completion")
-        return asyncio.run(self._service.completion(body))
+        if len(asked) > 1:
+            name = "prompt" if body.n in (None, 1) else "n"
+            raise OptionError(
+                f"{name} asks for {len(asked)} texts, and a line has one answer; give more lines"
+            )
+        return asked[0]
 
     def failure(self, request: RequestLine, given: dict[str, Any], error: SpeqError) -> AnswerLine:
         told = error.told if isinstance(error, Refused) else error_of(error)

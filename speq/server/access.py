@@ -84,6 +84,8 @@ class Access:
     keys        of which a request must give one; None: it need not
     max_body_bytes  of what is posted
     page        the live page is there: its key may stand in the query, where browsers write it
+    hosts       further names by which clients reach the server, such as host.docker.internal
+    origins     of pages that may ask from browsers; "*": of all
     """
 
     host: str
@@ -91,6 +93,8 @@ class Access:
     keys: Keys | None
     max_body_bytes: int
     page: bool = False
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
     @property
     def authority(self) -> str:
@@ -100,7 +104,8 @@ class Access:
     @property
     def authorities(self) -> frozenset[str]:
         """What may stand in `Host`."""
-        names = {self.authority, f"localhost:{self.port}"}
+        hosts = ("localhost", *self.hosts)
+        names = {self.authority, *(f"{each.lower()}:{self.port}" for each in hosts)}
         if self.port == 80:  # which nobody writes
             names |= {name.removesuffix(":80") for name in names}
         return frozenset(names)
@@ -129,8 +134,20 @@ class Access:
         given = values(scope, b"origin")
         if {origin.lower() for origin in given} <= {f"http://{name}" for name in self.authorities}:
             return None
+        if self.shared_with(scope) is not None:
+            return None
         asker = ", ".join(given)
-        return ApiError(403, f"the request comes from {asker}; only speq's own page may ask")
+        remedy = "only speq's own page may ask" if self.page else "--cors allows a page's origin"
+        return ApiError(403, f"the request comes from {asker}; {remedy}")
+
+    def shared_with(self, scope: Scope) -> str | None:
+        """The origin of a page that may read the answer, as its browser says it; None: no other
+        page may.
+        """
+        given = values(scope, b"origin")
+        if len(given) != 1 or not {"*", given[0].lower()} & {each.lower() for each in self.origins}:
+            return None
+        return given[0]
 
     def _wrong_key(self, scope: Scope) -> ApiError | None:
         if self.keys is None or (scope["path"] in OPEN_PATHS and not self.page):

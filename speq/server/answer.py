@@ -1,9 +1,10 @@
-"""A response that reads one stream of tokens, and lets go of it when its client leaves."""
+"""A response that reads streams of tokens, and lets go of them when its client leaves."""
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,18 +23,33 @@ HEARTBEAT_S = 15.0
 HEARTBEAT = b": here\n\n"
 
 
-class Answer(Response):
-    """Sends an answer and ends; where the client leaves before, cancels its stream."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the texts that a client asked for. format: writes it"""
 
-    def __init__(self, thread: EngineThread, stream: TokenStream, format: AnswerFormat) -> None:
+    stream: TokenStream
+    format: AnswerFormat
+
+    @property
+    def end(self) -> End:
+        """How the stream ended, which was read to its end."""
+        return present(self.stream.end, "a stream that is read to its end has none")
+
+
+class Answer(Response):
+    """Sends an answer and ends; where the client leaves before, cancels its streams."""
+
+    def __init__(self, thread: EngineThread, choices: list[Choice]) -> None:
         super().__init__()
-        self._thread, self._stream, self._format = thread, stream, format
+        self._thread, self._choices = thread, choices
+        self._format = choices[0].format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await run_while_connected(self._tell(send), receive)
         finally:
-            self._thread.cancel(self._stream)
+            for each in self._choices:
+                self._thread.cancel(each.stream)
 
     async def _tell(self, send: Send) -> None:
         raise NotImplementedError
@@ -43,12 +59,13 @@ class Answer(Response):
         await complete(error.status, body, error.headers, send)
 
     def _usage(self) -> Chunk:
-        return usage_of(len(self._stream.request.prompt_token_ids), self._end)
+        # Choices of one prompt share its list.
+        prompts = {id(ids): len(ids) for ids in map(prompt_of, self._choices)}
+        return usage_of(sum(prompts.values()), [each.end for each in self._choices])
 
-    @property
-    def _end(self) -> End:
-        """How the stream ended, which was read to its end."""
-        return present(self._stream.end, "a stream that is read to its end has none")
+
+def prompt_of(choice: Choice) -> list[int]:
+    return choice.stream.request.prompt_token_ids
 
 
 class WholeAnswer(Answer):
@@ -56,17 +73,20 @@ class WholeAnswer(Answer):
 
     async def _tell(self, send: Send) -> None:
         try:
-            async for token in self._stream:
-                for _ in self._format.chunks(token):
+            for each in self._choices:
+                async for token in each.stream:
+                    for _ in each.format.chunks(token):
+                        continue
+                for _ in each.format.closing(each.end):
                     continue
         except SpeqError as error:
             await self._refuse(error_of(error), send)
             return
-        end = self._end
-        for _ in self._format.closing(end):
-            continue
-        body = json.dumps(self._format.whole(end, self._usage())).encode()
-        await complete(200, body, {}, send)
+        usage = self._usage()
+        whole, *others = [each.format.whole(each.end, usage) for each in self._choices]
+        for other in others:
+            whole["choices"] += other["choices"]
+        await complete(200, json.dumps(whole).encode(), {}, send)
 
 
 class StreamedAnswer(Answer):
@@ -75,14 +95,8 @@ class StreamedAnswer(Answer):
     An error before the first token is a response of its own, as long as no line was sent.
     """
 
-    def __init__(
-        self,
-        thread: EngineThread,
-        stream: TokenStream,
-        format: AnswerFormat,
-        options: StreamOptions,
-    ) -> None:
-        super().__init__(thread, stream, format)
+    def __init__(self, thread: EngineThread, choices: list[Choice], options: StreamOptions) -> None:
+        super().__init__(thread, choices)
         self._options = options
 
     async def _tell(self, send: Send) -> None:
@@ -106,29 +120,41 @@ class StreamedAnswer(Answer):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        opening, count = self._frames(self._format.opening()), 0
-        async with aclosing(with_heartbeats(self._stream)) as tokens:
-            async for token in tokens:
-                if token is None:
-                    yield opening + HEARTBEAT
+        opening = b"".join(self._frames(each.format.opening()) for each in self._choices)
+        counts = [0] * len(self._choices)
+        streams = [each.stream for each in self._choices]
+        async with aclosing(tokens_of(streams)) as tokens:
+            async for news in tokens:
+                if news is None:
+                    told = HEARTBEAT
                 else:
-                    count += 1
-                    yield opening + self._frames(self._counted(self._format.chunks(token), count))
+                    at, token = news
+                    told = self._frames(self._chunks(self._choices[at], token, counts, at))
+                if opening + told:
+                    yield opening + told
                 opening = b""
-        last = self._frames(self._format.closing(self._end))
+        last = b""
         if self._options.include_usage:
-            last += self._frames([self._format.usage(self._usage())])
+            last = self._frames([self._format.usage(self._usage())])
         yield opening + last + self._format.done
 
     def _frames(self, chunks: Iterable[Chunk]) -> bytes:
         return b"".join(map(self._format.frame, chunks))
 
-    def _counted(self, chunks: Iterable[Chunk], generated: int) -> Iterable[Chunk]:
-        """Chunks with the tokens so far, where they were asked for."""
-        if not self._options.continuous_usage_stats:
-            return chunks
-        usage = tokens_used(len(self._stream.request.prompt_token_ids), generated)
-        return (chunk | {"usage": usage} for chunk in chunks)
+    def _chunks(
+        self, choice: Choice, token: Token | None, counts: list[int], at: int
+    ) -> Iterator[Chunk]:
+        """Those of a token, or of the end where it is None; with the tokens of the choice so far,
+        where these were asked for.
+        """
+        if token is None:
+            yield from choice.format.closing(choice.end)
+            return
+        counts[at] += 1
+        usage = tokens_used(len(prompt_of(choice)), counts[at])
+        counted = {"usage": usage} if self._options.continuous_usage_stats else {}
+        for chunk in choice.format.chunks(token):
+            yield chunk | counted
 
 
 HEADERS = [
@@ -139,20 +165,38 @@ HEADERS = [
 ]
 
 
-async def with_heartbeats(
-    stream: TokenStream, every_s: float = HEARTBEAT_S
-) -> AsyncGenerator[Token | None, None]:
-    """The tokens, and None where there was none for so long."""
-    while True:
-        try:
-            # Unlike `wait_for`, which may lose the cancellation of a client that leaves.
-            async with asyncio.timeout(every_s):
-                token: Token | None = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            token = None
-        yield token
+async def tokens_of(
+    streams: Sequence[TokenStream], every_s: float = HEARTBEAT_S
+) -> AsyncGenerator[tuple[int, Token | None] | None, None]:
+    """Tokens with the place of their stream, as they come; None for a token where a stream ends,
+    and None alone where there was nothing for so long.
+    """
+    reading = {next_of(stream): at for at, stream in enumerate(streams)}
+    try:
+        while reading:
+            done, _ = await asyncio.wait(
+                reading, timeout=every_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                yield None
+            for task in sorted(done, key=lambda each: reading[each]):
+                at, token = reading.pop(task), task.result()
+                if token is not None:
+                    reading[next_of(streams[at])] = at
+                yield at, token
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+
+def next_of(stream: TokenStream) -> "asyncio.Task[Token | None]":
+    """A task of a stream's next token; None: there is none."""
+
+    async def read() -> Token | None:
+        return await anext(stream, None)
+
+    return asyncio.ensure_future(read())
 
 
 async def respond(error: ApiError, send: Send) -> None:

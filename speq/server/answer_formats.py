@@ -3,20 +3,25 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any, Protocol
 
+from speq.engine.logprobs import PromptLogprobs
 from speq.engine.token_stream import End
 from speq.generator import Token
 from speq.server.api_error import ApiError
 from speq.server.token_logprobs import chat_entry, completion_lists
 from speq.text.answer_parts import AnswerPart, AnswerReader, Call
+from speq.text.stream import TextStream
 from speq.text.vocabulary import Vocabulary
 
 # By our reason to finish.
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "stopped": "stop"}
 Chunk = dict[str, Any]
+# Figures of requests whose mean is told.
+MEANS = ("accept_length", "draft_length", "batch")
 
 
 # The end of a stream.
@@ -61,21 +66,28 @@ def tokens_used(prompt_tokens: int, generated: int) -> Chunk:
     }
 
 
-def usage_of(prompt_tokens: int, end: End) -> Chunk:
-    """What a request took. `speq`: what only an engine like this one has to tell."""
-    stats = end.stats
-    usage = tokens_used(prompt_tokens, stats.get("new_tokens", 0))
+def usage_of(prompt_tokens: int, ends: Sequence[End]) -> Chunk:
+    """What the choices of a request took. `speq`: what only an engine like this one has to tell,
+    times of the choice that took longest.
+    """
+    stats = [end.stats for end in ends if end.stats]
+    usage = tokens_used(prompt_tokens, sum(each["new_tokens"] for each in stats))
     if stats:
-        usage["prompt_tokens_details"] = {"cached_tokens": stats["cached_tokens"]}
+        cached = sum(each["cached_tokens"] for each in stats)
+        usage["prompt_tokens_details"] = {"cached_tokens": min(cached, prompt_tokens)}
         usage["speq"] = {
-            "accept_length": stats["accept_length_mean"],
-            "draft_length": stats["draft_length_mean"],
-            "batch": stats["batch_mean"],
-            "moved_bytes": stats["moved_bytes"] + stats["prefill_moved_bytes"],
-            "waited_ms": (stats["stall_s"] + stats["prefill_stall_s"]) * 1e3,
-            "queued_ms": end.queued_s * 1e3,
+            **{name: mean_of([each[f"{name}_mean"] for each in stats]) for name in MEANS},
+            "moved_bytes": sum(each["moved_bytes"] + each["prefill_moved_bytes"] for each in stats),
+            "waited_ms": max(each["stall_s"] + each["prefill_stall_s"] for each in stats) * 1e3,
+            "queued_ms": max(end.queued_s for end in ends) * 1e3,
         }
     return usage
+
+
+def mean_of(values: list[float | None]) -> float | None:
+    """The mean of those that there are."""
+    there = [each for each in values if each is not None]
+    return mean(there) if there else None
 
 
 @dataclass(slots=True)
@@ -115,11 +127,12 @@ class OpenAIEvents:
 
 @dataclass(slots=True)
 class ChatFormat(OpenAIEvents):
-    """An answer of a chat."""
+    """An answer of a chat. index: its place among several"""
 
     heading: Heading
     vocabulary: Vocabulary
     reader: AnswerReader
+    index: int = 0
     _said: list[str] = field(default_factory=list, init=False)
     _thought: list[str] = field(default_factory=list, init=False)
     _calls: list[Call] = field(default_factory=list, init=False)
@@ -150,7 +163,7 @@ class ChatFormat(OpenAIEvents):
             message["content"] = text or None
             message["tool_calls"] = [call.content for call in self._calls]
         choice = {
-            "index": 0,
+            "index": self.index,
             "message": message,
             "logprobs": {"content": self._logprobs} if self._logprobs else None,
             "finish_reason": self._reason(end),
@@ -176,7 +189,7 @@ class ChatFormat(OpenAIEvents):
         self, delta: Chunk, reason: str | None = None, logprobs: list[Chunk] | None = None
     ) -> Chunk:
         choice = {
-            "index": 0,
+            "index": self.index,
             "delta": delta,
             "logprobs": {"content": logprobs} if logprobs else None,
             "finish_reason": reason,
@@ -184,12 +197,36 @@ class ChatFormat(OpenAIEvents):
         return self.heading.chunk("chat.completion.chunk", [choice], None)
 
 
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt that is told before its text. logprobs: of its tokens, once all were run; None:
+    nobody asks
+    """
+
+    vocabulary: Vocabulary
+    text: str
+    token_ids: list[int]
+    logprobs: PromptLogprobs | None
+
+    def tokens(self) -> list[Token]:
+        """Its tokens, the first of which has no log-probability."""
+        stream = TextStream(self.vocabulary)
+        pieces = [stream.feed(each) for each in self.token_ids]
+        pieces[-1] = pieces[-1].then(stream.finish())
+        noted = [None] * len(pieces) if self.logprobs is None else [None, *self.logprobs.noted]
+        found = zip(self.token_ids, pieces, noted, strict=True)
+        return [Token(token_id, piece.text, known) for token_id, piece, known in found]
+
+
 @dataclass(slots=True)
 class CompletionFormat(OpenAIEvents):
-    """An answer that continues a text."""
+    """An answer that continues a text. index: its place among several; echo: told before it"""
 
     heading: Heading
     vocabulary: Vocabulary
+    index: int = 0
+    echo: EchoedPrompt | None = None
+    _prompt: list[Token] = field(default_factory=list, init=False)
     _tokens: list[Token] = field(default_factory=list, init=False)
     _length: int = field(default=0, init=False)
 
@@ -197,22 +234,30 @@ class CompletionFormat(OpenAIEvents):
         yield from ()
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
+        if self.echo is not None and not self._tokens:
+            self._prompt, self._length = self.echo.tokens(), len(self.echo.text)
+            yield self._chunk(self.echo.text, self._prompt, 0)
         if token.text or token.logprobs is not None:
-            yield self._chunk([token], self._length)
+            yield self._chunk(token.text, [token], self._length)
         self._tokens.append(token)
         self._length += len(token.text)
 
     def closing(self, end: End) -> Iterator[Chunk]:
-        yield self._chunk([], self._length, FINISH_REASONS[end.finish_reason])
+        yield self._chunk("", [], self._length, FINISH_REASONS[end.finish_reason])
 
     def usage(self, usage: Chunk) -> Chunk:
         return self.heading.chunk("text_completion", [], usage)
 
     def whole(self, end: End, usage: Chunk) -> Chunk:
-        return self._chunk(self._tokens, 0, FINISH_REASONS[end.finish_reason], usage)
+        text = "".join(token.text for token in self._tokens)
+        if self.echo is not None:
+            text = self.echo.text + text
+        tokens = [*self._prompt, *self._tokens]
+        return self._chunk(text, tokens, 0, FINISH_REASONS[end.finish_reason], usage)
 
     def _chunk(
         self,
+        text: str,
         tokens: list[Token],
         offset: int,
         reason: str | None = None,
@@ -220,8 +265,8 @@ class CompletionFormat(OpenAIEvents):
     ) -> Chunk:
         told = any(token.logprobs is not None for token in tokens)
         choice = {
-            "index": 0,
-            "text": "".join(token.text for token in tokens),
+            "index": self.index,
+            "text": text,
             "logprobs": completion_lists(self.vocabulary, tokens, offset) if told else None,
             "finish_reason": reason,
         }

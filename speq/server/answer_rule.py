@@ -30,8 +30,9 @@ def wanted_form(body: SampledBody) -> NamedWrite | None:
         given += [*response_format(body), *tool_choice(body)]
     if len(given) > 1:
         raise OptionError(f"{given[0][0]} and {given[1][0]} are both given; give one")
-    if given and body.ignore_eos:
-        raise OptionError("ignore_eos is given with a form of the answer, which ends it; give one")
+    if given and (body.ignore_eos or body.min_tokens):
+        name = "ignore_eos" if body.ignore_eos else "min_tokens"
+        raise OptionError(f"{name} is given with a form of the answer, which ends it; give one")
     return given[0] if given else None
 
 

@@ -9,10 +9,8 @@ from starlette.exceptions import HTTPException as Unanswered
 from starlette.requests import ClientDisconnect
 
 from speq.engine.engine_thread import EngineThread
-from speq.engine.request import Request as EngineRequest
 from speq.errors import SpeqError
-from speq.server.answer import Answer, StreamedAnswer, WholeAnswer
-from speq.server.answer_formats import AnswerFormat
+from speq.server.answer import Answer, Choice, StreamedAnswer, WholeAnswer
 from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, StreamOptions, TokenizeBody
@@ -21,7 +19,7 @@ from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import error_content
 from speq.server.metrics import Metrics
 from speq.server.response_fields import ResponseBody
-from speq.server.service import Service
+from speq.server.service import Asked, Service
 from speq.version import __version__
 
 OWNER = "speq"
@@ -58,31 +56,33 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     def answer(
         body: SampledBody | MessagesBody | ResponseBody,
         asked: Request,
-        request: EngineRequest,
-        format: AnswerFormat,
+        texts: Asked,
     ) -> Answer:
-        request.owner = asked.scope.get(OWNER_KEY, "")
-        stream = thread.submit(request)
+        for request, _ in texts:
+            request.owner = asked.scope.get(OWNER_KEY, "")
+        streams = thread.submit_all([request for request, _ in texts])
+        formats = [format for _, format in texts]
+        choices = [Choice(*each) for each in zip(streams, formats, strict=True)]
         if body.stream:
             options = body.stream_options if isinstance(body, SampledBody) else None
-            return StreamedAnswer(thread, stream, format, options or StreamOptions())
-        return WholeAnswer(thread, stream, format)
+            return StreamedAnswer(thread, choices, options or StreamOptions())
+        return WholeAnswer(thread, choices)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return answer(body, request, *await service.chat(body))
+        return answer(body, request, await service.chat(body))
 
     @app.post("/v1/completions", responses=ANSWERS, response_class=Response)
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return answer(body, request, *await service.completion(body))
+        return answer(body, request, await service.completion(body))
 
     @app.post("/v1/responses", responses=ANSWERS, response_class=Response)
     async def one_response(body: ResponseBody, request: Request) -> Response:
-        return answer(body, request, *await service.response(body))
+        return answer(body, request, await service.response(body))
 
     @app.post(MESSAGES, responses=ANSWERS, response_class=Response)
     async def messages(body: MessagesBody, request: Request) -> Response:
-        return answer(body, request, *await service.message(body))
+        return answer(body, request, await service.message(body))
 
     @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(body: CountBody, request: Request) -> Response:

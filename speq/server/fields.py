@@ -17,6 +17,8 @@ from pydantic import (
 
 # As many likeliest tokens as OpenAI's own.
 MOST_LOGPROBS = 20
+# Answers to one request.
+MOST_CHOICES = 128
 # Objects and lists within one another, where a field holds any JSON.
 MOST_DEPTH = 64
 
@@ -83,6 +85,8 @@ Pattern = Annotated[str, Field(min_length=1, max_length=1 << 16)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024), FIRST
 ]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Metadata = Annotated[dict[str, str], Field(max_length=64), FIRST]
 
 
@@ -126,13 +130,15 @@ class SampledBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    n: Literal[1] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0), FIRST] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024), FIRST] | None = None
     user: str | None = None
     top_k: Annotated[Annotated[int, Field(ge=0)] | None, reading(-1, 0)] = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64), FIRST] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None
     guided_regex: Pattern | None = None
@@ -257,17 +263,17 @@ class ChatBody(SampledBody):
 
 
 class CompletionBody(SampledBody):
-    """prompt: a text or token ids; of several, one."""
+    """prompt: texts or token ids, of one prompt or of several; echo: the prompt, before its text"""
 
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(max_length=1), FIRST]
-        | Annotated[list[TokenIds], Field(max_length=1), FIRST]
+        | Annotated[list[str], Field(max_length=MOST_CHOICES), FIRST]
+        | Annotated[list[TokenIds], Field(max_length=MOST_CHOICES), FIRST]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     suffix: None = None
 
 

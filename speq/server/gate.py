@@ -1,5 +1,7 @@
 """The gate before the application: nothing of a refused request reaches it."""
 
+from collections.abc import Sequence
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speq.server.access import OPEN_PATHS, Access, values
@@ -7,6 +9,7 @@ from speq.server.answer import respond
 from speq.server.api_error import ApiError
 from speq.server.incoming import Incoming, given_again
 
+Headers = Sequence[tuple[bytes, bytes]]
 # Of bodies on their way: so many of the longest, and some short ones.
 BODIES, BODIES_BYTES = 4, 16 << 20
 # Of a request's scope: who asks, where there are several keys.
@@ -44,7 +47,15 @@ class AccessGate:
                 await send({"type": "websocket.close", "code": 1008})
             return
         if self._access.page:
-            send = with_page_headers(send)
+            send = with_headers(send, PAGE_HEADERS)
+        origin = self._access.shared_with(scope)
+        if origin is not None:
+            named = (b"access-control-allow-origin", origin.encode("latin-1"))
+            send = with_headers(send, (named, (b"vary", b"Origin")))
+            if scope["method"] == "OPTIONS" and values(scope, b"access-control-request-method"):
+                # Before keys are looked at: browsers ask without any whether they may send one.
+                await allow(send)
+                return
         refused = self._access.refusal(scope)
         if refused is not None:
             await refuse(refused, send)
@@ -96,14 +107,25 @@ async def refuse(refused: ApiError, send: Send) -> None:
     await respond(refused, send)
 
 
-def with_page_headers(send: Send) -> Send:
+async def allow(send: Send) -> None:
+    """Tell a browser that a page may ask."""
+    headers = [
+        (b"access-control-allow-methods", b"GET, HEAD, POST"),
+        (b"access-control-allow-headers", b"*, Authorization"),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def with_headers(send: Send, headers: Headers) -> Send:
     """`send`, with our headers in place of the application's own of the same names."""
-    ours = {name for name, _ in PAGE_HEADERS}
+    ours = {name for name, _ in headers}
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             kept = [each for each in message.get("headers", []) if each[0].lower() not in ours]
-            message = dict(message) | {"headers": [*kept, *PAGE_HEADERS]}
+            message = dict(message) | {"headers": [*kept, *headers]}
         await send(message)
 
     return send_with_headers

@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from speq.dashboard.live.live_view import LiveView, watch
 from speq.engine.engine_thread import EngineThread
+from speq.engine.generation_config import sampling_defaults
 from speq.generator import Generator
 from speq.listening import listening_on
 from speq.server.access import Access, Keys, digest
 from speq.server.application import make_app
 from speq.server.connection import Connection
-from speq.server.defaults import sampling_defaults
 from speq.server.gate import AccessGate
 from speq.server.live_page import add_live_page
 from speq.server.metrics import Metrics
@@ -88,7 +88,8 @@ class ApiServer:
         self._sockets, gates = [], {}
         if listening is not None:
             host, port = listening.getsockname()[:2]
-            self.access = Access(host, port, keys, most)
+            named = model.settings
+            self.access = Access(host, port, keys, most, hosts=named.allow_host, origins=named.cors)
             gates[self.access.port] = model.gated_app(self.access)
             self._sockets.append(listening)
         if page_listening is not None:

@@ -2,15 +2,23 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from speq.config import SamplingParams
+from speq.engine.logit_bias import LogitBias
+from speq.engine.logprobs import PromptLogprobs
 from speq.engine.request import Constraint, Request
 from speq.errors import OptionError, present
 from speq.generator import Generator
 from speq.options.declared import build
-from speq.server.answer_formats import ChatFormat, CompletionFormat, Heading
+from speq.server.answer_formats import (
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    EchoedPrompt,
+    Heading,
+)
 from speq.server.answer_rule import is_chosen, wanted_form
 from speq.server.api_error import ApiError
 from speq.server.chat_prompt import (
@@ -19,7 +27,13 @@ from speq.server.chat_prompt import (
     template_variables,
     with_one_system,
 )
-from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
+from speq.server.fields import (
+    MOST_CHOICES,
+    ChatBody,
+    CompletionBody,
+    SampledBody,
+    TokenizeBody,
+)
 from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import MessagesFormat, chat_of
 from speq.server.response_fields import ResponseBody
@@ -30,6 +44,8 @@ from speq.text.chat_template import TemplateRefused
 from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, Tools
 
+# The texts that a body asks for, each with what writes it.
+Asked = list[tuple[Request, AnswerFormat]]
 # Of a completion that does not say, as in OpenAI's API.
 COMPLETION_TOKENS = 16
 # Of requests that do not say, as in OpenAI's API, where the model says nothing either.
@@ -59,25 +75,27 @@ class Service:
     def max_context(self) -> int:
         return self.model.max_context
 
-    async def chat(self, body: ChatBody) -> tuple[Request, ChatFormat]:
+    async def chat(self, body: ChatBody) -> Asked:
         """Raises ApiError and SpeqError for what cannot be asked for."""
-        asked = await self._chat(body)
         heading, vocabulary = self._heading(body, "chatcmpl"), self.model.vocabulary
-        return asked.request, ChatFormat(heading, vocabulary, asked.reader)
+        return [
+            (each.request, ChatFormat(heading, vocabulary, each.reader, index))
+            for index, each in enumerate(await self._chat(body))
+        ]
 
-    async def message(self, body: MessagesBody) -> tuple[Request, MessagesFormat]:
+    async def message(self, body: MessagesBody) -> Asked:
         """The same as Anthropic's API has it."""
         chat = chat_of(body)
-        asked = await self._chat(chat)
+        (asked,) = await self._chat(chat)
         heading, count = self._heading(chat, "msg"), len(asked.request.prompt_token_ids)
-        return asked.request, MessagesFormat(heading, count, asked.reader)
+        return [(asked.request, MessagesFormat(heading, count, asked.reader))]
 
-    async def response(self, body: ResponseBody) -> tuple[Request, ResponsesFormat]:
+    async def response(self, body: ResponseBody) -> Asked:
         """The same as OpenAI's Responses API has it."""
         chat = chat_of_response(body)
-        asked = await self._chat(chat)
+        (asked,) = await self._chat(chat)
         heading, count = self._heading(chat, "resp"), len(asked.request.prompt_token_ids)
-        return asked.request, ResponsesFormat(heading, count, asked.reader)
+        return [(asked.request, ResponsesFormat(heading, count, asked.reader))]
 
     async def count(self, body: CountBody) -> int:
         """Tokens of the prompt of a message."""
@@ -86,7 +104,7 @@ class Service:
         tools, variables = template_tools(chat.tools), template_variables(chat)
         return len(await self._encode_chat(messages, tools, variables))
 
-    async def _chat(self, body: ChatBody) -> "AskedChat":
+    async def _chat(self, body: ChatBody) -> list["AskedChat"]:
         if body.top_logprobs is not None and not body.logprobs:
             raise OptionError("top_logprobs is given and logprobs is not true; give both")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -96,35 +114,84 @@ class Service:
         ids = await self._encode_chat(messages, tools, variables)
         wanted = body.max_completion_tokens or body.max_tokens
         sampling = self._sampling(body, len(ids), wanted, self.default_max_tokens)
-        parser = self.model.answer_parser(ids, tools)
         most_calls = 1 if body.parallel_tool_calls is False else None
         named = [each for each in tools if is_chosen(body.tool_choice, each)]
         if named:
             most_calls = 1
-        request = self.model.request(
-            ids,
-            sampling,
-            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            constraint=await self._constraint(
-                body, lambda: self.model.answer_grammar(ids, named or tools, most_calls)
-            ),
-        )
-        return AskedChat(request, AnswerReader(parser, most_calls))
 
-    async def completion(self, body: CompletionBody) -> tuple[Request, CompletionFormat]:
+        def grammar() -> AnswerGrammar:
+            return self.model.answer_grammar(ids, named or tools, most_calls)
+
+        asked = []
+        for each in choices_of(sampling, body.n):
+            request = self.model.request(
+                ids,
+                each,
+                top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                constraint=await self._constraint(body, grammar),
+            )
+            parser = self.model.answer_parser(ids, tools)
+            asked.append(AskedChat(self._shaped(request, body), AnswerReader(parser, most_calls)))
+        return asked
+
+    async def completion(self, body: CompletionBody) -> Asked:
         """Raises ApiError and SpeqError for what cannot be asked for."""
-        prompt = one_prompt(body.prompt)
+        prompts = prompts_of(body.prompt)
+        if len(prompts) * (body.n or 1) > MOST_CHOICES:
+            raise OptionError(
+                f"{len(prompts)} prompts with n {body.n or 1} ask for more than {MOST_CHOICES} "
+                "texts; give fewer at a time"
+            )
+        heading, asked = self._heading(body, "cmpl"), []
+        for prompt in prompts:
+            for request, echo in await self._completions(body, prompt):
+                form = CompletionFormat(heading, self.model.vocabulary, len(asked), echo)
+                asked.append((request, form))
+        return asked
+
+    async def _completions(
+        self, body: CompletionBody, prompt: str | list[int]
+    ) -> list[tuple[Request, EchoedPrompt | None]]:
+        """What is asked for of one prompt."""
         if isinstance(prompt, list):
             # Ids are counted before they are looked at: there may be millions of them.
             self._sampling(body, len(prompt), body.max_tokens, COMPLETION_TOKENS)
         ids = await self._encode(prompt)
         sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
         continues_text = isinstance(prompt, str)
-        constraint = await self._constraint(body, lambda: AnswerGrammar(AnswerForm(), False, {}))
-        request = self.model.request(
-            ids, sampling, continues_text, body.logprobs, constraint=constraint
-        )
-        return request, CompletionFormat(self._heading(body, "cmpl"), self.model.vocabulary)
+        vocabulary, asked = self.model.vocabulary, []
+        for each in choices_of(sampling, body.n):
+            constraint = await self._constraint(
+                body, lambda: AnswerGrammar(AnswerForm(), False, {})
+            )
+            request = self.model.request(
+                ids, each, continues_text, body.logprobs, constraint=constraint
+            )
+            echo = None
+            if body.echo:
+                text = prompt if isinstance(prompt, str) else vocabulary.decode(ids)
+                known = None if body.logprobs is None else PromptLogprobs(body.logprobs)
+                request.prompt_logprobs = known
+                echo = EchoedPrompt(vocabulary, text, ids, known)
+            asked.append((self._shaped(request, body), echo))
+        return asked
+
+    def _shaped(self, request: Request, body: SampledBody) -> Request:
+        """The request with what it adds to logits, and what ends it. Raises SpeqError for tokens
+        that the model has not.
+        """
+        request.stop_token_ids = frozenset(body.stop_token_ids or ())
+        biases = {int(name): value for name, value in (body.logit_bias or {}).items()}
+        most = max((*request.stop_token_ids, *biases), default=0)
+        if most >= self.model.vocab_size:
+            raise OptionError(
+                f"logit_bias or stop_token_ids names token {most}, and the model has "
+                f"{self.model.vocab_size} tokens; give ids below that"
+            )
+        if biases or body.min_tokens:
+            ends = request.eos_token_ids | request.stop_token_ids
+            request.bias = LogitBias(biases, ends, body.min_tokens or 0)
+        return request
 
     async def _constraint(
         self, body: SampledBody, grammar: Callable[[], AnswerGrammar]
@@ -217,8 +284,17 @@ class AskedChat:
     reader: AnswerReader
 
 
-def one_prompt(prompt: str | list[Any]) -> str | list[int]:
-    """The text or the token ids, also where they are the only ones of a list."""
+def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The texts or the token ids, one or several."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        return prompt[0]
-    return prompt
+        return prompt
+    return [prompt]
+
+
+def choices_of(sampling: SamplingParams, count: int | None) -> list[SamplingParams]:
+    """The options of each of several texts of a prompt, which differ in their seeds."""
+    seed = sampling.seed
+    return [
+        sampling if seed is None else replace(sampling, seed=(seed + at) % (1 << 63))
+        for at in range(count or 1)
+    ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from speq.errors import OptionError
 from speq.options.declared import Option, Options
-from speq.options.kinds import File, Number, Size, Switch, Text, Whole
+from speq.options.kinds import File, ListOf, Number, Size, Switch, Text, Whole
 
 LOOPBACK = "127.0.0.1"
 ANY_PORT = Whole(0, 65535)
@@ -32,6 +32,21 @@ class ServerSettings(Options):
             File("a file of keys", readable=True),
         ),
     ] = None
+    allow_host: Annotated[
+        tuple[str, ...],
+        Option(
+            "Another name by which clients reach the server, such as host.docker.internal.",
+            ListOf(Text("a host's name"), repeated=True),
+        ),
+    ] = ()
+    cors: Annotated[
+        tuple[str, ...],
+        Option(
+            "Origin of a page that may ask from a browser, such as http://localhost:3000; *: any "
+            "page may.",
+            ListOf(Text("an origin, or *"), repeated=True),
+        ),
+    ] = ()
     served_model_name: Annotated[
         str | None,
         Option(

@@ -32,10 +32,15 @@ def completion_lists(vocabulary: Vocabulary, tokens: list[Token], offset: int) -
         offset += len(token.text)
     return {
         "tokens": [vocabulary.name(token.id) for token in tokens],
-        "token_logprobs": [finite(_logprobs_of(token).logprob) for token in tokens],
-        "top_logprobs": [_table(vocabulary, token) for token in tokens],
+        "token_logprobs": [_logprob(token) for token in tokens],
+        "top_logprobs": [token.logprobs and _table(vocabulary, token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _logprob(token: Token) -> float | None:
+    """None for the first token of a prompt, which nothing goes before."""
+    return None if token.logprobs is None else finite(_logprobs_of(token).logprob)
 
 
 def _table(vocabulary: Vocabulary, token: Token) -> dict[str, float]:

@@ -56,6 +56,10 @@ class ScriptedModel:
     def vocabulary(self) -> Vocabulary:
         return self._encoder.vocabulary
 
+    @property
+    def vocab_size(self) -> int:
+        return self._encoder.vocab_size
+
     def encode(
         self, prompt: Prompt, tools: Tools = (), variables: dict[str, Any] | None = None
     ) -> list[int]:

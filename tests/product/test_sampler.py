@@ -12,6 +12,7 @@ from speq.engine import sampler as sampler_module
 from speq.engine.accept import accept
 from speq.engine.draft import Draft
 from speq.engine.drafters.next_token import Chosen, NextTokens, SamplePosition, next_tokens_on
+from speq.engine.logit_bias import LogitBias
 from speq.engine.request import Request
 from speq.engine.sampler import DeviceSampler, HostSampler
 from speq.engine.sampling import noise
@@ -31,8 +32,9 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def text(sampling: dict[str, Any]) -> Request:
-    return Request([3, 1, 4, 1, 5], SamplingParams(**sampling), output_token_ids=[9, 2, 6, 9])
+def text(sampling: dict[str, Any], bias: LogitBias | None = None) -> Request:
+    params = SamplingParams(**sampling)
+    return Request([3, 1, 4, 1, 5], params, output_token_ids=[9, 2, 6, 9], bias=bias)
 
 
 def logits_of(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -40,9 +42,16 @@ def logits_of(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
     return (2 * torch.randn(rows, V, generator=generator)).to(dtype)
 
 
+# Two tokens are as good as out, and no text ends before its sixth token.
+BIAS = LogitBias({3: 2.5, 7: -100.0, 9: -4.0}, frozenset({11, 12}), 6)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["", "bias"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_device_chooses_what_the_host_does(sampling: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_device_chooses_what_the_host_does(
+    sampling: dict[str, Any], dtype: torch.dtype, bias: LogitBias | None
+) -> None:
     """Here, where both add up alike."""
     rng, chosen = random.Random(6), set()
     with host_device() as device:
@@ -52,11 +61,11 @@ def test_a_device_chooses_what_the_host_does(sampling: dict[str, Any], dtype: to
             parents = [rng.randint(0, node) for node in range(nodes)]
             draft = Draft([rng.randrange(V) for _ in range(nodes)], parents)
             logits = logits_of(draft.nodes, seed, dtype)
-            host = HostSampler().choices(draft, logits, text(sampling))
+            host = HostSampler().choices(draft, logits, text(sampling, bias))
             wanted = [host(node) for node in range(draft.nodes)]
             waits = len(device.waits)
             there = logits.to(device.torch)
-            choice = sampler.choices(draft, there, text(sampling))
+            choice = sampler.choices(draft, there, text(sampling, bias))
             assert [choice(node) for node in range(draft.nodes)] == wanted
             assert accept(draft, there, text(sampling), sampler) == accept(
                 draft, logits, text(sampling)

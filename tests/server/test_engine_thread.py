@@ -6,6 +6,7 @@ No test waits for time to pass: the engine's thread says where it is.
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
 import pytest
 
@@ -16,7 +17,7 @@ from speq.engine.engine_thread import EngineThread, Observer
 from speq.engine.request import Request, Token
 from speq.engine.token_stream import End, EngineFailed, QueueFull, TokenStream, Unavailable
 from speq.errors import EngineLost
-from speq.server.answer import with_heartbeats
+from speq.server.answer import tokens_of
 from speq.stats import Origin
 from tests.helpers.command import PATIENCE_S
 from tests.helpers.scripted_engine import ScriptedEngine, pieces
@@ -325,8 +326,11 @@ def test_silence_is_told() -> None:
 
     async def ask(worker: EngineThread) -> None:
         stream = worker.submit(request_of())
-        async for token in with_heartbeats(stream, 0.001):
-            told.append(None if token is None else token.text)
+        async for news in tokens_of([stream], 0.001):
+            if news is None:
+                told.append(None)
+            elif news[1] is not None:
+                told.append(news[1].text)
             go.set()
 
     go = threading.Event()
@@ -343,8 +347,9 @@ def test_who_leaves_as_a_token_comes_is_gone(turns: int) -> None:
     async def read() -> None:
         stream = TokenStream(request_of(), 0.0)
 
-        async def tokens() -> list[Token | None]:
-            return [token async for token in with_heartbeats(stream, PATIENCE_S)]
+        async def tokens() -> list[object]:
+            async with aclosing(tokens_of([stream], PATIENCE_S)) as found:
+                return [each async for each in found]
 
         reader = asyncio.ensure_future(tokens())
         await asyncio.sleep(0)

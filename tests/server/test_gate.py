@@ -312,3 +312,62 @@ def test_over_ipv6(model: ScriptedModel) -> None:
             assert rig.get("/v1/models").json["data"][0]["id"] == NAME
     except SpeqError:
         pytest.skip("the machine has no ::1")
+
+
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+PAGE = "http://localhost:3000"
+ASKED = [{"role": "user", "content": "Hello"}]
+
+
+def test_pages_of_named_origins_may_ask(model: ScriptedModel, keys: Keys) -> None:
+    """A browser asks first, without a key; then the page asks with one, and may read the answer."""
+    engine = ScriptedEngine(pieces("a"))
+    with api_server(engine, model, keys, cors=(PAGE, "app://notes")) as rig:
+        asked = rig.ask("OPTIONS", "/v1/chat/completions", Origin=PAGE, **PREFLIGHT)
+        assert (asked.status, asked.body) == (204, b"")
+        assert asked.headers["access-control-allow-origin"] == PAGE
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert "Authorization" in asked.headers["access-control-allow-headers"]
+        assert rig.chat().status == 401
+        rig.headers = {"Authorization": f"Bearer {FIRST}"}
+        answer = rig.post("/v1/chat/completions", {"messages": ASKED}, Origin="app://notes")
+        assert answer.status == 200
+        assert answer.headers["access-control-allow-origin"] == "app://notes"
+        assert answer.headers["vary"] == "Origin"
+        # Refusals may be read as well, and nobody else may read anything.
+        refused = rig.post("/v1/chat/completions", {}, Origin=PAGE)
+        assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, PAGE)
+        elsewhere = rig.ask("OPTIONS", "/v1/models", Origin="http://example.org", **PREFLIGHT)
+        assert elsewhere.status == 401
+        assert elsewhere.headers["access-control-allow-origin"] is None
+
+
+@pytest.mark.parametrize(
+    ("cors", "origin", "status"),
+    [
+        ((), PAGE, 403),
+        ((PAGE,), "http://localhost:3001", 403),
+        ((PAGE,), f"{PAGE}.example.org", 403),
+        ((PAGE,), PAGE, 200),
+        ((PAGE.upper(),), PAGE, 200),
+        (("*",), "http://example.org", 200),
+    ],
+)
+def test_other_pages_may_not(
+    model: ScriptedModel, cors: tuple[str, ...], origin: str, status: int
+) -> None:
+    with api_server(ScriptedEngine(pieces("a")), model, cors=cors) as rig:
+        reply = rig.get("/v1/models", Origin=origin)
+        assert reply.status == status
+        if status == 403:
+            assert "--cors allows a page's origin" in reply.error["message"]
+            assert reply.headers["access-control-allow-origin"] is None
+
+
+def test_further_names_of_the_server(model: ScriptedModel) -> None:
+    with api_server(ScriptedEngine(pieces("a")), model, allow_host=("Docker.internal",)) as rig:
+        for host, status in (("docker.internal", 200), ("localhost", 200), ("other.internal", 421)):
+            assert rig.get("/v1/models", Host=f"{host}:{rig.port}").status == status

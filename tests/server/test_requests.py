@@ -130,7 +130,7 @@ def test_prompts_of_a_completion(rig: Rig, model: ScriptedModel, asked: list[Any
         assert rig.complete(prompt=prompt).status == 200
     hello = model.encode("Hello")
     assert [prompt for prompt, _ in asked] == [[5, 6, 7], [5, 6, 7], hello, hello]
-    for prompt in (["a", "b"], [[1], [2]], [], [[]], "", [1.5], [-1], [4096], [True], {}, None):
+    for prompt in (["a", ""], [[1], []], [], [[]], "", [1.5], [-1], [4096], [True], {}, None):
         assert rig.complete(prompt=prompt).error["param"] in ("prompt", "prompt[0]", None)
     assert len(asked) == 4
 
@@ -258,7 +258,12 @@ def test_contents_in_parts(rig: Rig, model: ScriptedModel, asked: list[Any]) -> 
 @pytest.mark.parametrize(
     ("fields", "param", "sentence"),
     [
-        ({"n": 2}, "n", "n is 2, which is not supported"),
+        ({"n": 0}, "n", "n is 0"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"best_of": 2}, "best_of", "best_of is not supported here"),
+        ({"min_tokens": -1}, "min_tokens", "min_tokens is -1"),
+        ({"guided_json": {}, "min_tokens": 3}, "min_tokens", "give one"),
+        ({"stop_token_ids": [1 << 30]}, "logit_bias", "stop_token_ids names token 1073741824"),
         ({"temperature": "hot"}, "temperature", "temperature is 'hot'"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"temperature": True}, "temperature", "temperature is True"),
@@ -273,7 +278,9 @@ def test_contents_in_parts(rig: Rig, model: ScriptedModel, asked: list[Any]) -> 
         ({"logprobs": 1}, "logprobs", "logprobs is 1"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs is not true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias", "logit_bias is"),
+        ({"logit_bias": {"5": 101.0}}, "logit_bias", "less than or equal to 100"),
+        ({"logit_bias": {"five": 1.0}}, "logit_bias", "five"),
+        ({"logit_bias": {"999999999": 1.0}}, "logit_bias", "names token 999999999"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "has no json_schema"),
         (
