@@ -155,25 +155,31 @@ class MemoryOptions(Options):
         ),
     ] = "chunks"
     prefix_cache: Annotated[
-        Path | None,
+        str,
         Option(
-            "Keep the KV cache of prompts' chunks in this folder, for later runs, which then read "
-            "it in place of running these chunks again.",
-            File("a folder"),
+            "Where prompts' chunks are kept that no KV cache holds any more, to be read in place "
+            "of running them again: none, auto (files in ~/.cache/speq that end with the run), or "
+            "a folder, for later runs as well.",
+            Text("auto, none, or a folder", path=True),
         ),
-    ] = None
+    ] = "none"
     prefix_cache_limit: Annotated[
         int,
         Option(
-            "Most bytes in the folder of prefix_cache; what was used longest ago goes.",
+            "Most bytes of prefix_cache; what was used longest ago goes.",
             Size(),
             by_set=True,
         ),
     ] = 4 << 30
 
+    @property
+    def prefix_folder(self) -> Path | None:
+        """The folder of chunks for later runs; None: there is none."""
+        return None if self.prefix_cache in ("auto", "none") else Path(self.prefix_cache)
+
     def check_together(self) -> None:
         """Raise SpeqError for a folder of chunks in a run that reuses something else."""
-        if self.prefix_cache is not None and self.prefix_reuse != "chunks":
+        if self.prefix_folder is not None and self.prefix_reuse != "chunks":
             raise OptionError(
                 f"prefix_cache is given and prefix_reuse is {self.prefix_reuse}; the folder holds "
                 "whole chunks, so give chunks, or leave prefix_cache out"

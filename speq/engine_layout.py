@@ -33,6 +33,7 @@ from speq.engine.offload import (
 from speq.engine.prefix_files import PrefixFiles
 from speq.engine.prefixes import Prefixes
 from speq.engine.sampler import sampler_on
+from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine.verification import verification_over
 from speq.errors import present
 from speq.experts.slots import SlotExperts
@@ -67,12 +68,16 @@ TAKEN_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """A loaded model, and the memory that is planned for its arenas."""
+    """A loaded model, and the memory that is planned for its arenas.
+
+    spilled  chunks of prompts that earlier arenas held; None: they are not kept
+    """
 
     loaded: Loaded
     residency_plan: ResidencyPlan
     plan: MemoryPlan
     recorder: Recorder
+    spilled: SpilledPrefixes | None = None
 
     def engine(self, progress: Progress | None = None) -> Engine:
         """Take the memory, and put an engine over it."""
@@ -138,7 +143,13 @@ class EngineLayout:
             confidence=confidence,
             approximation=approximation,
             prefixes=Prefixes(
-                caches, chunk, self._reuse, listeners, self._prefix_files(bool(listeners))
+                caches,
+                chunk,
+                self._reuse,
+                listeners,
+                self._prefix_files(bool(listeners)),
+                # No file has the KV of drafters, and other stages have files of none.
+                None if listeners or loaded.others is not None else self.spilled,
             ),
             secondary_drafters=secondary_drafters,
         )
@@ -173,7 +184,7 @@ class EngineLayout:
         """
         loaded = self.loaded
         memory, device = loaded.config.group(MemoryOptions), loaded.device.torch.type
-        if memory.prefix_cache is None:
+        if memory.prefix_folder is None:
             return None
         if heads:
             logger.warning("prefix_cache is not used: a draft head needs to see prompts whole")
@@ -185,7 +196,7 @@ class EngineLayout:
             *(device_name(device), built and (built.st_size, built.st_mtime_ns)),
             *(str(loaded.model_spec.dtype), stamp(loaded.opened.checkpoint)),
         ]
-        return PrefixFiles(memory.prefix_cache, memory.prefix_cache_limit, json.dumps(identity))
+        return PrefixFiles(memory.prefix_folder, memory.prefix_cache_limit, json.dumps(identity))
 
     def _caches(self, count: int) -> list[KVCache]:
         loaded, context = self.loaded, self.plan.context

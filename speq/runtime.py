@@ -16,9 +16,11 @@ from speq.config import RunConfig
 from speq.devices.card import summary, watch_card
 from speq.devices.device import Processor
 from speq.engine.engine import Engine
+from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine_layout import EngineLayout
 from speq.errors import SpeqError
 from speq.experts.packed_store import PackedExpertStore, VerifiedBytes
+from speq.files.cache_folder import SPILLED, cache_folder
 from speq.layers.draft_experts import DraftExperts
 from speq.load import Loaded
 from speq.models.layer_range import RemoteStages
@@ -51,6 +53,7 @@ class Runtime:
         self.plan: MemoryPlan = loaded.decision.memory
         self.recorder = Recorder()
         self._drop_draft(self.residency_plan, self.plan)
+        self._spilled = spilled_prefixes(self.config)
         self.engine = self._lay_out(progress)
 
     @property
@@ -168,6 +171,7 @@ class Runtime:
                 loaded, plain = self._loaded, self.residency_plan.without_draft
                 before = fit(loaded.model_spec, plain, loaded.budget_for(self.plan.context))
             # The old arenas go first: the budget has no room for both.
+            self.engine.prefixes.spill_all()
             self.engine.close()
             self._loaded.device.release_cached()
             try:
@@ -223,12 +227,31 @@ class Runtime:
 
     def _lay_out(self, progress: Progress | None = None) -> Engine:
         """Spend the rest of the budget as planned, and put an engine over it."""
-        layout = EngineLayout(self._loaded, self.residency_plan, self.plan, self.recorder)
+        layout = EngineLayout(
+            self._loaded, self.residency_plan, self.plan, self.recorder, self._spilled
+        )
         return layout.engine(progress)
+
+    def forget(self) -> None:
+        """Clear all KV caches, and what is kept of earlier ones for this run alone."""
+        for cache in self.engine.caches:
+            cache.clear()
+        if self._spilled is not None:
+            self._spilled.close()
 
     def close(self) -> None:
         """Give back memory, files and transfers."""
+        if self._spilled is not None:
+            self._spilled.close()
         try:
             self.engine.close()
         finally:  # also where the device is lost
             self._loaded.close()
+
+
+def spilled_prefixes(config: RunConfig) -> SpilledPrefixes | None:
+    """Where a run keeps chunks of prompts that are for itself alone; None: nowhere."""
+    folder = cache_folder(SPILLED)
+    if config.prefix_cache != "auto" or folder is None:
+        return None
+    return SpilledPrefixes(folder, config.prefix_cache_limit)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 from speq.cli import options as opt
+from speq.cli.from_dataclass import Exclude
 from speq.cli.machines import check_machines, open_generator
 from speq.config import Model, RunConfig
 from speq.pipeline.settings import StagesSettings
@@ -19,11 +20,14 @@ from speq.server.settings import LOOPBACK, ServerSettings
 if TYPE_CHECKING:
     from speq.server.access import Keys
 
+# Clients ask for other things between the turns of a long conversation.
+KEEPS_PREFIXES = Exclude(defaults=(("prefix_cache", "auto"),))
+
 
 def serve(
     model: Model,
     settings: ServerSettings,
-    run: RunConfig,
+    run: Annotated[RunConfig, KEEPS_PREFIXES],
     replicas: RayServeSettings,
     machines: StagesSettings,
     output: Annotated[opt.Output, opt.ON_SCREEN],

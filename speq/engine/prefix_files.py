@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -48,9 +48,7 @@ class PrefixFiles:
 
     def name(self, owner: str, token_ids: Sequence[int], ends: Sequence[int]) -> str:
         """Name the file of the last chunk of some tokens, whose passes had these ends."""
-        digest = hashlib.sha256(json.dumps([self.identity, owner, [*ends]]).encode())
-        digest.update(array("q", token_ids).tobytes())
-        return digest.hexdigest()[:40] + SUFFIX
+        return name_of(self.identity, owner, token_ids, ends) + SUFFIX
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -74,7 +72,7 @@ class PrefixFiles:
     def write(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Write a file, if it is not there. After an error no more are written."""
         path = self.folder / name
-        nbytes = len(MAGIC) + sum(tensor.nbytes + CHECKSUM_BYTES for tensor in tensors)
+        nbytes = nbytes_of(tensors)
         if not self._writes or nbytes > self.limit_bytes or self.has(name):
             return
         try:
@@ -105,7 +103,19 @@ class PrefixFiles:
                 total -= size
 
 
-def store(file: BinaryIO, tensors: Sequence[Tensor]) -> None:
+def name_of(identity: str, owner: str, token_ids: Sequence[int], ends: Sequence[int]) -> str:
+    """A digest of all that the KV of a chunk depends on."""
+    digest = hashlib.sha256(json.dumps([identity, owner, [*ends]]).encode())
+    digest.update(array("q", token_ids).tobytes())
+    return digest.hexdigest()[:40]
+
+
+def nbytes_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the file that `store` writes."""
+    return len(MAGIC) + sum(tensor.nbytes + CHECKSUM_BYTES for tensor in tensors)
+
+
+def store(file: IO[bytes], tensors: Sequence[Tensor]) -> None:
     """Write tensors one behind the other, each with its checksum."""
     file.write(MAGIC)
     for tensor in tensors:
@@ -114,7 +124,7 @@ def store(file: BinaryIO, tensors: Sequence[Tensor]) -> None:
         file.write(crc32_of(data).to_bytes(CHECKSUM_BYTES, "little"))
 
 
-def fill(file: BinaryIO, tensors: Sequence[Tensor]) -> None:
+def fill(file: IO[bytes], tensors: Sequence[Tensor]) -> None:
     """Read what `store` wrote into tensors of the same sizes. Raises SpeqError for other content;
     no byte reaches a tensor before its checksum was compared.
     """

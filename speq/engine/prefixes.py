@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 from speq.engine.drafter import FeatureDrafter
 from speq.engine.prefix_files import PrefixFiles
+from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.models.kv_cache import KVCache, common_prefix
 
+# Of the name of a chunk: the states after it.
+STATES = " states"
 # The last chunk of a prompt is divided at this size times a power of two.
 LEAST_CHUNK = 256
 
@@ -40,6 +43,7 @@ class Prefixes:
     kind       what is reused: "chunks" with the same ends, all "tokens", or "none"
     listeners  drafters by KV slot that must have observed what is reused; empty: none must
     files      chunks of earlier runs on disk; None: there are none
+    spilled    chunks that no cache has any more; None: they are not kept
     """
 
     caches: list[KVCache]
@@ -47,6 +51,7 @@ class Prefixes:
     kind: str = "none"
     listeners: list[FeatureDrafter] = field(default_factory=list)
     files: PrefixFiles | None = None
+    spilled: SpilledPrefixes | None = None
 
     def end(self, start: int, length: int) -> int:
         """Return the end of the prefill pass from `start` in a prompt of `length` tokens."""
@@ -96,6 +101,7 @@ class Prefixes:
             slots, key=lambda each: (self.common(each, prompt_token_ids, owner), each == kv_slot)
         )
         count = self.common(best, prompt_token_ids, owner)
+        self.spill(cache, count if best == kv_slot else 0)
         if best == kv_slot:
             cache.resume(count)
         else:
@@ -103,7 +109,58 @@ class Prefixes:
         cache.owner = owner
         if self.listeners:
             self.listeners[kv_slot].reset(count, self.listeners[best])
+        self._read_spilled(cache, prompt_token_ids)
         return self._read_files(cache, prompt_token_ids)
+
+    def spill(self, cache: KVCache, kept: int = 0) -> None:
+        """Keep the chunks of a cache beyond the first `kept` tokens, which it is to give up."""
+        if self.spilled is None or self.kind != "chunks":
+            return
+        start = 0
+        for at, end in enumerate(cache.ends):
+            if end > kept:
+                name = self.spilled.name(cache.owner, cache.known[:end], cache.ends[: at + 1])
+                self.spilled.write(name, cache.entries(start, end))
+                states = cache.states_after(end)
+                if states:
+                    self.spilled.write(name + STATES, states)
+            start = end
+
+    def spill_all(self) -> None:
+        """Keep the chunks of all caches, which are to be given up."""
+        for cache in self.caches:
+            self.spill(cache)
+
+    def _read_spilled(self, cache: KVCache, prompt_token_ids: list[int]) -> None:
+        """Add the chunks of a prompt that were spilled to a cache, as far as it can go on from
+        them.
+        """
+        spilled, start, length = self.spilled, cache.length, len(prompt_token_ids)
+        if spilled is None or self.kind != "chunks":
+            return
+        ends, chunks = [*cache.ends], []
+        while (end := self.end(ends[-1] if ends else 0, length)) < length:
+            ends.append(end)
+            name = spilled.name(cache.owner, prompt_token_ids[:end], ends)
+            if not spilled.has(name):
+                break
+            chunks.append((name, end))
+        while chunks and not cache.keeps_entries and not spilled.has(chunks[-1][0] + STATES):
+            chunks.pop()
+        read, last = [], start
+        for name, end in chunks:
+            if not spilled.read(name, cache.entries(last, end)):
+                break
+            read.append(end)
+            last = end
+        if chunks and not cache.keeps_entries:
+            name, end = chunks[-1]
+            there = len(read) == len(chunks)
+            if not there or not spilled.read(name + STATES, cache.states_to_fill(end)):
+                cache.clear()  # nothing can go on from entries without states
+                return
+        if read:
+            cache.extend(prompt_token_ids[start:last], read)
 
     def _read_files(self, cache: KVCache, prompt_token_ids: list[int]) -> int:
         """Add the chunks of a prompt that files have to a cache; return its number of tokens."""
@@ -114,7 +171,7 @@ class Prefixes:
             name = self.files.name(cache.owner, prompt_token_ids[:end], [*cache.ends, end])
             if not self.files.has(name) or not self.files.read(name, cache.chunk(start, end)):
                 break
-            cache.extend(prompt_token_ids[start:end])
+            cache.extend(prompt_token_ids[start:end], [end])
             start = end
         return start
 

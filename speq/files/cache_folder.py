@@ -4,6 +4,8 @@ from pathlib import Path
 
 # Folders in the cache folder, by contents.
 COPIES, DRAFTS, PROFILES, COUNTS, DIGESTS = "experts", "drafts", "profiles", "counts", "digests"
+# Of files without names, which no other run sees.
+SPILLED = "prefixes"
 # Cache folder in a model's folder.
 BESIDE = ".speq"
 

@@ -260,22 +260,36 @@ class KVCache(Cache):
         return min(self._snapshots, key=lambda each: (each.count != count, each.count))
 
     def chunk(self, start: int, end: int) -> list[Tensor]:
-        """Return what a chunk of a prompt leaves, as views [heads, end - start, width] of the KV of
-        each layer that has any, and the copy of the states after it, to be read or filled.
+        """Return what a chunk of a prompt leaves: its `entries`, and the states after it, to be
+        read or filled.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, KVLayer)]
-        found = [storage[:, start:end] for layer in layers for storage in layer.row]
-        if self._snapshots:
-            kept = self._snapshot(end)
-            kept.count = end if kept.count == end else 0
-            found += [each for tensors in kept.tensors.values() for each in tensors]
-        return found
+        return [*self.entries(start, end), *self.states_to_fill(end)]
 
-    def extend(self, token_ids: list[int]) -> None:
-        """Add tokens that one pass ran and whose `chunk` was filled."""
+    def entries(self, start: int, end: int) -> list[Tensor]:
+        """Return views [heads, end - start, width] of the KV of each layer that has any."""
+        layers = [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        return [storage[:, start:end] for layer in layers for storage in layer.row]
+
+    def states_after(self, count: int) -> list[Tensor]:
+        """Return the copy of the states after so many tokens; nothing where there is none."""
+        kept = [each for each in self._snapshots if each.count == count]
+        return [each for tensors in kept[0].tensors.values() for each in tensors] if kept else []
+
+    def states_to_fill(self, count: int) -> list[Tensor]:
+        """Return `states_after`, or else the oldest copy, which is to be filled with these."""
+        if not self._snapshots:
+            return []
+        kept = self._snapshot(count)
+        kept.count = count if kept.count == count else 0
+        return [each for tensors in kept.tensors.values() for each in tensors]
+
+    def extend(self, token_ids: list[int], ends: list[int]) -> None:
+        """Add tokens that passes with these ends ran. Their `entries` were filled, and so were the
+        states after them.
+        """
         self.advance(len(token_ids))
         self.known += token_ids
-        self.ends.append(self.length)
+        self.ends += ends
         if self._snapshots:
             self._snapshot(0).count = self.length
         self.settle()

@@ -33,12 +33,13 @@ class _RunTune(TypedDict, total=False):
     the answer's too; in 16 bits the last bits may differ, since other passes computed them) or
     none.
     """
-    prefix_cache: str | Path | None
-    """Keep the KV cache of prompts' chunks in this folder, for later runs, which then read it in
-    place of running these chunks again.
+    prefix_cache: str | Path
+    """Where prompts' chunks are kept that no KV cache holds any more, to be read in place of
+    running them again: none, auto (files in ~/.cache/speq that end with the run), or a folder,
+    for later runs as well.
     """
     prefix_cache_limit: str | int
-    """Most bytes in the folder of prefix_cache; what was used longest ago goes."""
+    """Most bytes of prefix_cache; what was used longest ago goes."""
     graphs: str
     """Passes that are recorded and run as a whole, as graphs of a GPU and as lists of ops on the
     CPU: auto (all but those of prompts) or none.

@@ -152,7 +152,7 @@ def with_stages(config: RunConfig) -> RunConfig:
         ("packed_copy", ("auto", "none")),
         ("expert_budget", (None,)),
         ("expert_floor", (None,)),
-        ("prefix_cache", (None,)),
+        ("prefix_cache", ("none", "auto")),
     )
     for name, choices in accepted:
         given = getattr(config, name)

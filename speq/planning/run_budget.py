@@ -38,8 +38,8 @@ def run_budget(
     """
     on_cpu = isinstance(device, Processor)
     check_host_budget(memory.host_budget, on_cpu)
-    if memory.prefix_cache is not None:
-        make_folder(memory.prefix_cache)
+    if memory.prefix_folder is not None:
+        make_folder(memory.prefix_folder)
     budget = Budget(
         memory.memory_budget,
         CONTEXT_STEP,

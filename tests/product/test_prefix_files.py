@@ -12,20 +12,24 @@ from torch import Tensor
 
 from speq import Generator
 from speq.config import RunConfig
-from speq.engine import prefix_files
-from speq.engine.prefix_files import PrefixFiles
+from speq.engine import prefix_files, spilled_prefixes
+from speq.engine.prefix_files import PrefixFiles, nbytes_of
+from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.errors import SpeqError
+from speq.models.kv_cache import KVCache
 from tests.helpers.tiny_models import WITH_STATES, greedy_tokens, load_plain
 
 PROMPT = [*range(20, 70)]
+OTHER = [*range(120, 160)]
 CHUNK = 16
 # Its chunks end there; the last one belongs to it alone.
 ENDS = [16, 32, 48]
 
 
-def made(folder: Path, kept: Path | None, **options: Any) -> Generator:
+def made(folder: Path, kept: Path | str | None, **options: Any) -> Generator:
     given = {"dtype": "float32", "draft_length": 2, "context_length": 160} | options
-    generator = Generator.from_pretrained(folder, "64MiB", prefix_cache=kept, **given)
+    where = "none" if kept is None else kept
+    generator = Generator.from_pretrained(folder, "64MiB", prefix_cache=where, **given)
     engine = generator.runtime.engine
     engine.chunk = engine.prefixes.chunk = CHUNK
     return generator
@@ -42,9 +46,15 @@ def asked_anew(folder: Path, kept: Path | None, prompt: list[int], **options: An
     try:
         found = asked(generator, prompt)
         cache = generator.runtime.engine.caches[0]
-        return *found, [tensor.clone() for tensor in cache.chunk(0, len(prompt))]
+        return *found, left_in(cache, len(prompt))
     finally:
         generator.close()
+
+
+def left_in(cache: KVCache, count: int) -> list[Tensor]:
+    """The KV of so many tokens, and the states after the last chunk."""
+    held = [*cache.entries(0, count), *cache.states_after(cache.ends[-1])]
+    return [tensor.clone() for tensor in held]
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -208,6 +218,87 @@ def test_a_full_disk_ends_writing_and_nothing_else(
     assert caplog.text.count("no more prompts are kept") == 1
     assert "No space left on device" in caplog.text
     assert files_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "gemma4", *WITH_STATES])
+def test_what_one_cache_gives_up_is_read_again(
+    family: str, drafts: int, tiny: Callable[[str], Path]
+) -> None:
+    """Two prompts take turns in one KV cache, and one that is too long for it comes between."""
+    folder = tiny(family)
+    plain = load_plain(folder)
+    longer = [*PROMPT, *range(1, 120)]
+    _, _, alone = asked_anew(folder, None, PROMPT, draft_length=drafts)
+    generator = made(folder, "auto", draft_length=drafts, context_length=None)
+    try:
+        engine = generator.runtime.engine
+        wanted = {len(each): greedy_tokens(plain, each, 10) for each in (PROMPT, OTHER, longer)}
+        assert asked(generator, PROMPT) == (wanted[50], 0)
+        assert asked(generator, OTHER) == (wanted[40], 0)
+        assert asked(generator, PROMPT) == (wanted[50], 48)
+        read = left_in(engine.caches[0], 50)
+        assert all(torch.equal(*each) for each in zip(alone, read, strict=True))
+        assert asked(generator, OTHER) == (wanted[40], 32)
+        assert asked(generator, longer)[0] == wanted[169]
+        engine = generator.runtime.engine
+        engine.chunk = engine.prefixes.chunk = CHUNK
+        assert asked(generator, OTHER) == (wanted[40], 32)
+        generator.forget()
+        assert asked(generator, PROMPT) == (wanted[50], 0)
+        assert [*(Path.home() / ".cache" / "speq" / "prefixes").iterdir()] == []
+    finally:
+        generator.close()
+
+
+def test_what_is_given_up_stays_within_its_limit(tmp_path: Path) -> None:
+    one = nbytes_of(tensors(0))
+    spilled = SpilledPrefixes(tmp_path / "made", 3 * one)
+    names = [spilled.name("", [at], [1]) for at in range(5)]
+    for at, name in enumerate(names[:3]):
+        spilled.write(name, tensors(at))
+    found = [torch.empty_like(each) for each in tensors(0)]
+    assert spilled.read(names[0], found)
+    assert all(torch.equal(*each) for each in zip(found, tensors(0), strict=True))
+    spilled.write(names[3], tensors(3))
+    assert [spilled.has(name) for name in names] == [True, False, True, True, False]
+    spilled.write(names[4], [torch.zeros(100, 100)])  # larger than the limit
+    assert [spilled.has(name) for name in names] == [True, False, True, True, False]
+    assert spilled.nbytes == 3 * one
+    # Another owner's is another name, and a file of other sizes fills nothing.
+    assert not spilled.has(spilled.name("one", [0], [1]))
+    before = [torch.full_like(each, 7) for each in tensors(0)]
+    assert not spilled.read(names[0], [*before, torch.zeros(3)])
+    assert not spilled.has(names[0])
+    spilled.close()
+    assert not any(map(spilled.has, names))
+    assert [*(tmp_path / "made").iterdir()] == []
+
+
+def test_no_more_files_are_open_than_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spilled_prefixes, "MOST_FILES", 2)
+    spilled = SpilledPrefixes(tmp_path, 1 << 20)
+    for name in "abc":
+        spilled.write(name, tensors(0))
+    assert [spilled.has(name) for name in "abc"] == [False, True, True]
+    spilled.close()
+
+
+def test_a_full_disk_ends_spilling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(spilled_prefixes, "store", full)
+    spilled = SpilledPrefixes(tmp_path, 1 << 20)
+    with caplog.at_level(logging.WARNING):
+        spilled.write("a", tensors(0))
+        spilled.write("b", tensors(0))
+    assert not spilled.has("a")
+    assert caplog.text.count("no more prompts are kept") == 1
 
 
 def test_a_folder_that_cannot_be_is_refused_at_once(
