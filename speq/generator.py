@@ -185,6 +185,11 @@ class Generator:
         """The vocabulary: text and bytes of single tokens."""
         return self._encoder.vocabulary
 
+    @property
+    def vocab_size(self) -> int:
+        """Logits of the model, which may be more than its tokenizer has tokens."""
+        return self._encoder.vocab_size
+
     def generate(
         self,
         prompt: Prompt,
@@ -455,8 +460,7 @@ class Generator:
     def forget(self) -> None:
         """Clear the KV cache, so that the next prompt runs from its first token."""
         with self._own_turn():
-            for cache in self._runtime.engine.caches:
-                cache.clear()
+            self._runtime.forget()
 
     def close(self) -> None:
         """Release files and transfers. Later calls are refused."""

@@ -18,13 +18,15 @@ from speq.cli.from_dataclass import CommandParameter
 from speq.cli.options import Output
 from speq.config import RunConfig, SamplingParams
 from speq.measure.settings import PlanSettings, TuneSettings
-from speq.options.declared import Declared, declared_options
+from speq.options.declared import Declared, declared_options, option_names
 from speq.pipeline.settings import StagesSettings
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
 from speq.ray.settings import RaySettings
 from speq.training.settings import HeadSettings, TrainingSettings
 
 ROOT = Path(__file__).parent.parent
+# The default of an option of sampling that is not given.
+OWN = "the model's own"
 # TypedDicts: what each is of, and what their functions take by itself.
 TYPED: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
     "RunOptions": ((RunConfig,), ("memory_budget",)),
@@ -161,8 +163,10 @@ def _command(name: str, purpose: str, parameters: tuple[CommandParameter, ...]) 
     if rows:
         text += "\n" + option_table(rows)
     also = [_shared(config, options) for config, options in shared if config is not None]
-    inner = tuple(option for option in own if option.inside is not None)
-    also += [_shared(RunConfig, inner)] if inner else []
+    for config in (RunConfig, SamplingParams):
+        names = option_names(config)
+        inner = tuple(each for each in own if each.inside is not None and each.name in names)
+        also += [_shared(config, inner)] if inner else []
     return text + (f"\nAnd {', '.join(also)}.\n" if also else "")
 
 
@@ -175,7 +179,7 @@ def _shared(config: type, options: tuple[Declared, ...]) -> str:
     if left_out:
         text += f" without {', '.join(left_out)}"
     changed = [
-        f"{_flag(each)} {_default(found[each.name])}"
+        f"{_flag(each)} {_default(found[each.name]) or OWN}"
         for each in declared_options(config)
         if each.name in found and found[each.name].default != each.default
     ]

@@ -14,7 +14,8 @@ from speq.cli.from_dataclass import Exclude
 from speq.cli.live import Live, check_live, text_writer
 from speq.cli.machines import ONE_MODEL, check_machines, open_generator
 from speq.cli.run_report import print_summary
-from speq.config import Model, RunConfig, SamplingParams
+from speq.cli.sampling import UNSET, AskedSampling, sampling_line
+from speq.config import Model, RunConfig
 from speq.errors import OptionError, SpeqError
 from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
@@ -57,16 +58,14 @@ class ChatSettings(Options):
 def chat(
     model: Model,
     settings: ChatSettings,
-    run: RunConfig,
-    sampling: Annotated[SamplingParams, Exclude(defaults=(("max_new_tokens", 512),))],
+    run: Annotated[RunConfig, Exclude(defaults=(("prefix_cache", "auto"),))],
+    sampling: Annotated[AskedSampling, Exclude(defaults=(*UNSET, ("max_new_tokens", 512)))],
     machines: StagesSettings,
     cluster: Annotated[RaySettings, ONE_MODEL],
     output: Annotated[opt.Output, opt.ON_SCREEN],
 ) -> None:
     """Talk to a model. /help lists commands; Ctrl-C ends an answer, Ctrl-D or /quit the talk."""
     check_machines(machines, cluster, replicas=False)
-    drawing = asdict(sampling)
-    max_new_tokens = drawing.pop("max_new_tokens")
     live = check_live(settings.live, output.quiet)
     conversation = Conversation(settings.system)
     # Refused before it is loaded: a model without a template, a system message too long for it.
@@ -75,9 +74,13 @@ def chat(
         opt.log_of(output.quiet),
         open_generator(model, run, machines, cluster, first, output.quiet) as generator,
     ):
+        params = sampling.params(generator)
+        drawing = asdict(params)
+        max_new_tokens = drawing.pop("max_new_tokens")
         if not output.quiet:
             budget = format_bytes(run.memory_budget)
             tell(f"{model} within {budget}, context {generator.max_context} tokens")
+            tell(sampling_line(params))
             tell(f"/help lists commands; Ctrl-C ends an answer; {LEAVE}")
         talk = Talk(
             generator,

@@ -17,6 +17,7 @@ from speq.cli.run_report import (
     print_layers,
     print_summary,
 )
+from speq.cli.sampling import AS_THE_MODEL, AskedSampling, sampling_line
 from speq.config import Model, RunConfig, SamplingParams
 from speq.errors import FileError, OptionError, present
 from speq.governor.explanation import explain
@@ -70,14 +71,14 @@ def generate(
     model: Model,
     settings: GenerateSettings,
     run: Annotated[RunConfig, ONE_PROMPT],
-    sampling: SamplingParams,
+    sampling: Annotated[AskedSampling, AS_THE_MODEL],
     machines: StagesSettings,
     cluster: Annotated[RaySettings, ONE_MODEL],
     output: opt.Output,
 ) -> None:
     """Generate text from a prompt.
 
-    The JSON object has text, token_ids, finish_reason and stats.
+    The JSON object has text, token_ids, finish_reason, stats and seed.
     """
     from speq.files.atomic_file import check_target
 
@@ -93,10 +94,13 @@ def generate(
         with open_generator(model, run, machines, cluster, first, output.quiet) as generator:
             shown = not output.printed
             echoed = prompt if settings.echo else ""
-            answer = _answer(generator, prompt, sampling, echoed, live, output)
-            output.write(answer)
+            params = sampling.params(generator)
+            answer = _answer(generator, prompt, params, echoed, live, output)
+            output.write(answer | {"seed": params.seed})
             if shown and not output.quiet:
                 print_summary(answer["stats"])
+                if not params.greedy:
+                    print(sampling_line(params), file=sys.stderr)
             print_approximation(answer["stats"])
             done = present(generator.last_run, "a text has ended and left no run")
             if settings.stats:

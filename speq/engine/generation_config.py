@@ -1,10 +1,20 @@
-"""Reads transformers' GenerationConfig; fields that are not supported are refused by name."""
+"""Reads transformers' GenerationConfig, whose fields are refused by name where they are not
+supported, and how a model's makers would have it sampled.
+"""
 
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
+from speq.config import SamplingParams
 from speq.errors import UnsupportedError, checked_int, checked_token_ids
+from speq.files.json_file import read_json
+from speq.options.declared import build
+
+FILE = "generation_config.json"
+# Options that a model's own file gives, where it samples.
+OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # Fields without a meaning here, or with the meaning of our own behaviour.
 WITHOUT_EFFECT = {
@@ -97,3 +107,18 @@ def options_of(config: GenerationConfig, prompt_tokens: int) -> dict[str, Any]:
     if eos is not None:
         options["eos_ids"] = checked_token_ids("eos_token_id", eos)
     return options
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Options of sampling from a model's generation_config.json; none where it does not sample.
+
+    Raises SpeqError where the file is damaged, or asks for what cannot be.
+    """
+    if not (folder / FILE).exists():
+        return {}
+    config = read_json(folder / FILE)
+    given = {name: config[name] for name in OWN if config.get(name) is not None}
+    if config.get("do_sample") is not True:
+        return {}
+    build(SamplingParams, given)
+    return given

@@ -137,7 +137,7 @@ def test_generate_prints_one_json_object(command: Command, bundled: Path, oracle
     assert ended.code == 0
     assert ended.out.count("\n") == 1
     answer = json.loads(ended.out)
-    assert set(answer) == {"text", "token_ids", "finish_reason", "stats"}
+    assert set(answer) == {"text", "token_ids", "finish_reason", "stats", "seed"}
     assert answer["token_ids"] == oracle.tokens(PROMPT, 16)
     assert answer["text"] == oracle.text(PROMPT, 16)
     assert answer["finish_reason"] == "length"
@@ -290,6 +290,27 @@ def test_generate_penalises_and_leaves_out_the_unlikely(command: Command, tiny: 
     assert ended.code == 0, ended.err
     wanted = drawn_tokens(load_plain(model), ids_of(model, "hello"), 12, SamplingParams(**options))
     assert json.loads(ended.out)["token_ids"] == wanted
+
+
+def test_generate_samples_as_the_model_says(command: Command, tiny: Folder, tmp_path: Path) -> None:
+    """Its own options stand for those that are not given, and the seed is told."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny("qwen2_moe"), model)
+    own = {"do_sample": True, "temperature": 0.7, "top_k": 30, "top_p": 0.9}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    given = (
+        "generate", "--model", model, "--prompt", "hello", "--memory-budget", "2MiB",
+        "--max-new-tokens", 12, "--ignore-eos",
+    )  # fmt: skip
+    prompt, plain = ids_of(model, "hello"), load_plain(model)
+    first = json.loads(command(*given, "--json", "-").out)
+    options = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "seed": first["seed"]}
+    assert first["token_ids"] == drawn_tokens(plain, prompt, 12, SamplingParams(**options))
+    shown = command(*given, "--seed", first["seed"], "--top-p", 1)
+    assert f"sampled at temperature 0.7, top-k 30, seed {first['seed']}" in shown.err
+    greedy = json.loads(command(*given, "--temperature", 0, "--json", "-").out)
+    assert greedy["token_ids"] == greedy_tokens(plain, prompt, 12)
+    assert greedy["seed"] is None
 
 
 def test_generate_stops_before_a_stop_string(
