@@ -38,7 +38,7 @@ class AsyncGenerator:
     def from_pretrained(
         cls,
         model: str | Path,
-        memory_budget: str | int,
+        memory_budget: str | int = "auto",
         *,
         progress: Progress | None = None,
         **options: Unpack[RunOptions],

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from speq.control_groups import processors
 from speq.errors import OptionError
+from speq.host_memory import HOST_SHARE, free_budget
 from speq.options.declared import Option, Options, build
 from speq.options.kinds import Amount, Choice, File, ListOf, Number, Size, Switch, Text, Whole
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
@@ -18,9 +19,6 @@ DEFAULT_READER_THREADS = max(2, min(4, processors()))
 MAX_READER_THREADS = 64
 # With the pending token as many rows as native kernels run alike: those of a chain, of a tree.
 MAX_DRAFT_LENGTH = MAX_DRAFT_NODES = 63
-# Share of the host's free memory that experts take where nothing is said: the rest is for programs
-# beside this one, and for what the process itself takes.
-HOST_SHARE = 0.8
 # With draft_nodes.
 TREE_DRAFTERS = ("auto", "int4", "cached", "head")
 # As many sequences as native kernels run rows alike.
@@ -40,7 +38,16 @@ Model = Annotated[
         argument=True,
     ),
 ]
-MemoryBudget = Annotated[int, Option("Memory for everything on the device, such as 8GiB.", Size())]
+MemoryBudget = Annotated[
+    int,
+    Option(
+        "Memory for everything on the device, such as 8GiB; auto: what is free now, less a fifth "
+        "and what Python and torch take.",
+        Size(auto=free_budget),
+    ),
+]
+# What options hold until they are checked.
+AUTO: Any = "auto"
 HostBudget = Annotated[
     int | None,
     Option(
@@ -140,7 +147,7 @@ ReaderThreads = Annotated[
 class MemoryOptions(Options):
     """Memory for a run, and the requests that it is for."""
 
-    memory_budget: MemoryBudget
+    memory_budget: MemoryBudget = AUTO
     host_budget: HostBudget = None
     context_length: ContextLength = None
     max_batch: MaxBatch = 1
@@ -455,7 +462,7 @@ class RunConfig(
     @classmethod
     def of(
         cls,
-        memory_budget: str | int,
+        memory_budget: str | int = "auto",
         draft_length: str | int | None = "auto",
         **options: Any,  # RunOptions, which derive from this class
     ) -> "RunConfig":

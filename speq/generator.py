@@ -98,7 +98,7 @@ class Generator:
     def from_pretrained(
         cls,
         model: str | Path,
-        memory_budget: str | int,
+        memory_budget: str | int = "auto",
         *,
         progress: Progress | None = None,
         first_request: tuple[Prompt, int] | None = None,
@@ -106,7 +106,7 @@ class Generator:
     ) -> "Generator":
         """Load a model folder or hub id.
 
-        memory_budget  for everything on the device, such as "8GiB"
+        memory_budget  for everything on the device, such as "8GiB", or "auto"
         options        see RunConfig, or docs/options.md
         progress       called with (what, done, total) during long work
         first_request  (prompt, max_new_tokens), if known: it is checked before weights are loaded,

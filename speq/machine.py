@@ -2,13 +2,12 @@
 
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from speq.config import HOST_SHARE
-from speq.control_groups import PROC, granted_bytes, processors
+from speq.control_groups import processors
+from speq.host_memory import HOST_SHARE, available_bytes
 
 
 def device_name(device: str) -> str:
@@ -41,26 +40,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor()
-
-
-# Memory of Python, torch (its CPU build) and transformers, outside the budget; a test measures it.
-PROCESS_BYTES = 448 << 20
-
-
-def available_bytes(proc: Path = PROC) -> int:
-    """Host memory available without swapping, within the limits of the process's control groups.
-
-    proc  the kernel's folder of processes
-    """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass  # not Linux
-    granted = granted_bytes(proc)
-    return free if granted is None else min(free, granted)
 
 
 def default_host_bytes() -> int:

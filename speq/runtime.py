@@ -250,7 +250,7 @@ class Runtime:
 
 
 def spilled_prefixes(config: RunConfig) -> SpilledPrefixes | None:
-    """Where a run keeps chunks of prompts that are for itself alone; None: nowhere."""
+    """The store of a run's own chunks of prompts; None: it keeps none."""
     folder = cache_folder(SPILLED)
     if config.prefix_cache != "auto" or folder is None:
         return None

@@ -34,6 +34,11 @@ UNITS = {
     "mib": 1 << 20,
     "gib": 1 << 30,
     "tib": 1 << 40,
+    # As programs of containers and kernels have it.
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
@@ -42,7 +47,7 @@ UNITS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parse a size such as "8GiB", "512MiB", "1.5 GB" or a plain number of bytes.
+    """Parse a size such as "8GiB", "8G", "512MiB", "1.5 GB" or a plain number of bytes.
 
     Raises SpeqError for anything else, and for sizes that are not positive.
     """

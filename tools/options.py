@@ -149,6 +149,8 @@ def _commands() -> Iterator[str]:
         ("speq bench", bench_app),
     ):
         for each in typer_app.registered_commands:
+            if each.hidden:
+                continue
             callback: Any = each.callback
             name = each.name or callback.__name__
             yield _command(f"{prefix} {name}", callback.__doc__ or "", callback.parameters)

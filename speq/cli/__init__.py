@@ -41,6 +41,8 @@ COMMANDS = (
 )
 for function in COMMANDS:
     app.command(function.__name__.replace("_", "-"))(command(function))
+# As other programs that run models call it.
+app.command("run", hidden=True)(command(chat))
 app.add_typer(cache_app, name="cache")
 app.add_typer(bench_app, name="bench")
 

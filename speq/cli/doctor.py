@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from speq.cli import options as opt
-from speq.config import HOST_SHARE, Device
+from speq.config import Device
+from speq.host_memory import HOST_SHARE
 from speq.options.declared import Options
 from speq.units import Progress, format_bytes
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from speq.config import (
+    AUTO,
     ContextLength,
     Dense,
     Device,
@@ -49,8 +50,7 @@ class CheckSettings(Options):
 class TuneSettings(Options):
     """Options of `tune`. run: options of the run that is measured"""
 
-    memory_budget: MemoryBudget
-
+    memory_budget: MemoryBudget = AUTO
     prompts: Prompts = None
     num_prompts: NumPrompts = 2
     max_new_tokens: MaxNewTokens = 192

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -269,14 +269,21 @@ class Amount(OptionType):
 
 @dataclass(frozen=True, slots=True)
 class Size(OptionType):
-    """Bytes, such as "8GiB". kept: the text is what the option holds, once it is understood."""
+    """Bytes, such as "8GiB".
+
+    kept  the text is what the option holds, once it is understood
+    auto  gives the bytes for "auto"; None: that is no size
+    """
 
     kept: bool = False
+    auto: Callable[[], int] | None = None
 
     metavar: ClassVar[str] = "SIZE"
     accepts: ClassVar[str] = "str | int"
 
     def check(self, name: str, value: Any) -> Any:
+        if self.auto is not None and value == "auto":
+            return self.auto()
         size = parse_bytes(value)
         if size > MOST_BYTES:
             raise OptionError(

@@ -24,7 +24,7 @@ HEARTBEAT = b": here\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TextChoice:
     """One of the texts that a client asked for. format: writes it"""
 
     stream: TokenStream
@@ -39,7 +39,7 @@ class Choice:
 class Answer(Response):
     """Sends an answer and ends; where the client leaves before, cancels its streams."""
 
-    def __init__(self, thread: EngineThread, choices: list[Choice]) -> None:
+    def __init__(self, thread: EngineThread, choices: list[TextChoice]) -> None:
         super().__init__()
         self._thread, self._choices = thread, choices
         self._format = choices[0].format
@@ -64,7 +64,7 @@ class Answer(Response):
         return usage_of(sum(prompts.values()), [each.end for each in self._choices])
 
 
-def prompt_of(choice: Choice) -> list[int]:
+def prompt_of(choice: TextChoice) -> list[int]:
     return choice.stream.request.prompt_token_ids
 
 
@@ -95,7 +95,9 @@ class StreamedAnswer(Answer):
     An error before the first token is a response of its own, as long as no line was sent.
     """
 
-    def __init__(self, thread: EngineThread, choices: list[Choice], options: StreamOptions) -> None:
+    def __init__(
+        self, thread: EngineThread, choices: list[TextChoice], options: StreamOptions
+    ) -> None:
         super().__init__(thread, choices)
         self._options = options
 
@@ -142,7 +144,7 @@ class StreamedAnswer(Answer):
         return b"".join(map(self._format.frame, chunks))
 
     def _chunks(
-        self, choice: Choice, token: Token | None, counts: list[int], at: int
+        self, choice: TextChoice, token: Token | None, counts: list[int], at: int
     ) -> Iterator[Chunk]:
         """Those of a token, or of the end where it is None; with the tokens of the choice so far,
         where these were asked for.

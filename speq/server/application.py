@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from speq.engine.engine_thread import EngineThread
 from speq.errors import SpeqError
-from speq.server.answer import Answer, Choice, StreamedAnswer, WholeAnswer
+from speq.server.answer import Answer, StreamedAnswer, TextChoice, WholeAnswer
 from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
 from speq.server.fields import ChatBody, CompletionBody, SampledBody, StreamOptions, TokenizeBody
@@ -62,7 +62,7 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
             request.owner = asked.scope.get(OWNER_KEY, "")
         streams = thread.submit_all([request for request, _ in texts])
         formats = [format for _, format in texts]
-        choices = [Choice(*each) for each in zip(streams, formats, strict=True)]
+        choices = [TextChoice(*each) for each in zip(streams, formats, strict=True)]
         if body.stream:
             options = body.stream_options if isinstance(body, SampledBody) else None
             return StreamedAnswer(thread, choices, options or StreamOptions())

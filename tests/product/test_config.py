@@ -1,5 +1,6 @@
 """Options as users type them: sizes, settings of a run, and transformers' GenerationConfig."""
 
+import logging
 import random
 import re
 from dataclasses import fields
@@ -32,6 +33,8 @@ from tests.helpers.paths import BUNDLED
         ("1.5TiB", 3 * 2**39),
         ("10mb", 10**7),
         ("250 Kb", 250_000),
+        ("12G", 12 * 1024**3),
+        ("512m", 512 * 1024**2),
     ],
 )
 def test_sizes_are_understood(text: str | int, size: int) -> None:
@@ -289,3 +292,31 @@ def test_rows_are_given_up_of_trees_or_where_one_says_so(
     options: dict[str, Any], gives_up: bool
 ) -> None:
     assert RunConfig.of("1GiB", **options).prunes_rows == gives_up
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted"),
+    [
+        (16 << 30, 12544 << 20),  # 13,107 - 448 MiB, in steps of 256
+        (1 << 30, 256 << 20),
+    ],
+)
+def test_a_budget_that_nobody_gives_is_of_what_is_free(
+    free: int, wanted: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("speq.host_memory.available_bytes", lambda: free)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with caplog.at_level(logging.INFO):
+        assert RunConfig.of().memory_budget == wanted
+    assert f"{format_bytes(wanted)} of {format_bytes(free)} that are free" in caplog.text
+    assert RunConfig.of("auto", draft_length=2).memory_budget == wanted
+
+
+def test_a_budget_that_cannot_be_chosen_is_to_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("speq.host_memory.available_bytes", lambda: 800 << 20)
+    with pytest.raises(SpeqError, match="800 MiB are free; give a memory_budget"):
+        RunConfig.of()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(SpeqError, match="there is a GPU; give what the run may take"):
+        RunConfig.of("auto")

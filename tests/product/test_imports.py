@@ -29,6 +29,7 @@ LEAVES = (
     "speq.config",
     "speq.control_groups",
     "speq.errors",
+    "speq.host_memory",
     "speq.listening",
     "speq.machine",
     "speq.options",

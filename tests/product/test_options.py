@@ -261,6 +261,7 @@ ALL = [
     (prefix, each)
     for prefix, made in (((), app), (("cache",), cache_app), (("bench",), bench_app))
     for each in made.registered_commands
+    if not each.hidden
 ]
 
 
@@ -285,6 +286,9 @@ def test_a_word_means_the_same_in_every_command() -> None:
     run = {option.name: option for option in declared_options(RunConfig)}
     own = {
         ("batch", "max_batch"),  # nobody waits for a single text
+        ("chat", "prefix_cache"),  # whose turns come back
+        ("serve", "prefix_cache"),
+        ("plan", "memory_budget"),  # often of another machine
         ("pack", "codec"),  # what is written, where auto is raw
         ("quantize", "memory_budget"),
         ("quantize", "dense"),  # whether such layers are quantised as well
@@ -317,6 +321,11 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
     assert len(with_model) == 13 + 3  # all but doctor, and benches of machines, servers and several
+
+
+def test_run_is_chat() -> None:
+    named = {each.name or each.callback.__name__: each for each in app.registered_commands}
+    assert named["run"].callback.parameters == named["chat"].callback.parameters
 
 
 def test_json_and_trace_mean_one_thing() -> None:

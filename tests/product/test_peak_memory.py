@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speq.machine import PROCESS_BYTES
+from speq.host_memory import PROCESS_BYTES
 from speq.units import parse_bytes
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import write_model

@@ -25,9 +25,9 @@ from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import pack
 from speq.files.alone import lock_folder
 from speq.files.checkpoint import Checkpoint
+from speq.host_memory import PROCESS_BYTES
 from speq.kernels.ops import quantize_int4
 from speq.kernels.windows import words_of
-from speq.machine import PROCESS_BYTES
 from speq.models.opened import open_model
 from speq.quantizing import activations, checkpoint_folder, quantizer
 from speq.quantizing.activations import FileRows, MemoryRows
