@@ -80,8 +80,9 @@ test-full: lint sanitize rehearse host
 	$(PYTEST) -m "not gpu"
 	$(MAKE) releases
 
-clients: host
-	$(PYTEST) -m "not gpu" tests/server/test_openai_clients.py tests/server/test_schemathesis.py
+# Environments in build/clients, 2.5 GB: a few minutes the first time. CLIENTS=codex runs one.
+clients: $(READY)
+	$(BIN)/python -m tools.clients $(CLIENTS)
 
 soak: host
 	$(PYTEST) -m "not gpu" tests/fuzz tests/server/test_random_cancellations.py \

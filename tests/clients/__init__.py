@@ -1,0 +1,1 @@
+"""Programs that others wrote, against our server. `make clients` runs them."""
