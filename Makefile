@@ -22,6 +22,8 @@ GPU_ARGS ?=
 NEED ?=
 # Such as --torch 2.11.0 --transformers 5.17.0, which are gigabytes; without: as installed.
 REHEARSE_ARGS ?=
+# Programs for `make clients`; all of them where it names none.
+CLIENTS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -192,10 +192,9 @@ def smolagents() -> None:
     agent = ToolCallingAgent(tools=[tool(weather)], model=model, max_steps=1, verbosity_level=0)
     agent.run("weather?")
     # Calls are forced, and the shortest one is made.
-    calls = [
-        call for step in agent.memory.steps for call in getattr(step, "tool_calls", None) or ()
-    ]
-    assert {call.name for call in calls} <= {"weather", "final_answer"} and calls
+    steps = [getattr(step, "tool_calls", None) or () for step in agent.memory.steps]
+    called = {call.name for calls in steps for call in calls}
+    assert called and called <= {"weather", "final_answer"}
 
 
 @cell
