@@ -20,7 +20,6 @@ from speq.server.fields import StreamOptions
 
 # A line that says nothing, where there is nothing to say for so long: proxies cut silent lines.
 HEARTBEAT_S = 15.0
-HEARTBEAT = b": here\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,8 @@ class StreamedAnswer(Answer):
                 async for news in events:
                     if not begun:
                         begun = True
-                        start = {"type": "http.response.start", "status": 200, "headers": HEADERS}
+                        headers = [(b"content-type", self._format.content_type), *HEADERS]
+                        start = {"type": "http.response.start", "status": 200, "headers": headers}
                         await send(start)
                     await send({"type": "http.response.body", "body": news, "more_body": True})
         except SpeqError as error:
@@ -128,7 +128,7 @@ class StreamedAnswer(Answer):
         async with aclosing(tokens_of(streams)) as tokens:
             async for news in tokens:
                 if news is None:
-                    told = HEARTBEAT
+                    told = self._format.heartbeat
                 else:
                     at, token = news
                     told = self._frames(self._chunks(self._choices[at], token, counts, at))
@@ -160,7 +160,6 @@ class StreamedAnswer(Answer):
 
 
 HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     # nginx would hold the text back.
     (b"x-accel-buffering", b"no"),

@@ -31,10 +31,14 @@ DONE = b"data: [DONE]\n\n"
 class AnswerFormat(Protocol):
     """Writes one answer. Chunks are given in the order in which they are sent.
 
-    done  what ends a stream
+    done          what ends a stream
+    content_type  of a stream
+    heartbeat     a line that says nothing
     """
 
     done: bytes
+    content_type: bytes
+    heartbeat: bytes
 
     def frame(self, chunk: Chunk) -> bytes:
         """A chunk as a server-sent event."""
@@ -113,7 +117,15 @@ class Heading:
         }
 
 
-class OpenAIEvents:
+class Events:
+    """A stream of server-sent events."""
+
+    done = b""
+    content_type = b"text/event-stream; charset=utf-8"
+    heartbeat = b": here\n\n"
+
+
+class OpenAIEvents(Events):
     """Chunks as OpenAI's API sends them."""
 
     done = DONE

@@ -18,6 +18,8 @@ from speq.server.gate import OWNER_KEY
 from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import error_content
 from speq.server.metrics import Metrics
+from speq.server.ollama import loaded, ollama_error
+from speq.server.ollama_fields import OllamaBody, OllamaChatBody, OllamaGenerateBody, ShowBody
 from speq.server.response_fields import ResponseBody
 from speq.server.service import Asked, Service
 from speq.version import __version__
@@ -25,6 +27,8 @@ from speq.version import __version__
 OWNER = "speq"
 # Anthropic's routes.
 MESSAGES = "/v1/messages"
+# Errors of APIs that do not have OpenAI's.
+ERRORS = {MESSAGES: error_content, "/api/": ollama_error}
 # For the page that describes the routes; answers are written by `speq.server.answer_formats`.
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
@@ -54,7 +58,7 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     }
 
     def answer(
-        body: SampledBody | MessagesBody | ResponseBody,
+        body: SampledBody | MessagesBody | ResponseBody | OllamaBody,
         asked: Request,
         texts: Asked,
     ) -> Answer:
@@ -63,7 +67,7 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         streams = thread.submit_all([request for request, _ in texts])
         formats = [format for _, format in texts]
         choices = [TextChoice(*each) for each in zip(streams, formats, strict=True)]
-        if body.stream:
+        if body.stream or (isinstance(body, OllamaBody) and body.stream is None):
             options = body.stream_options if isinstance(body, SampledBody) else None
             return StreamedAnswer(thread, choices, options or StreamOptions())
         return WholeAnswer(thread, choices)
@@ -87,6 +91,31 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(body: CountBody, request: Request) -> Response:
         return JSONResponse({"input_tokens": await service.count(body)})
+
+    @app.post("/api/chat", responses=ANSWERS, response_class=Response)
+    async def ollama_chat(body: OllamaChatBody, request: Request) -> Response:
+        if not body.messages:
+            return JSONResponse(loaded(body.model or service.name, generates=False))
+        return answer(body, request, await service.ollama(body))
+
+    @app.post("/api/generate", responses=ANSWERS, response_class=Response)
+    async def ollama_generate(body: OllamaGenerateBody, request: Request) -> Response:
+        if not body.prompt:
+            return JSONResponse(loaded(body.model or service.name, generates=True))
+        return answer(body, request, await service.ollama(body))
+
+    @app.get("/api/tags")
+    @app.get("/api/ps")
+    async def ollama_models() -> Response:
+        return JSONResponse({"models": [service.ollama_model.listed()]})
+
+    @app.post("/api/show")
+    async def ollama_show(body: ShowBody, request: Request) -> Response:
+        return JSONResponse(service.ollama_model.shown())
+
+    @app.get("/api/version")
+    async def ollama_version() -> Response:
+        return JSONResponse({"version": __version__})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -144,6 +173,8 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
 def refusal(error: ApiError, asked: Request | None = None) -> Response:
     """An error as the API of the route that was asked has it."""
     body = error.body
-    if asked is not None and asked.url.path.startswith(MESSAGES):
-        body = json.dumps(error_content(error)).encode()
+    if asked is not None:
+        for prefix, write in ERRORS.items():
+            if asked.url.path.startswith(prefix):
+                body = json.dumps(write(error)).encode()
     return Response(body, error.status, error.headers, media_type="application/json")

@@ -7,7 +7,7 @@ from typing import Any
 
 from speq.engine.token_stream import End
 from speq.generator import Token
-from speq.server.answer_formats import Chunk, Heading
+from speq.server.answer_formats import Chunk, Events, Heading
 from speq.server.api_error import ApiError, validated
 from speq.server.fields import ChatBody
 from speq.server.message_fields import (
@@ -102,7 +102,7 @@ def messages_of(message: Message) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(slots=True)
-class MessagesFormat:
+class MessagesFormat(Events):
     """An answer as a message of blocks: thoughts, text and calls of tools.
 
     prompt_tokens  of the chat
@@ -113,7 +113,6 @@ class MessagesFormat:
     reader: AnswerReader
     _blocks: list[Chunk] = field(default_factory=list, init=False)
     _generated: int = field(default=0, init=False)
-    done = b""
 
     def opening(self) -> Iterator[Chunk]:
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}

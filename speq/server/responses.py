@@ -7,7 +7,7 @@ from typing import Any
 
 from speq.engine.token_stream import End
 from speq.generator import Token
-from speq.server.answer_formats import Chunk, Heading
+from speq.server.answer_formats import Chunk, Events, Heading
 from speq.server.api_error import ApiError, validated
 from speq.server.fields import ChatBody
 from speq.server.messages import event_frame
@@ -93,7 +93,7 @@ def other_message(item: MessageItem | CallOutputItem) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class ResponsesFormat:
+class ResponsesFormat(Events):
     """An answer as a response of items: thoughts, messages and calls of tools.
 
     prompt_tokens  of the chat
@@ -105,7 +105,6 @@ class ResponsesFormat:
     _items: list[Chunk] = field(default_factory=list, init=False)
     _generated: int = field(default=0, init=False)
     _number: int = field(default=0, init=False)
-    done = b""
 
     def opening(self) -> Iterator[Chunk]:
         begun = self._response("in_progress", None)

@@ -9,7 +9,7 @@ from speq.config import SamplingParams
 from speq.engine.logit_bias import LogitBias
 from speq.engine.logprobs import PromptLogprobs
 from speq.engine.request import Constraint, Request
-from speq.errors import OptionError, present
+from speq.errors import OptionError, SpeqError, present
 from speq.generator import Generator
 from speq.options.declared import build
 from speq.server.answer_formats import (
@@ -36,6 +36,8 @@ from speq.server.fields import (
 )
 from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import MessagesFormat, chat_of
+from speq.server.ollama import OllamaFormat, OllamaModel, chat_of_ollama, completion_of
+from speq.server.ollama_fields import OllamaChatBody, OllamaGenerateBody
 from speq.server.response_fields import ResponseBody
 from speq.server.responses import ResponsesFormat, chat_of_response
 from speq.text.answer_form import AnswerForm
@@ -50,6 +52,8 @@ Asked = list[tuple[Request, AnswerFormat]]
 COMPLETION_TOKENS = 16
 # Of requests that do not say, as in OpenAI's API, where the model says nothing either.
 TEMPERATURE = 1.0
+# A tool, to see whether the model takes any.
+PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}
 # Fields that are options of sampling, under the same names.
 SAMPLED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
@@ -96,6 +100,27 @@ class Service:
         (asked,) = await self._chat(chat)
         heading, count = self._heading(chat, "resp"), len(asked.request.prompt_token_ids)
         return [(asked.request, ResponsesFormat(heading, count, asked.reader))]
+
+    async def ollama(self, body: OllamaChatBody | OllamaGenerateBody) -> Asked:
+        """The same as Ollama's API has it."""
+        name = body.model or self.name
+        generates = isinstance(body, OllamaGenerateBody)
+        if isinstance(body, OllamaGenerateBody) and body.raw:
+            ((request, _),) = await self.completion(completion_of(body))
+            reader = AnswerReader()
+        else:
+            (asked,) = await self._chat(chat_of_ollama(body))
+            request, reader = asked.request, asked.reader
+        count = len(request.prompt_token_ids)
+        return [(request, OllamaFormat(name, count, reader, generates))]
+
+    @property
+    def ollama_model(self) -> OllamaModel:
+        try:
+            self.model.answer_parser([0], (PROBE,))
+        except SpeqError:
+            return OllamaModel(self.name, self.max_context, takes_tools=False)
+        return OllamaModel(self.name, self.max_context, takes_tools=True)
 
     async def count(self, body: CountBody) -> int:
         """Tokens of the prompt of a message."""

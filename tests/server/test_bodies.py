@@ -43,6 +43,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "StructuredOutputs.choice": (ChatBody, CHAT | {"structured_outputs": {"choice": NONE}}),
     "CompletionBody.stop": (CompletionBody, COMPLETION | {"stop": NONE}),
     "CompletionBody.logit_bias": (CompletionBody, COMPLETION | {"logit_bias": MANY}),
+    "CompletionBody.stop_token_ids": (CompletionBody, COMPLETION | {"stop_token_ids": [-1] * 60}),
+    "ChatBody.stop_token_ids": (ChatBody, CHAT | {"stop_token_ids": [-1] * 60}),
     "ChatBody.messages": (ChatBody, CHAT | {"messages": NONE}),
     "ChatBody.stop": (ChatBody, CHAT | {"stop": NONE}),
     "ChatBody.logit_bias": (ChatBody, CHAT | {"logit_bias": MANY}),
@@ -110,7 +112,7 @@ def many(schema: dict[str, Any], name: str) -> Iterator[str]:
     if schema.get("type") == "array":
         yield name
         yield from many(schema["items"], f"{name}[]")
-    elif "additionalProperties" in schema and schema["additionalProperties"] is not False:
+    elif schema.get("additionalProperties", False) is not False or "patternProperties" in schema:
         yield name
     for part in schema.get("anyOf", []):
         yield from many(part, name)
