@@ -167,7 +167,8 @@ class Service:
                 f"{len(prompts)} prompts with n {body.n or 1} ask for more than {MOST_CHOICES} "
                 "texts; give fewer at a time"
             )
-        heading, asked = self._heading(body, "cmpl"), []
+        heading = self._heading(body, "cmpl")
+        asked: Asked = []
         for prompt in prompts:
             for request, echo in await self._completions(body, prompt):
                 form = CompletionFormat(heading, self.model.vocabulary, len(asked), echo)

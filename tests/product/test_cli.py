@@ -441,8 +441,9 @@ def test_chat_ends_with_its_input(bundled: Path, oracle: Oracle) -> None:
     )
     assert ended.returncode == 0, ended.stderr.decode()
     assert ended.stdout.decode() == f"{first}\n{second}\n"
-    opening, commands, *figures = ended.stderr.decode().splitlines()[-4:]
+    opening, sampling, commands, *figures = ended.stderr.decode().splitlines()[-5:]
     assert opening == f"{bundled} within 40 MiB, context 2048 tokens"
+    assert sampling == "greedy"
     assert commands == "/help lists commands; Ctrl-C ends an answer; Ctrl-D or /quit leaves"
     assert all(re.match(r"\[\d+ tokens, [\d.]+ ms each", line) for line in figures)
     assert b"Traceback" not in ended.stderr

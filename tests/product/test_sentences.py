@@ -16,8 +16,9 @@ from tests.helpers.sentences import PAGES, ROOT, SOURCES, Said, literals, texts_
 SAID = [said for file in (*SOURCES, *PAGES) for said in texts_of(file)]
 APP: Any = typer.main.get_command(cli.app)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-# Of programs that are not ours: pip, systemd-run and Ray.
+# Of programs that are not ours: pip, systemd-run, Ray and lm-evaluation-harness.
 FOREIGN = {
+    *("--batch_size", "--tasks", "--model_args"),
     *("--force-reinstall", "--no-build-isolation"),
     *("--user", "--scope"),
     "--node-ip-address",
@@ -168,7 +169,7 @@ def test_strangers_would_be_seen(text: str, wrong: list[str]) -> None:
         ("count again with `python -m bench.lab.coverage MODEL --counts`", True),
         ("count again with `python -m bench.lab.hit_rate MODEL --counts FILE`", False),
         ("as `python -m bench.lab.nonsense` does", True),
-        ("as `speq run` does", True),
+        ("as `speq walk` does", True),
         ("as `speq bench nonsense` does", True),
         ("`speq bench NAME --json`", False),
         ("`--routes` of `speq chat`", True),
