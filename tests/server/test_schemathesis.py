@@ -13,6 +13,8 @@ ROUTES = [
     *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/tokenize")),
     *(("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens")),
     *(("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/metrics")),
+    *(("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show")),
+    *(("GET", "/api/tags"), ("GET", "/api/ps"), ("GET", "/api/version")),
 ]
 
 
