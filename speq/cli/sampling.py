@@ -1,7 +1,7 @@
 """Options of sampling on the command line: what is not given is as the model's makers have it."""
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from speq.cli.from_dataclass import Exclude
@@ -34,9 +34,10 @@ class AskedSampling(Options):
         from speq.engine.generation_config import sampling_defaults
 
         own = sampling_defaults(generator.runtime.opened.checkpoint.path)
-        drawn = {"seed": secrets.randbits(SEED_BITS)}
-        params = build(SamplingParams, drawn | own | self.asked)
-        return build(SamplingParams, own | self.asked) if params.greedy else params
+        params = build(SamplingParams, own | self.asked)
+        if params.greedy or params.seed is not None:
+            return params
+        return replace(params, seed=secrets.randbits(SEED_BITS))
 
 
 def sampling_line(params: SamplingParams) -> str:

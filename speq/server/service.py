@@ -42,7 +42,7 @@ from speq.server.response_fields import ResponseBody
 from speq.server.responses import ResponsesFormat, chat_of_response
 from speq.text.answer_form import AnswerForm
 from speq.text.answer_parts import AnswerReader
-from speq.text.chat_template import TemplateRefused
+from speq.text.chat_template import TOOL, TemplateRefused
 from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, Tools
 
@@ -52,8 +52,6 @@ Asked = list[tuple[Request, AnswerFormat]]
 COMPLETION_TOKENS = 16
 # Of requests that do not say, as in OpenAI's API, where the model says nothing either.
 TEMPERATURE = 1.0
-# A tool, to see whether the model takes any.
-PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}
 # Fields that are options of sampling, under the same names.
 SAMPLED = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
@@ -117,7 +115,7 @@ class Service:
     @property
     def ollama_model(self) -> OllamaModel:
         try:
-            self.model.answer_parser([0], (PROBE,))
+            self.model.answer_parser([0], (TOOL,))
         except SpeqError:
             return OllamaModel(self.name, self.max_context, takes_tools=False)
         return OllamaModel(self.name, self.max_context, takes_tools=True)
