@@ -27,11 +27,13 @@ SPEQ_EXPORT std::int64_t speq_op_list_gate(OpList *list, const std::int64_t *ids
 
 SPEQ_EXPORT std::int64_t speq_op_list_end(OpList *list) { return list->end(); }
 
-// As OpList::run; -1 if an op failed, whose message is then in `error`, cut to its size.
-SPEQ_EXPORT std::int64_t speq_op_list_run(OpList *list, std::int64_t start, std::int64_t first,
-                                          int straight, char *error, std::int64_t size) {
+// As OpList::run, of `count` sequences; -1 if an op failed, whose message is then in `error`, cut to
+// its size.
+SPEQ_EXPORT std::int64_t speq_op_list_run(OpList *list, const std::int64_t *starts,
+                                          std::int64_t count, std::int64_t first, int straight,
+                                          char *error, std::int64_t size) {
   try {
-    return list->run(start, first, straight != 0);
+    return list->run({starts, std::size_t(count)}, first, straight != 0);
   } catch (const std::exception &failure) {
     const std::size_t length = std::min(std::strlen(failure.what()), std::size_t(size) - 1);
     std::memcpy(error, failure.what(), length);

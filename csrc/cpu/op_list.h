@@ -18,8 +18,9 @@ namespace speq::cpu {
 // Ops that are run one after another. Their tensors live as long as the list.
 class OpList {
 public:
-  // An op is called with the position of the pass's first token.
-  using Op = std::function<void(std::int64_t)>;
+  // The position of each sequence's first token.
+  using Starts = std::span<const std::int64_t>;
+  using Op = std::function<void(Starts)>;
 
   void add(Op op) { entries_.push_back({Kind::op, std::move(op)}); }
 
@@ -37,9 +38,9 @@ public:
   std::int64_t end() { return place({Kind::end}); }
 
   // Runs from an index to the next stop. Returns the index of what follows it; 0 at the end.
-  std::int64_t run(std::int64_t start, std::int64_t first, bool straight) {
+  std::int64_t run(Starts starts, std::int64_t first, bool straight) {
     const double begun_s = now_s();
-    const std::int64_t following = run_on(start, first, straight);
+    const std::int64_t following = run_on(starts, first, straight);
     ran_s_ += now_s() - begun_s;
     return following;
   }
@@ -57,7 +58,7 @@ public:
   const std::vector<Passed> &passed() const { return passed_; }
 
 private:
-  std::int64_t run_on(std::int64_t start, std::int64_t first, bool straight) {
+  std::int64_t run_on(Starts starts, std::int64_t first, bool straight) {
     if (first == 0) {
       passed_.clear();
     }
@@ -66,7 +67,7 @@ private:
       const Entry &entry = entries_[at];
       switch (entry.kind) {
       case Kind::op:
-        entry.op(start);
+        entry.op(starts);
         break;
       case Kind::stop:
         return std::int64_t(at) + 1;
@@ -122,6 +123,7 @@ private:
 inline thread_local OpList *recording = nullptr;
 
 // An op that can be recorded. start_at: which argument is the position of the first token, if any.
+// While it is recorded, that argument is the number of the token's sequence.
 template <auto op, int start_at = -1, class Function = decltype(op)> struct Recordable;
 
 template <auto op, int start_at, class... Arguments>
@@ -131,12 +133,18 @@ struct Recordable<op, start_at, void (*)(Arguments...)> {
       op(std::move(arguments)...);
       return;
     }
-    recording->add([packed = std::make_tuple(std::move(arguments)...)](std::int64_t start) mutable {
-      if constexpr (start_at >= 0) {
-        std::get<start_at>(packed) = start;
-      }
-      std::apply(op, packed);
-    });
+    auto packed = std::make_tuple(std::move(arguments)...);
+    if constexpr (start_at < 0) {
+      recording->add([packed = std::move(packed)](OpList::Starts) { std::apply(op, packed); });
+    } else {
+      const auto sequence = std::size_t(std::get<start_at>(packed));
+      recording->add([packed = std::move(packed), sequence](OpList::Starts starts) mutable {
+        STD_TORCH_CHECK(sequence < starts.size(), "a list of ops has sequence ", sequence,
+                        "; its run was given ", starts.size());
+        std::get<start_at>(packed) = starts[sequence];
+        std::apply(op, packed);
+      });
+    }
   }
 };
 

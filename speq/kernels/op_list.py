@@ -4,7 +4,7 @@ A stop in a list is a place where the host has its part. csrc/cpu/op_list.h has 
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
@@ -16,6 +16,8 @@ from speq.kernels import library
 
 # Longest message of an op that fails.
 MESSAGE_BYTES = 2000
+
+Starts = ctypes.Array[ctypes.c_int64]
 
 
 class OpList:
@@ -59,16 +61,18 @@ class OpList:
         """End what a gate begins. Return the index of what will follow."""
         return int(_functions().speq_op_list_end(self._list))
 
-    def run(self, start: int, first: int, straight: bool = False) -> int:
+    def run(self, starts: Starts, first: int, straight: bool = False) -> int:
         """Run ops from index `first` to the next stop. Return the index of what follows it, or 0
         at the end of the list.
 
-        start     position of the pass's first token
+        starts    of the pass's sequences, by the numbers that recorded ops have in place of them
         straight  pass gates
 
         Raises RuntimeError with the message of an op that fails.
         """
-        following: int = self._run(self._list, start, first, straight, self._message, MESSAGE_BYTES)
+        following: int = self._run(
+            *(self._list, starts, len(starts), first, straight, self._message, MESSAGE_BYTES)
+        )
         if following < 0:
             raise RuntimeError(self._message.value.decode(errors="replace"))
         return following
@@ -85,6 +89,11 @@ class OpList:
         count = ctypes.c_int64()
         first = _functions().speq_op_list_passed(self._list, ctypes.byref(count))
         return [(first[n].following, first[n].start_s, first[n].end_s) for n in range(count.value)]
+
+
+def starts_of(positions: Sequence[int]) -> Starts:
+    """The position of each sequence's first token, as `OpList.run` takes them."""
+    return (ctypes.c_int64 * len(positions))(*positions)
 
 
 class _Passed(ctypes.Structure):
@@ -107,7 +116,7 @@ def _functions() -> Any:
     for name in ("stop", "gate", "end", "run"):
         getattr(functions, f"speq_op_list_{name}").restype = ctypes.c_int64
     functions.speq_op_list_run.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
-        *(ctypes.c_char_p, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int64),
     ]
     return functions

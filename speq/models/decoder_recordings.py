@@ -6,11 +6,11 @@ experts of each layer.
 """
 
 import logging
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
 from speq.models.fused_decoder import FusedDecoder, LocatedSequence
 from speq.models.kv_cache import KVCache
 from speq.models.op_recorder import OpRecorder, Unrecordable
-from speq.models.packed_batch import BatchSpan
+from speq.models.packed_batch import BatchSpan, states_of
 from speq.models.states import StateLayer
 from speq.routing import Route
 
@@ -29,38 +29,80 @@ logger = logging.getLogger("speq")
 
 # A pass is recorded when it was run so many times: a recording takes as long as some passes.
 REPEATS = 2
-# Most recordings over a cache, as many as a governor's draft lengths; least recently used go first.
+# Most recordings over a cache, as many as a governor's draft lengths; least recently used go first,
+# and only those that were not run in so many passes: a batch has more shapes than this.
 MAX_RECORDINGS = 12
+IDLE_PASSES = 100
+# Most shapes of passes that are counted before they are recorded.
+MAX_COUNTED = 1000
+
+
+class SequenceShape(NamedTuple):
+    """What a recording fixes of a sequence: its cache, its tokens in the pass, and the nodes of
+    their tree, if there is one.
+    """
+
+    cache: ref[KVCache]
+    tokens: int
+    nodes: int | None
+
+    @classmethod
+    def of(cls, span: BatchSpan) -> "SequenceShape":
+        nodes = None if span.tree is None else span.tree.nodes
+        return cls(ref(span.cache), span.last - span.first, nodes)
+
+
+PassShape = tuple[ExpertBackend, tuple[SequenceShape, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class PassRecording:
-    """A recorded pass of T tokens of one sequence.
+    """A recorded pass of T tokens.
 
-    inputs    [T, H], the embedded tokens
-    turns     cos and sin of their positions, by kind of layer
-    captured  inputs of the layers that drafters read, by layer
-    result    [T, H], the last hidden states
+    inputs     [T, H], the embedded tokens
+    sequences  in the pass's buffers; in place of its start each position has its sequence's number
+    captured   inputs of the layers that drafters read, by layer
+    result     [T, H], the last hidden states
     """
 
     recorder: OpRecorder
     experts: "RecordedExperts"
     inputs: Tensor
-    turns: dict[str, tuple[Tensor, Tensor]]
+    sequences: list[LocatedSequence]
     captured: dict[int, Tensor]
     result: Tensor
 
-    def run(self, hidden: Tensor, start: int, positions: Mapping[str, Positions]) -> Tensor:
+    def run(
+        self, hidden: Tensor, starts: Sequence[int], sequences: Sequence[LocatedSequence]
+    ) -> Tensor:
         """Run the pass. Returns [T, H], which the next run leaves alone."""
         self.inputs.copy_(hidden)
-        for kind, (cos, sin) in self.turns.items():
-            cos.copy_(positions[kind].cos)
-            sin.copy_(positions[kind].sin)
+        for buffers, located in zip(self.sequences, sequences, strict=True):
+            for kind, buffer in buffers.positions.items():
+                given = located.positions[kind]
+                buffer.cos.copy_(given.cos)
+                buffer.sin.copy_(given.sin)
+                if buffer.parents is not None and given.parents is not None:
+                    buffer.parents.copy_(given.parents)
         straight = self.experts.straight
-        self.recorder.run(start, straight)
+        self.recorder.run(starts, straight)
         if straight:
             self.experts.passed(self.recorder.ops.passed())
         return self.result.clone()
+
+
+def in_buffers(located: LocatedSequence, number: int) -> LocatedSequence:
+    """A sequence whose positions are in buffers of their own, for a recording."""
+    positions = {
+        kind: Positions(
+            number,
+            each.cos.clone(),
+            each.sin.clone(),
+            None if each.parents is None else each.parents.clone(),
+        )
+        for kind, each in located.positions.items()
+    }
+    return replace(located, positions=positions)
 
 
 class RecordedExperts:
@@ -134,19 +176,49 @@ class StateCut:
 
 @dataclass(slots=True)
 class CacheRecordings:
-    """Passes over one KV cache, by backend and number of tokens."""
+    """Passes whose first sequence lies in one KV cache.
 
-    runs: dict[tuple[ExpertBackend, int], int] = field(default_factory=dict)
-    passes: OrderedDict[tuple[ExpertBackend, int], PassRecording] = field(
-        default_factory=OrderedDict
-    )
+    counts  passes that were run without a recording
+    passes  least recently used first, and the number of the last run of each
+    """
+
+    counts: Counter[PassShape] = field(default_factory=Counter)
+    passes: OrderedDict[PassShape, tuple[PassRecording, int]] = field(default_factory=OrderedDict)
+    ran: int = 0
+
+    def find(self, shape: PassShape) -> PassRecording | None:
+        """The recording of a pass that is to be run now, if there is one."""
+        self.ran += 1
+        if shape not in self.passes:
+            return None
+        recorded, _ = self.passes.pop(shape)
+        self.passes[shape] = recorded, self.ran
+        return recorded
+
+    def is_wanted(self, shape: PassShape) -> bool:
+        """True if a pass has run often enough to be recorded, and there is room."""
+        if len(self.counts) > MAX_COUNTED:
+            self.counts.clear()
+        self.counts[shape] += 1
+        if self.counts[shape] <= REPEATS:
+            return False
+        if len(self.passes) < MAX_RECORDINGS:
+            return True
+        _, last = next(iter(self.passes.values()))
+        return self.ran - last > IDLE_PASSES
+
+    def add(self, shape: PassShape, recorded: PassRecording) -> None:
+        del self.counts[shape]
+        self.passes[shape] = recorded, self.ran
+        if len(self.passes) > MAX_RECORDINGS:
+            self.passes.popitem(last=False)
 
 
 class DecoderRecordings:
-    """Runs passes of single sequences by recordings, where there are such.
+    """Runs passes by recordings, where there are such.
 
-    The recordings over a cache are freed with it, or by `forget`. If one fails, a debug line says
-    why, and no more are made.
+    Recordings are freed with the cache of their first sequence, or by `forget`. If one fails, a
+    debug line says why, and no more are made.
     """
 
     def __init__(self, decoder: FusedDecoder, switch: ActiveBackend) -> None:
@@ -157,7 +229,7 @@ class DecoderRecordings:
     @property
     def native_s(self) -> float:
         """Seconds that native ops of the recordings have run."""
-        held = [each for kept in self._by_cache.values() for each in kept.passes.values()]
+        held = [each for kept in self._by_cache.values() for each, _ in kept.passes.values()]
         return sum(each.recorder.ops.ran_s for each in held)
 
     def forget(self) -> None:
@@ -167,38 +239,33 @@ class DecoderRecordings:
     def run(
         self,
         backend: ExpertBackend,
-        span: BatchSpan,
+        spans: Sequence[BatchSpan],
         token_ids: Tensor,
         windows: dict[str, int | None],
     ) -> Tensor | None:
-        """Run a chain of tokens [1, T] of one sequence. Return their last hidden states [T, H].
+        """Run tokens [1, T] of a batch. Return their last hidden states [T, H].
 
         None: the pass is not recorded, and the decoder must run it.
         """
-        if self._why_not is not None or span.tree is not None:
+        if self._why_not is not None:
             return None
-        key = backend, token_ids.shape[1]
-        held = self._by_cache.setdefault(span.cache, CacheRecordings())
-        recorded = held.passes.get(key)
-        if recorded is None:
-            held.runs[key] = held.runs.get(key, 0) + 1
-            if held.runs[key] <= REPEATS:
-                return None
+        shape = backend, tuple(SequenceShape.of(span) for span in spans)
+        held = self._by_cache.setdefault(spans[0].cache, CacheRecordings())
+        recorded = held.find(shape)
+        if recorded is None and not held.is_wanted(shape):
+            return None
         decoder = self._decoder
         hidden = decoder.embed(token_ids[0])
-        located = decoder.locate(span, hidden)
+        sequences = [decoder.locate(span, hidden) for span in spans]
         if recorded is None:
             try:
-                recorded = held.passes[key] = self._record(backend, located, hidden, windows)
+                recorded = self._record(backend, spans, sequences, hidden, windows)
             except Unrecordable as reason:
                 self._why_not = str(reason)
                 logger.debug("passes run module by module: %s", reason)
                 return None
-            if len(held.passes) > MAX_RECORDINGS:
-                held.passes.popitem(last=False)
-        else:
-            held.passes.move_to_end(key)
-        result = recorded.run(hidden, span.cache.length, located.positions)
+            held.add(shape, recorded)
+        result = recorded.run(hidden, [span.cache.length for span in spans], sequences)
         if decoder.capture is not None:
             for layer, state in recorded.captured.items():
                 decoder.capture.see(layer, state)
@@ -207,19 +274,14 @@ class DecoderRecordings:
     def _record(
         self,
         backend: ExpertBackend,
-        located: LocatedSequence,
+        spans: Sequence[BatchSpan],
+        located: Sequence[LocatedSequence],
         hidden: Tensor,
         windows: dict[str, int | None],
     ) -> PassRecording:
         recorder, decoder = OpRecorder(), self._decoder
         inputs = hidden.clone()
-        turns = {
-            kind: (each.cos.clone(), each.sin.clone()) for kind, each in located.positions.items()
-        }
-        positions = {
-            kind: Positions(each.start, *turns[kind]) for kind, each in located.positions.items()
-        }
-        sequence = replace(located, positions=positions)
+        sequences = [in_buffers(each, number) for number, each in enumerate(located)]
         captured: dict[int, Tensor] = {}
 
         def see(layer: int, states: Tensor) -> None:
@@ -233,8 +295,8 @@ class DecoderRecordings:
         self._switch.use(experts)
         try:
             with recorder:
-                states = RecordedStates(located.layers, recorder)
-                result = decoder.walk(inputs, [sequence], windows, states, see)
+                states = RecordedStates(states_of(spans).layers, recorder)
+                result = decoder.walk(inputs, sequences, windows, states, see)
         finally:
             self._switch.use(active)
-        return PassRecording(recorder, experts, inputs, turns, captured, result)
+        return PassRecording(recorder, experts, inputs, sequences, captured, result)

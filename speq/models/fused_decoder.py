@@ -31,7 +31,7 @@ from speq.layers.fused_modules import FusedNorm, fuse_norm, fuse_router, own_for
 from speq.models.families import Family
 from speq.models.hidden_state_capture import HiddenStateCapture
 from speq.models.layer_range import next_stage_layer, own_layers
-from speq.models.packed_batch import BatchSpan, cache_of
+from speq.models.packed_batch import BatchSpan, states_of
 from speq.models.states import StateShape
 from speq.models.tree import Tree
 
@@ -231,8 +231,7 @@ class FusedDecoder:
         refuse_unknown(type(self).__name__, others, ("input_ids",))
         hidden = self.embed(others["input_ids"][0])
         sequences = [self.locate(span, hidden) for span in attention_mask.spans]
-        spans = attention_mask.spans
-        states = spans[0].cache if len(spans) == 1 else cache_of(spans)
+        states = states_of(attention_mask.spans)
         made = self.walk(hidden, sequences, attention_mask.of, states, self._see)
         return DecoderOutput(made[None])
 

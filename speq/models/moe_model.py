@@ -127,7 +127,7 @@ class MoEModel:
             install_fused_decoder(hf_model, family, self._states, kinds, ahead)
         decoder = hf_model.model.forward
         self._fused = isinstance(decoder, FusedDecoder)
-        # Of passes of few tokens of one sequence, on the CPU; None: there are none.
+        # Of passes of few tokens, on the CPU; None: there are none.
         self.recordings: DecoderRecordings | None = None
         listed = recorded and library.has_cpu_library()
         if listed and isinstance(decoder, FusedDecoder) and decoder.ends_here:
@@ -248,8 +248,8 @@ class MoEModel:
             span.cache.begin_pass(span.tree, prefill)
         if self._fused and packed.shape[1] <= MAX_LINEAR_ROWS:
             with self.using(backend):
-                if self.recordings is not None and len(spans) == 1 and not prefill:
-                    hidden = self.recordings.run(backend, spans[0], packed, self._windows)
+                if self.recordings is not None and not prefill:
+                    hidden = self.recordings.run(backend, spans, packed, self._windows)
                     if hidden is not None:
                         return hidden[None]
                 windows = AttentionWindows(spans, self._windows)

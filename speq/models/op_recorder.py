@@ -4,7 +4,7 @@ Each buffer has one address for good. Native ops are recorded with their argumen
 call from Python. Ops of torch are few, and are called one by one at stops between them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speq.kernels.op_list import OpList
+from speq.kernels.op_list import OpList, starts_of
 
 # Ops that make tensors whose values nobody reads.
 UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
@@ -69,18 +69,18 @@ class OpRecorder(TorchDispatchMode):
         # By the index of what follows a stop: the host's part there, and where to go on.
         self._parts: dict[int, tuple[Callable[[], object], int]] = {}
 
-    def run(self, start: int, straight: bool = False) -> None:
+    def run(self, starts: Sequence[int], straight: bool = False) -> None:
         """Run the pass on what is in its buffers.
 
-        start     position of its first token
+        starts    position of each sequence's first token
         straight  leave out the host's part where the recording has ops for it
         """
-        parts, run = self._parts, self.ops.run
-        at = run(start, 0, straight)
+        parts, run, positions = self._parts, self.ops.run, starts_of(starts)
+        at = run(positions, 0, straight)
         while at:
             part, at = parts[at]
             part()
-            at = run(start, at, straight)
+            at = run(positions, at, straight)
 
     def cut(self, part: Callable[[], object]) -> None:
         """Call the host's `part` at this point of the pass."""

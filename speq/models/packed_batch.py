@@ -129,6 +129,11 @@ def cache_of(spans: Sequence[BatchSpan]) -> Cache:
     return Cache(layers=[together(list(of_sequences)) for of_sequences in layers])
 
 
+def states_of(spans: Sequence[BatchSpan]) -> Cache:
+    """The cache of a pass, for layers that keep states."""
+    return spans[0].cache if len(spans) == 1 else cache_of(spans)
+
+
 def mask_of(masks: Sequence[Tensor]) -> Tensor:
     """Combine the masks of sequences [1, 1, T, end] into one over all their rows and KV."""
     return torch.block_diag(*(mask[0, 0] for mask in masks))[None, None].bool()

@@ -128,3 +128,6 @@ class BatchStateLayer:
     def run(self, rows: Any, parts: Any) -> Tensor:
         pieces = zip(self._layers, rows.split(self._counts), strict=True)
         return torch.cat([layer.run(each, parts) for layer, each in pieces])
+
+    def output(self, rows: Any, parts: Any) -> Tensor:
+        return self._layers[0].output(rows, parts)

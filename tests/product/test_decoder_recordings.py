@@ -12,34 +12,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.models.decoder_recordings import MAX_RECORDINGS, REPEATS
+from speq.models.decoder_recordings import IDLE_PASSES, MAX_RECORDINGS, REPEATS
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
+from speq.models.opened import open_model
 from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
 from tests.helpers.cells import Cell
 from tests.helpers.cells import loaded as cell_loaded
-from tests.helpers.tiny_models import FAMILIES
+from tests.helpers.tiny_models import BY_FAMILY, FAMILIES
 from tests.product.test_fused_decoder import PROMPT, SomeExperts, loaded
 
 PASSES = REPEATS + 3
 COUNTED = ("route_recall", "acceptance_rate", "steps")
 
 
-def both(model: MoEModel, backend: SomeExperts, tokens: SequenceTokens) -> tuple[Tensor, Tensor]:
+def both(model: MoEModel, backend: SomeExperts, *batch: SequenceTokens) -> tuple[Tensor, Tensor]:
     """Hidden states of a pass as recordings have them, where there is one, and as the decoder
     has them.
     """
-    recorded = model.forward(backend, [tokens])
+    recorded = model.forward(backend, batch)
     recordings, model.recordings = model.recordings, None
-    walked = model.forward(backend, [tokens])
+    walked = model.forward(backend, batch)
     model.recordings = recordings
     return recorded, walked
 
 
-def begin(model: MoEModel, cache: KVCache, backend: SomeExperts) -> None:
-    model.forward(backend, [SequenceTokens(cache, [at * 7 % 256 for at in range(PROMPT)])])
-    cache.advance(PROMPT)
+def begin(model: MoEModel, cache: KVCache, backend: SomeExperts, count: int = PROMPT) -> None:
+    model.forward(backend, [SequenceTokens(cache, [at * 7 % 256 for at in range(count)])])
+    cache.advance(count)
 
 
 def keep_stats(told: list[dict[str, Any]], reason: str, stats: dict[str, Any]) -> None:
@@ -96,27 +97,52 @@ def test_features_of_recorded_passes(tiny: Callable[[str], Path]) -> None:
     assert count_of(model, cache) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", BY_FAMILY)
 @torch.inference_mode()
-def test_trees_and_batches_are_left_to_the_decoder(tiny: Callable[[str], Path]) -> None:
-    model, cache = loaded(tiny("qwen3_moe"), torch.float32)
-    backend, other = SomeExperts(), KVCache(3, ((2, 32), (2, 32)), 64, torch.float32, model.device)
+def test_trees_and_batches(family: str, dtype: torch.dtype, tiny: Callable[[str], Path]) -> None:
+    """Trees of one size that branch elsewhere each time, and sequences that grow apart."""
+    model, cache = loaded(tiny(family), dtype)
+    opened = open_model(tiny(family))
+    other = opened.shape.cache(64, dtype, model.device)
+    opened.close()
+    backend = SomeExperts()
     begin(model, cache, backend)
-    for _ in range(PASSES):
-        model.forward(backend, [SequenceTokens(cache, [1, 2, 3], Tree.of([0, 0]))])
-        model.forward(backend, [SequenceTokens(cache, [1]), SequenceTokens(other, [2])])
-    assert count_of(model, cache) == 0
+    begin(model, other, backend, 5)
+    for at in range(PASSES):
+        tokens = [(at * 31 + each * 5) % 256 for each in range(4)]
+        tree = Tree.of([0, at % 2, (at // 2) % 3])
+        several = SequenceTokens(cache, tokens, tree), SequenceTokens(other, tokens[:2])
+        for batch in (several[:1], several, several[::-1], [SequenceTokens(other, tokens, tree)]):
+            recorded, walked = both(model, backend, *batch)
+            assert torch.equal(recorded, walked)
+        cache.advance(1)
+        other.advance(2)
+    assert count_of(model, cache) == count_of(model, other) == 2
 
 
 @torch.inference_mode()
-def test_the_least_recently_used_recordings_go(tiny: Callable[[str], Path]) -> None:
+def test_recordings_that_are_not_used_go(tiny: Callable[[str], Path]) -> None:
     model, cache = loaded(tiny("qwen3_moe"), torch.float32)
     backend = SomeExperts()
     begin(model, cache, backend)
-    for count in range(1, MAX_RECORDINGS + 4):
-        for _ in range(REPEATS + 1):
+
+    def run(count: int, times: int) -> None:
+        for _ in range(times):
             recorded, walked = both(model, backend, SequenceTokens(cache, [5] * count))
             assert torch.equal(recorded, walked)
-    assert count_of(model, cache) == MAX_RECORDINGS
+
+    def recorded_counts() -> list[int]:
+        assert model.recordings is not None
+        shapes = model.recordings._by_cache[cache].passes
+        return [sequence.tokens for _, (sequence,) in shapes]
+
+    for count in range(1, MAX_RECORDINGS + 2):
+        run(count, REPEATS + 1)
+    assert recorded_counts() == [*range(1, MAX_RECORDINGS + 1)]
+    run(2, IDLE_PASSES)
+    run(MAX_RECORDINGS + 1, 1)
+    assert recorded_counts() == [*range(3, MAX_RECORDINGS + 1), 2, MAX_RECORDINGS + 1]
 
 
 @torch.inference_mode()

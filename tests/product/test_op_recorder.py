@@ -65,7 +65,7 @@ def test_a_recording_gives_what_its_ops_give(
         result = call(inputs)
     for _ in range(3):
         inputs.copy_(torch.randn(4, WIDTH, generator=generator))
-        recorder.run(0)
+        recorder.run([0])
         assert torch.equal(result, call(inputs.clone()))
 
 
@@ -84,7 +84,7 @@ def test_buffers_are_used_again_by_the_layer_after_the_next() -> None:
     assert kept[1] == kept[3] == kept[5] == kept[7]
     assert kept[4] == kept[6] != kept[2]
     inputs.fill_(5.0)
-    recorder.run(0)
+    recorder.run([0])
     assert states[-1][0, 0] == 13.0
     assert states[3][0, 0] == 8.0
 
@@ -99,7 +99,7 @@ def test_the_host_has_its_part_where_it_was_placed() -> None:
         recorder.cut(lambda: seen.append(tripled[0, 0].item()))
     for value in (1.0, 4.0):
         inputs.fill_(value)
-        recorder.run(0)
+        recorder.run([0])
     assert seen == [2.0, 3.0, 8.0, 12.0]
 
 
