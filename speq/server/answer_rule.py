@@ -6,13 +6,8 @@ from typing import Any
 
 from speq.errors import OptionError
 from speq.server.fields import ChatBody, NamedTool, SampledBody
-from speq.text.grammar import (
-    ANY_OBJECT,
-    AnswerGrammar,
-    choice_rule,
-    json_rule,
-    regex_rule,
-)
+from speq.text.call_grammar import ANY_OBJECT, json_rule
+from speq.text.grammar import AnswerGrammar, choice_rule, regex_rule
 
 # Writes a grammar of answers, given what writes grammars of one model's.
 Write = Callable[[AnswerGrammar], str]

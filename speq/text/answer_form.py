@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from speq.errors import UnsupportedError
-from speq.text import harmony, thoughts
+from speq.text import harmony
 from speq.text.answer_parts import AnswerParser
 from speq.text.call_syntax import SYNTAXES, CallSyntax, Tool
 from speq.text.harmony import HarmonyParser
-from speq.text.thoughts import ThoughtParser
+from speq.text.thoughts import THOUGHTS, ThoughtMarks, ThoughtParser
 from speq.text.tool_calls import CallParser
+from speq.text.wrapped_answer import WrappedParser
+
+# Tags around answers, of Hunyuan and of ERNIE.
+WRAPPERS = ("answer", "response")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,32 +21,39 @@ class AnswerForm:
     """What answers may hold beside text.
 
     is_harmony  messages have channels
-    thinks      thoughts come first
+    thoughts    marks of a thought that comes first; None: there is none
     syntax      of calls of tools; None: no known one
-    call_style  of calls between <tool_call> and </tool_call>
+    wrapper     tag around the answer behind a thought; empty: there is none
     """
 
     is_harmony: bool = False
-    thinks: bool = False
+    thoughts: ThoughtMarks | None = None
     syntax: CallSyntax | None = None
-    call_style: Literal["json", "tags", "glm"] = "json"
+    wrapper: str = ""
 
     @classmethod
     def of(cls, template: str) -> "AnswerForm":
-        if all(mark in template for mark in harmony.IN_TEMPLATE):
-            return cls(is_harmony=True)
-        syntax = next((each for each in SYNTAXES if each.in_template in template), None)
-        style: Literal["json", "tags", "glm"] = "json"
-        if "<function=" in template:
-            style = "tags"
-        elif "<arg_key>" in template:
-            style = "glm"
-        return cls(thinks=thoughts.END in template, syntax=syntax, call_style=style)
+        def has(*marks: str) -> bool:
+            return all(mark in template for mark in marks)
 
-    @staticmethod
-    def is_thinking(prompt_end: str) -> bool:
+        if has(*harmony.IN_TEMPLATE):
+            return cls(is_harmony=True)
+        return cls(
+            thoughts=next((each for each in THOUGHTS if has(each.end)), None),
+            syntax=next((each for each in SYNTAXES if has(*each.in_template)), None),
+            wrapper=next((each for each in WRAPPERS if has(*tags_of(each))), ""),
+        )
+
+    @property
+    def wrapper_marks(self) -> tuple[str, str]:
+        return tags_of(self.wrapper)
+
+    def is_thinking(self, prompt_end: str) -> bool:
         """True if a prompt with these last characters ends within a thought."""
-        return prompt_end.rstrip().endswith(thoughts.BEGIN)
+        if self.thoughts is None:
+            return False
+        end = prompt_end.rstrip().removesuffix(self.thoughts.heading).rstrip()
+        return end.endswith(self.thoughts.begin)
 
     def check_tools(self, takes_tools: bool) -> None:
         """Raise SpeqError where calls of tools would not be found in an answer.
@@ -55,10 +65,10 @@ class AnswerForm:
                 "tools are given and the model's chat template has no place for them"
             )
         if not self.is_harmony and self.syntax is None:
-            marks = ", ".join([*(each.begin for each in SYNTAXES), "channels of harmony"])
+            marks = dict.fromkeys([*(each.begin for each in SYNTAXES), "channels of harmony"])
             raise UnsupportedError(
                 "tools are given and the model calls them in a form that speq does not parse; "
-                f"it parses {marks}"
+                f"it parses {', '.join(marks)}"
             )
 
     def parser(self, prompt_end: str, tools: Sequence[Tool]) -> AnswerParser | None:
@@ -69,7 +79,15 @@ class AnswerForm:
         """
         if self.is_harmony:
             return HarmonyParser()
-        calls = CallParser(self.syntax, tools) if tools and self.syntax is not None else None
-        if not self.thinks:
-            return calls
-        return ThoughtParser(calls, self.is_thinking(prompt_end))
+        parser: AnswerParser | None = None
+        if tools and self.syntax is not None:
+            parser = CallParser(self.syntax, tools)
+        if self.wrapper:
+            parser = WrappedParser(*self.wrapper_marks, parser)
+        if self.thoughts is not None:
+            parser = ThoughtParser(parser, self.is_thinking(prompt_end), self.thoughts)
+        return parser
+
+
+def tags_of(name: str) -> tuple[str, str]:
+    return f"<{name}>", f"</{name}>"

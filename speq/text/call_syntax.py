@@ -6,7 +6,8 @@ Of Hermes and Qwen3, as JSON; between the same marks Qwen3-Coder and Qwen3.5, an
     <tool_call><function=weather><parameter=place>Oslo</parameter></function></tool_call>
     <tool_call>weather<arg_key>place</arg_key><arg_value>Oslo</arg_value></tool_call>
 
-Others have marks of their own. The models' published templates show them.
+Others have marks of their own. The models' published templates show them, and
+https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4 those of Gemma 4.
 """
 
 import ast
@@ -14,7 +15,10 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
+
+from speq.text import call_grammar
+from speq.text.call_grammar import WriteCalls, all_in_marks, each_in_marks
 
 # A tool as templates have it: {"type": "function", "function": {"name", "parameters", ...}}.
 Tool = Mapping[str, Any]
@@ -32,24 +36,28 @@ MOST_PYTHON = 1 << 16
 class CallSyntax:
     """How a family calls tools.
 
-    begin, end  marks around calls
-    inner       special tokens between them that belong to the calls
-    in_template what a template that asks for this syntax has in it
+    name        of the form
+    begin, end  marks around calls; an empty end: they go on to the end of the answer
+    in_template what a template that asks for this syntax has in it, all of them
+    write       writes the grammar of calls
+    inner       special tokens between the marks that belong to the calls
     """
 
+    name: str
     begin: str
     end: str
     parse: Parse
-    in_template: str
+    in_template: tuple[str, ...]
+    write: WriteCalls
     inner: frozenset[str] = frozenset()
 
 
-def calls_in(syntax: CallSyntax, text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
+def calls_in(parse: Parse, text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
     """The calls between two marks: names, and arguments as JSON. None where one of them is no
     call.
     """
     try:
-        called = syntax.parse(text, tools)
+        called = parse(text, tools)
         made = [(name, json.dumps(arguments, **AS_IT_IS)) for name, arguments in called]
         for name, arguments in made:
             (name + arguments).encode()  # half a character is none
@@ -113,17 +121,57 @@ DEEPSEEK_BEGIN, DEEPSEEK_END, DEEPSEEK_SEP = (
 def deepseek_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     """V3.1 writes a name and arguments, V3 a kind, a name and arguments in a block of code."""
     calls = []
-    for each in text.split(DEEPSEEK_BEGIN)[1:]:
-        name, mark, arguments = each.partition(DEEPSEEK_END)[0].partition(DEEPSEEK_SEP)
-        if not mark:
-            raise ValueError("a call has a name and arguments")
-        if name.strip() == "function":
+    for name, arguments in marked_calls(text, DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END):
+        if name == "function":
             name, _, arguments = arguments.partition("\n")
             arguments = arguments.strip().removeprefix("```json").removesuffix("```")
-        calls.append((checked_name(name.strip()), arguments_of({"arguments": arguments})))
+        calls.append(named_arguments(name, arguments))
+    return calls
+
+
+KIMI = "<|tool_call_{}|>"
+KIMI_BEGIN, KIMI_ARGUMENT, KIMI_END = (
+    KIMI.format(name) for name in ("begin", "argument_begin", "end")
+)
+
+
+def kimi_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
+    """A name stands in functions.NAME:NUMBER."""
+    found = marked_calls(text, KIMI_BEGIN, KIMI_ARGUMENT, KIMI_END)
+    return [
+        named_arguments(name.removeprefix("functions.").partition(":")[0], arguments)
+        for name, arguments in found
+    ]
+
+
+MISTRAL, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+def mistral_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
+    """As a list of JSON, or from 2025 on a name and arguments for each, which may have an id."""
+    if text.lstrip().startswith(("[{", "{")):
+        return json_calls(text, tools)
+    found = marked_calls(MISTRAL + text, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL)
+    return [named_arguments(name.partition(MISTRAL_ID)[0], arguments) for name, arguments in found]
+
+
+def marked_calls(text: str, begin: str, separator: str, end: str) -> list[tuple[str, str]]:
+    """What stands before and behind the separator of each call. Raises ValueError where there is
+    none.
+    """
+    calls = []
+    for each in text.split(begin)[1:]:
+        name, mark, arguments = each.partition(end)[0].partition(separator)
+        if not mark:
+            raise ValueError("a call has a name and arguments")
+        calls.append((name.strip(), arguments))
     if not calls:
         raise ValueError("there is no call")
     return calls
+
+
+def named_arguments(name: str, arguments: str) -> NamedCall:
+    return checked_name(name.strip()), arguments_of({"arguments": arguments})
 
 
 def lfm2_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
@@ -137,11 +185,87 @@ def lfm2_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     for each in listed.elts if isinstance(listed, ast.List) else [listed]:
         if not isinstance(each, ast.Call) or not isinstance(each.func, ast.Name) or each.args:
             raise ValueError("a call has a name, and arguments names")
-        named = {str(pair.arg): ast.literal_eval(pair.value) for pair in each.keywords if pair.arg}
-        calls.append((each.func.id, named))
+        pairs = [(pair.arg, JsonNames().visit(pair.value)) for pair in each.keywords if pair.arg]
+        calls.append((each.func.id, {name: ast.literal_eval(value) for name, value in pairs}))
     if not calls:
         raise ValueError("there is no call")
     return calls
+
+
+class JsonNames(ast.NodeTransformer):
+    """Reads the names of JSON's constants as these."""
+
+    VALUES: ClassVar = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.VALUES[node.id]) if node.id in self.VALUES else node
+
+
+GEMMA_QUOTE = '<|"|>'
+GEMMA_SCALAR = re.compile(r"[^,\]}]*")
+
+
+def gemma_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
+    """call:name{argument:value,...}, with marks around texts."""
+    name, brace, _ = text.partition("{")
+    if not name.strip().startswith("call:") or not brace:
+        raise ValueError("a call has a name and arguments")
+    arguments, at = gemma_object(text, len(name))
+    if text[at:].strip():
+        raise ValueError("something follows the arguments")
+    return [(checked_name(name.strip().removeprefix("call:")), arguments)]
+
+
+def gemma_object(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The object that begins at a brace, and the place behind it."""
+    made: dict[str, Any] = {}
+    at = behind_space(text, at + 1)
+    while text[at : at + 1] != "}":
+        colon = text.index(":", at)
+        key = text[at:colon].strip().removeprefix(GEMMA_QUOTE).removesuffix(GEMMA_QUOTE)
+        made[key], at = gemma_value(text, behind_space(text, colon + 1))
+        at = behind_comma(text, at, "}")
+    return made, at + 1
+
+
+def gemma_list(text: str, at: int) -> tuple[list[Any], int]:
+    made = []
+    at = behind_space(text, at + 1)
+    while text[at : at + 1] != "]":
+        value, at = gemma_value(text, at)
+        made.append(value)
+        at = behind_comma(text, at, "]")
+    return made, at + 1
+
+
+def gemma_value(text: str, at: int) -> tuple[Any, int]:
+    if text.startswith(GEMMA_QUOTE, at):
+        begin = at + len(GEMMA_QUOTE)
+        end = text.index(GEMMA_QUOTE, begin)
+        return text[begin:end], end + len(GEMMA_QUOTE)
+    if text[at : at + 1] == "{":
+        return gemma_object(text, at)
+    if text[at : at + 1] == "[":
+        return gemma_list(text, at)
+    found = GEMMA_SCALAR.match(text, at)
+    end = at if found is None else found.end()
+    return json_or_text(text[at:end].strip()), end
+
+
+def behind_space(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+def behind_comma(text: str, at: int, closing: str) -> int:
+    """The place of the next value, or of the closing mark. Raises ValueError where neither is."""
+    at = behind_space(text, at)
+    if text[at : at + 1] == ",":
+        return behind_space(text, at + 1)
+    if text[at : at + 1] != closing:
+        raise ValueError(f"neither a comma nor {closing} follows a value")
+    return at
 
 
 def typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> dict[str, Any]:
@@ -212,17 +336,72 @@ def arguments_of(given: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-HERMES = CallSyntax("<tool_call>", "</tool_call>", usual_calls, "<tool_call>")
-# The marks of a family of its own come first: its template may speak of others.
+TOOL_CALL = "<tool_call>", "</tool_call>"
+MINIMAX = "<minimax:tool_call>", "</minimax:tool_call>"
+DEEPSEEK_CALLS = DEEPSEEK.format("calls▁begin"), DEEPSEEK.format("calls▁end")
+DEEPSEEK_INNER = DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END
+KIMI_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_INNER = KIMI_BEGIN, KIMI_ARGUMENT, KIMI_END
+LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
+GEMMA = "<|tool_call>", "<tool_call|>"
+HUNYUAN = "<tool_calls>", "</tool_calls>"
+IN_BRACKETS = {"opening": "[", "between": ",", "closing": "]"}
+# The first one that a template asks for counts: those of one family, whose template may speak of
+# others, and those with more marks come first.
 SYNTAXES = (
-    CallSyntax("<minimax:tool_call>", "</minimax:tool_call>", minimax_calls, "<minimax:tool_call>"),
     CallSyntax(
-        DEEPSEEK.format("calls▁begin"),
-        DEEPSEEK.format("calls▁end"),
-        deepseek_calls,
-        DEEPSEEK.format("calls▁begin"),
-        frozenset({DEEPSEEK_BEGIN, DEEPSEEK_END, DEEPSEEK_SEP}),
+        *("minimax", *MINIMAX, minimax_calls, MINIMAX[:1]),
+        all_in_marks(*MINIMAX, call_grammar.invoked_call),
     ),
-    CallSyntax("<|tool_call_start|>", "<|tool_call_end|>", lfm2_calls, "<|tool_call_start|>"),
-    HERMES,
+    CallSyntax(
+        *("deepseek-v3", *DEEPSEEK_CALLS, deepseek_calls, (DEEPSEEK_CALLS[0], "```json")),
+        all_in_marks(*DEEPSEEK_CALLS, call_grammar.fenced_call(*DEEPSEEK_INNER)),
+        frozenset(DEEPSEEK_INNER),
+    ),
+    CallSyntax(
+        *("deepseek", *DEEPSEEK_CALLS, deepseek_calls, DEEPSEEK_CALLS[:1]),
+        all_in_marks(*DEEPSEEK_CALLS, call_grammar.named_call(*DEEPSEEK_INNER)),
+        frozenset(DEEPSEEK_INNER),
+    ),
+    CallSyntax(
+        *("kimi", *KIMI_CALLS, kimi_calls, KIMI_CALLS[:1]),
+        all_in_marks(*KIMI_CALLS, call_grammar.named_call(*KIMI_INNER, "functions.{}:#")),
+        frozenset(KIMI_INNER),
+    ),
+    CallSyntax(
+        *("lfm2", *LFM2, lfm2_calls, LFM2[:1]),
+        all_in_marks(*LFM2, call_grammar.python_call, **IN_BRACKETS),
+    ),
+    CallSyntax(
+        *("gemma", *GEMMA, gemma_calls, GEMMA[:1]),
+        each_in_marks(*GEMMA, call_grammar.gemma_call),
+        frozenset({GEMMA_QUOTE}),
+    ),
+    CallSyntax(
+        *("mistral", MISTRAL, "", mistral_calls, (MISTRAL, MISTRAL_ARGUMENTS)),
+        each_in_marks(MISTRAL, "", call_grammar.named_call("", MISTRAL_ARGUMENTS, "")),
+        frozenset({MISTRAL, MISTRAL_ID, MISTRAL_ARGUMENTS}),
+    ),
+    CallSyntax(
+        *("mistral-json", MISTRAL, "", mistral_calls, (MISTRAL,)),
+        all_in_marks(MISTRAL, "", call_grammar.json_call, **IN_BRACKETS),
+        frozenset({MISTRAL, MISTRAL_ID, MISTRAL_ARGUMENTS}),
+    ),
+    CallSyntax(
+        *("hunyuan", *HUNYUAN, json_calls, HUNYUAN[:1]),
+        all_in_marks(*HUNYUAN, call_grammar.json_call, **IN_BRACKETS),
+    ),
+    CallSyntax(
+        *("qwen-coder", *TOOL_CALL, usual_calls, (TOOL_CALL[0], "<function=")),
+        each_in_marks(*TOOL_CALL, call_grammar.tagged_call),
+    ),
+    CallSyntax(
+        *("glm", *TOOL_CALL, usual_calls, (TOOL_CALL[0], "<arg_key>")),
+        each_in_marks(*TOOL_CALL, call_grammar.glm_call),
+    ),
+    CallSyntax(
+        *("hermes", *TOOL_CALL, usual_calls, TOOL_CALL[:1]),
+        each_in_marks(*TOOL_CALL, call_grammar.json_call),
+    ),
 )
+HERMES = SYNTAXES[-1]

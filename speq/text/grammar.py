@@ -3,41 +3,27 @@
 An answer may have a thought before it, which no grammar bounds.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from speq.errors import UnsupportedError
-from speq.text import harmony, thoughts
+from speq.text import harmony
 from speq.text.answer_form import AnswerForm
-from speq.text.call_syntax import HERMES, Tool
-
-# A model may write white space for ever where it may: so much and no more.
-SPACE = r"/[ \n\t]{0,4}/"
-JSON_SPACE = {"x-guidance": {"whitespace_pattern": r"(\n[ \t]{0,40}|[ ]?)"}}
-ANY_TEXT = "/(?s:.*)/"
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
-# Rules of texts up to a mark of text, that mark included.
-UP_TO = (
-    r"thought[lazy]: /(?s:.*)<\/think>/",
-    r"value[lazy]: /(?s:.*)<\/parameter>/",
-    r"glm_value[lazy]: /(?s:.*)<\/arg_value>/",
+from speq.text.call_grammar import (
+    ANY_TEXT,
+    SPACE,
+    UP_TO,
+    Function,
+    json_rule,
+    parameters_of,
+    text_rule,
+    up_to_rule,
 )
-
-
-def json_rule(schema: Mapping[str, Any] | bool) -> str:
-    """Spaces between its values are one, or a line's beginning."""
-    bounded = {**JSON_SPACE, **schema} if isinstance(schema, Mapping) else schema
-    return f"%json {json.dumps(bounded)}"
+from speq.text.call_syntax import Tool
 
 
 def regex_rule(pattern: str) -> str:
     return "/" + pattern.replace("/", r"\/").replace("\n", r"\n") + "/"
-
-
-def text_rule(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def choice_rule(texts: Sequence[str]) -> str:
@@ -78,7 +64,13 @@ class AnswerGrammar:
         return self._grammar(self._calls())
 
     def _grammar(self, answer: str) -> str:
-        return "\n".join([f"start: {self._thoughts()}({answer})", *UP_TO])
+        marks, rules = self.form.thoughts, [*UP_TO]
+        if marks is not None:
+            rules.append(up_to_rule("thought", marks.end))
+        if self.form.wrapper:
+            begin, end = (text_rule(mark) for mark in self.form.wrapper_marks)
+            answer = f"{answer} | {begin} {SPACE} ({answer}) {SPACE} {end}"
+        return "\n".join([f"start: {self._thoughts()}({answer})", *rules])
 
     def _thoughts(self) -> str:
         """What may come before an answer."""
@@ -86,31 +78,28 @@ class AnswerGrammar:
             end, start = self._mark("<|end|>"), self._mark(harmony.START)
             thought = f'{self._channel("analysis")} {ANY_TEXT} {end} {start} "assistant"'
             return f"({thought})* "
-        if not self.form.thinks:
+        marks = self.form.thoughts
+        if marks is None:
             return ""
-        end = self._mark(thoughts.END)
+        end = self._mark(marks.end)
         thought = "thought" if end.startswith('"') else f"{ANY_TEXT} {end}"
         if self.is_thinking:
             return f"{thought} {SPACE} "
-        return f"({SPACE} {self._mark(thoughts.BEGIN)} {thought} {SPACE})? "
+        return f"({SPACE} {self._mark(marks.begin)} {thought} {SPACE})? "
 
     def _calls(self) -> str:
-        """Raises SpeqError for a form of calls that has no grammar here."""
         functions = [tool["function"] for tool in self.tools]
         if self.form.is_harmony:
             return " | ".join(f"({self._harmony_call(each)})" for each in functions)
-        if self.form.syntax is not HERMES:
+        syntax = self.form.syntax
+        if syntax is None:
             raise UnsupportedError(
-                "tool_choice or response_format needs a grammar of the model's calls, which only "
-                "those between <tool_call> and </tool_call> have, and gpt-oss's; give tool_choice "
-                "auto, and no response_format"
+                "tool_choice or response_format needs a grammar of the model's calls, whose form "
+                "is not known; give tool_choice auto, and no response_format"
             )
-        write = {"json": json_call, "tags": tagged_call, "glm": glm_call}[self.form.call_style]
-        calls = " | ".join(f"({write(each)})" for each in functions)
-        one = f"{self._mark(HERMES.begin)} {SPACE} ({calls}) {SPACE} {self._mark(HERMES.end)}"
-        return one if self.most_calls == 1 else f"({one} {SPACE})+"
+        return syntax.write(functions, self._mark, self.most_calls == 1)
 
-    def _harmony_call(self, function: Mapping[str, Any]) -> str:
+    def _harmony_call(self, function: Function) -> str:
         begin = self._channel(f"commentary to=functions.{function['name']}")
         return f"{begin} {json_rule(parameters_of(function))}"
 
@@ -123,49 +112,3 @@ class AnswerGrammar:
     def _mark(self, name: str) -> str:
         """A mark as a text, or as the special token that it is."""
         return f"<[{self._ids[name]}]>" if name in self._ids else text_rule(name)
-
-
-def parameters_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return function.get("parameters") or ANY_OBJECT
-
-
-def json_call(function: Mapping[str, Any]) -> str:
-    begin = f'{{"name": {json.dumps(function["name"])}, "arguments": '
-    return f"{text_rule(begin)} {json_rule(parameters_of(function))} {text_rule('}')}"
-
-
-def tagged_call(function: Mapping[str, Any]) -> str:
-    """With a tag for each argument, in the order in which they are declared."""
-    parts = [text_rule(f"<function={function['name']}>"), SPACE]
-    for name, schema, is_needed in arguments_of(function):
-        value = f'"\\n"? {json_rule(schema)} "\\n"? "</parameter>"'
-        if is_text(schema):
-            value = "value"
-        part = f"{text_rule(f'<parameter={name}>')} {value} {SPACE}"
-        parts.append(part if is_needed else f"({part})?")
-    return " ".join([*parts, '"</function>"'])
-
-
-def glm_call(function: Mapping[str, Any]) -> str:
-    parts = [text_rule(function["name"]), SPACE]
-    for name, schema, is_needed in arguments_of(function):
-        value = "glm_value" if is_text(schema) else f'{json_rule(schema)} "</arg_value>"'
-        key = text_rule(f"<arg_key>{name}</arg_key>")
-        part = f'{key} {SPACE} "<arg_value>" {value} {SPACE}'
-        parts.append(part if is_needed else f"({part})?")
-    return " ".join(parts)
-
-
-def arguments_of(function: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Name and schema of each declared argument, and whether a call must have it."""
-    parameters = parameters_of(function)
-    properties, needed = parameters.get("properties"), parameters.get("required")
-    if not isinstance(properties, Mapping):
-        return []
-    listed = needed if isinstance(needed, list) else []
-    return [(name, schema, name in listed) for name, schema in properties.items()]
-
-
-def is_text(schema: Any) -> bool:
-    """True for an argument that is any text: what it is between its tags."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema

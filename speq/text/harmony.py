@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 
 from speq.text.answer_parts import AnswerPart, Call, MakeId, new_id
-from speq.text.call_syntax import CallSyntax, NamedCall, arguments_of, calls_in
+from speq.text.call_syntax import NamedCall, arguments_of, calls_in
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = frozenset({"<|end|>", "<|return|>", "<|call|>"})
@@ -84,8 +84,7 @@ class HarmonyParser:
         name, self._tool = self._tool, None
         if name is None:
             return AnswerPart()
-        syntax = CallSyntax("", "", lambda text, _: [one_call(name, text)], "")
-        called = calls_in(syntax, self._arguments, ())
+        called = calls_in(lambda text, _: [one_call(name, text)], self._arguments, ())
         if not called:
             return AnswerPart(self._arguments)
         return AnswerPart("", tuple(Call(self.make_id(), *each) for each in called))

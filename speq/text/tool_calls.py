@@ -47,7 +47,7 @@ class CallParser:
         parts = []
         while True:
             sought = self.syntax.begin if self._begin is None else self.syntax.end
-            before, found, rest = self._held.partition(sought)
+            before, found, rest = self._held.partition(sought) if sought else ("", "", "")
             if not found:
                 break
             self._held = rest
@@ -70,7 +70,7 @@ class CallParser:
 
     def _closed(self, inside: str, mark: str) -> AnswerPart:
         begin, self._begin = self._begin or "", None
-        called = calls_in(self.syntax, inside, self.tools)
+        called = calls_in(self.syntax.parse, inside, self.tools)
         if not called:
             return AnswerPart(self._text(begin + inside + mark))
         self._behind_call = True

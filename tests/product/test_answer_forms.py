@@ -10,8 +10,9 @@ from speq.text.answer_form import AnswerForm
 from speq.text.answer_parts import AnswerParser, AnswerPart, join_parts, parse_piece
 from speq.text.harmony import HarmonyParser
 from speq.text.stream import TextPiece
-from speq.text.thoughts import ThoughtParser
+from speq.text.thoughts import THINK, THOUGHTS, ThoughtParser
 from speq.text.tool_calls import CallParser
+from speq.text.wrapped_answer import WrappedParser
 
 CALL = '<tool_call>{"name": "f"}</tool_call>'
 
@@ -80,10 +81,68 @@ def test_marks_of_thoughts_that_are_special_tokens() -> None:
     ("end", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("x", False)]
 )
 def test_a_prompt_may_end_within_a_thought(end: str, thinking: bool) -> None:
-    parser = AnswerForm(thinks=True).parser(end, [])
+    parser = AnswerForm(thoughts=THINK).parser(end, [])
     assert parser is not None
     part = read(parser, "a</think>b", ())
     assert part == (AnswerPart("b", (), "a") if thinking else AnswerPart("a</think>b"))
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "said"),
+    [
+        ("<|channel>thought\nWhy?\n<channel|>So.", "Why?", "So."),
+        ("<|channel>thought\n<channel|>So.", "", "So."),
+        ("<|channel>thought<channel|>So.", "", "So."),
+        ("<|channel>thoughts\nWhy?<channel|>So.", "thoughts\nWhy?", "So."),
+        ("<|channel>Why?<channel|>So.", "Why?", "So."),
+        ("<|channel>thou", "thou", ""),
+        ("<|channel>thought", "", ""),
+        ("So.", "", "So."),
+    ],
+)
+def test_thoughts_with_a_heading(text: str, reasoning: str, said: str, size: int) -> None:
+    gemma = THOUGHTS[1]
+    parser = ThoughtParser(None, False, gemma)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    part = join_parts([*(parser.feed(piece) for piece in pieces), parser.finish()])
+    assert (part.reasoning, part.text) == (reasoning, said)
+    marked = ThoughtParser(None, False, gemma)
+    parts = [
+        marked.mark(each) if each in (gemma.begin, gemma.end) else marked.feed(each)
+        for each in re.split(r"(<\|channel>|<channel\|>)", text)
+    ]
+    part = join_parts([*parts, marked.finish()])
+    assert (part.reasoning, part.text) == (reasoning, said)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ("\n<answer>\nSo. <b>\n</answer>\n", "So. <b>", []),
+        ("<answer>So.", "So.", []),
+        ("<answer></answer>", "", []),
+        ("<answer>So.</answer> More.", "So.More.", []),
+        ("So. <answer>a</answer>", "So. <answer>a</answer>", []),
+        ("<ans", "<ans", []),
+        ('<answer>Yes.\n<tool_call>{"name": "f"}</tool_call>\n</answer>', "Yes.", ["f"]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
+    ],
+)
+def test_answers_between_marks(text: str, said: str, calls: list[str], size: int) -> None:
+    parser = WrappedParser("<answer>", "</answer>", CallParser())
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    part = join_parts([*(parser.feed(piece) for piece in pieces), parser.finish()])
+    assert (part.text, [call.name for call in part.calls]) == (said, calls)
+    marked = WrappedParser("<answer>", "</answer>", CallParser())
+    parts = [
+        marked.mark(each) if each.startswith("<") and each.endswith(">") else marked.feed(each)
+        for each in re.split(r"(</?answer>|</?tool_call>)", text)
+    ]
+    part = join_parts([*parts, marked.finish()])
+    if "So. <answer>" not in text:  # in the midst of a text a special token is not told
+        assert (part.text, [call.name for call in part.calls]) == (said, calls)
 
 
 SAID = "<|start|>assistant<|channel|>final<|message|>"

@@ -1,14 +1,16 @@
 """Calls of tools as families write them, between their marks."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from speq.text.answer_form import AnswerForm
-from speq.text.answer_parts import join_parts, parse_piece
+from speq.text.answer_parts import AnswerParser, join_parts, parse_piece
 from speq.text.call_syntax import MOST_PYTHON, SYNTAXES, CallSyntax, calls_in
 from speq.text.stream import TextPiece
+from speq.text.thoughts import THINK, THOUGHTS
 from speq.text.tool_calls import CallParser
 
 TOOLS = [
@@ -28,7 +30,12 @@ TOOLS = [
         },
     }
 ]
-MINIMAX, DEEPSEEK, LFM2, HERMES = SYNTAXES
+BY_NAME = {each.name: each for each in SYNTAXES}
+MINIMAX, DEEPSEEK, LFM2, HERMES, KIMI, GEMMA, MISTRAL, HUNYUAN = (
+    BY_NAME[name]
+    for name in ("minimax", "deepseek", "lfm2", "hermes", "kimi", "gemma", "mistral", "hunyuan")
+)
+QUOTE = '<|"|>'
 DS = [f"<\uff5ctool▁{name}\uff5c>" for name in ("call▁begin", "sep", "call▁end")]
 WHOLE = {"text": "5", "most": 5, "where": ["a", {"b": 1}]}
 
@@ -64,7 +71,44 @@ WHOLE = {"text": "5", "most": 5, "where": ["a", {"b": 1}]}
         ),
         (LFM2, "[find(text='5', most=5, where=['a', {'b': 1}])]", [("find", WHOLE)]),
         (LFM2, json.dumps([{"name": "find", "arguments": WHOLE}]), [("find", WHOLE)]),
+        (
+            LFM2,
+            "[find(text='5', most=5, where=['a', {'b': 1}], on=true, off=null)]",
+            [("find", {**WHOLE, "on": True, "off": None})],
+        ),
+        (
+            KIMI,
+            "<|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>"
+            f"{json.dumps(WHOLE)}<|tool_call_end|>",
+            [("find", WHOLE)],
+        ),
+        (
+            GEMMA,
+            f"call:find{{text:{QUOTE}5{QUOTE},most:5,where:[{QUOTE}a{QUOTE},{{b:1}}]}}",
+            [("find", WHOLE)],
+        ),
+        (
+            GEMMA,
+            f"call:find{{ text: {QUOTE}a, }}{QUOTE} , {QUOTE}deep{QUOTE}:{{a:{{}},b:[]}},on:true}}",
+            [("find", {"text": "a, }", "deep": {"a": {}, "b": []}, "on": True})],
+        ),
+        (GEMMA, "call:go{}", [("go", {})]),
+        (GEMMA, "call:go{a:1 b:2}", [("go", {"a": "1 b:2"})]),
+        (MISTRAL, f"find[ARGS]{json.dumps(WHOLE)}", [("find", WHOLE)]),
+        (MISTRAL, f" {json.dumps([{'name': 'find', 'arguments': WHOLE}])}", [("find", WHOLE)]),
+        (
+            HUNYUAN,
+            f"\n{json.dumps([{'name': 'find', 'arguments': WHOLE}])}\n",
+            [("find", WHOLE)],
+        ),
         # Several at once.
+        (MISTRAL, "a[ARGS]{}[TOOL_CALLS]b[CALL_ID]x1[ARGS]{}", [("a", {}), ("b", {})]),
+        (
+            KIMI,
+            "<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            "<|tool_call_begin|>b<|tool_call_argument_begin|>{}<|tool_call_end|>",
+            [("a", {}), ("b", {})],
+        ),
         (
             MINIMAX,
             '<invoke name="find"></invoke><invoke name="go"></invoke>',
@@ -93,6 +137,17 @@ WHOLE = {"text": "5", "most": 5, "where": ["a", {"b": 1}]}
         (DEEPSEEK, f"{DS[0]}find{DS[2]}", []),
         (DEEPSEEK, f"{DS[0]}find{DS[1]}[1]{DS[2]}", []),
         (DEEPSEEK, f"{DS[0]}{DS[1]}{{}}{DS[2]}", []),
+        *((KIMI, text, []) for text in ("find", "<|tool_call_begin|>find<|tool_call_end|>")),
+        *((MISTRAL, text, []) for text in ("find", "find{}", "[ARGS]{}", "find[ARGS]no")),
+        *((HUNYUAN, text, []) for text in ("", "find", "[{}]")),
+        *(
+            (GEMMA, text, [])
+            for text in (
+                *("go", "go{}", "call:{}", "call:go", "call:go{", "call:go{a}", "call:go{a:1"),
+                *("call:go{a:[1}", "call:go{}x", f"call:go{{a:{QUOTE}b}}"),
+                "call:go{a:" + "[" * 100_000,
+            )
+        ),
         (LFM2, "[]", []),
         (LFM2, "[find('5')]", []),
         (LFM2, "[find(text=open('a'))]", []),
@@ -105,7 +160,7 @@ WHOLE = {"text": "5", "most": 5, "where": ["a", {"b": 1}]}
     ],
 )
 def test_calls(syntax: CallSyntax, inside: str, calls: list[tuple[str, Any]]) -> None:
-    found = calls_in(syntax, inside, TOOLS)
+    found = calls_in(syntax.parse, inside, TOOLS)
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
@@ -117,10 +172,41 @@ def test_special_tokens_within_calls_belong_to_them() -> None:
         TextPiece("find", ((4, DS[1]),)),
         TextPiece('{"most": 1}', ((0, end), (11, DS[2]), (11, DEEPSEEK.end), (11, end))),
     ]
+    assert told_of(parser, pieces) == ("Yes.", [("find", '{"most": 1}')])
+
+
+def told_of(parser: AnswerParser, pieces: Sequence[TextPiece]) -> tuple[str, list[tuple[str, str]]]:
     parts = [*(parse_piece(parser, piece) for piece in pieces), parser.finish()]
     whole = join_parts(parts)
-    assert whole.text == "Yes."
-    assert [(call.name, call.arguments) for call in whole.calls] == [("find", '{"most": 1}')]
+    return whole.text, [(call.name, call.arguments) for call in whole.calls]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_calls_that_the_answer_ends(marked: bool) -> None:
+    """Mistral's, whose marks are special tokens or text."""
+    begin, arguments = "[TOOL_CALLS]", "[ARGS]"
+    pieces = [
+        TextPiece("Yes.\n", ((5, begin),)),
+        TextPiece("find", ((4, arguments),)),
+        TextPiece('{"most": 1}', ((11, begin),)),
+        TextPiece("go", ((2, arguments),)),
+        TextPiece("{}"),
+    ]
+    if not marked:
+        text = f'Yes.\n{begin}find{arguments}{{"most": 1}}{begin}go{arguments}{{}}'
+        pieces = [TextPiece(each) for each in text]
+    found = told_of(CallParser(MISTRAL, TOOLS), pieces)
+    assert found == ("Yes.", [("find", '{"most": 1}'), ("go", "{}")])
+
+
+def test_texts_of_gemma_hold_any_character() -> None:
+    pieces = [
+        TextPiece("", ((0, GEMMA.begin),)),
+        TextPiece("call:find{text:", ((15, QUOTE),)),
+        TextPiece("a}, b:", ((6, QUOTE),)),
+        TextPiece("}", ((1, GEMMA.end),)),
+    ]
+    assert told_of(CallParser(GEMMA, TOOLS), pieces) == ("", [("find", '{"text": "a}, b:"}')])
 
 
 @pytest.mark.parametrize(
@@ -129,17 +215,29 @@ def test_special_tokens_within_calls_belong_to_them() -> None:
         ("{{ '<tool_call>' }}", AnswerForm(syntax=HERMES)),
         (
             "<think>{{ x }}</think><tool_call><function=",
-            AnswerForm(thinks=True, syntax=HERMES, call_style="tags"),
+            AnswerForm(thoughts=THINK, syntax=BY_NAME["qwen-coder"]),
         ),
-        ("<tool_call><arg_key>", AnswerForm(syntax=HERMES, call_style="glm")),
+        ("<tool_call><arg_key>", AnswerForm(syntax=BY_NAME["glm"])),
         ("<minimax:tool_call><invoke> or <tool_call>", AnswerForm(syntax=MINIMAX)),
         (
             "<\uff5ctool▁calls▁begin\uff5c></think>",
-            AnswerForm(thinks=True, syntax=DEEPSEEK),
+            AnswerForm(thoughts=THINK, syntax=DEEPSEEK),
+        ),
+        (
+            "<\uff5ctool▁calls▁begin\uff5c>```json",
+            AnswerForm(syntax=BY_NAME["deepseek-v3"]),
         ),
         ("<|tool_call_start|>", AnswerForm(syntax=LFM2)),
         ("<|channel|>analysis<|message|>", AnswerForm(is_harmony=True)),
-        ("[TOOL_CALLS]", AnswerForm()),
+        ("[TOOL_CALLS]", AnswerForm(syntax=BY_NAME["mistral-json"])),
+        ("[TOOL_CALLS][ARGS][/THINK]", AnswerForm(thoughts=THOUGHTS[2], syntax=MISTRAL)),
+        ("<|tool_calls_section_begin|>", AnswerForm(syntax=KIMI)),
+        ("<|tool_call>call:<|channel>thought<channel|>", AnswerForm(False, THOUGHTS[1], GEMMA)),
+        (
+            "</think><tool_calls>.split('<answer>') '</answer>'",
+            AnswerForm(thoughts=THINK, syntax=HUNYUAN, wrapper="answer"),
+        ),
+        ("<response>\n</response><tool_call>", AnswerForm(syntax=HERMES, wrapper="response")),
         ("", AnswerForm()),
     ],
 )

@@ -15,12 +15,16 @@ from speq.config import SamplingParams
 from speq.engine.constraint import GrammarCompiler
 from speq.errors import OptionError, SpeqError, UnsupportedError
 from speq.text.answer_form import AnswerForm
-from speq.text.call_syntax import SYNTAXES
-from speq.text.grammar import AnswerGrammar, choice_rule, json_rule, regex_rule
+from speq.text.answer_parts import join_parts
+from speq.text.call_grammar import json_rule
+from speq.text.call_syntax import SYNTAXES, calls_in
+from speq.text.grammar import AnswerGrammar, choice_rule, regex_rule
+from speq.text.thoughts import THINK, THOUGHTS
 from speq.text.vocabulary import Vocabulary
 from tests.helpers.paths import BUNDLED
 
-HERMES = SYNTAXES[-1]
+BY_NAME = {each.name: each for each in SYNTAXES}
+HERMES = BY_NAME["hermes"]
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
@@ -74,9 +78,9 @@ GLM_CALL = (
     "<tool_call>find\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n"
     "<arg_key>most</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
 )
-PLAIN, THINKS = AnswerForm(syntax=HERMES), AnswerForm(thinks=True, syntax=HERMES)
-TAGS = AnswerForm(syntax=HERMES, call_style="tags")
-GLM = AnswerForm(syntax=HERMES, call_style="glm")
+PLAIN, THINKS = AnswerForm(syntax=HERMES), AnswerForm(thoughts=THINK, syntax=HERMES)
+TAGS, GLM = AnswerForm(syntax=BY_NAME["qwen-coder"]), AnswerForm(syntax=BY_NAME["glm"])
+WRAPPED = AnswerForm(thoughts=THINK, syntax=HERMES, wrapper="answer")
 HARMONY = AnswerForm(is_harmony=True)
 
 
@@ -132,6 +136,16 @@ OBJECT = json_rule(SCHEMA)
             calls(TAGS, FIND),
             [TAG_CALL, TAG_CALL.replace("<parameter=most>\n1\n</parameter>\n", "")],
             [JSON_CALL, TAG_CALL.replace("\n1\n", "\nmany\n"), TAG_CALL.replace("text>", "at>")],
+        ),
+        (
+            text(OBJECT, WRAPPED),
+            ['{"a": 5}', '<think>a</think>\n<answer>\n{"a": 5}\n</answer>'],
+            ['<answer>{"a": 5}', '{"a": 5}</answer>', "<answer>no</answer>"],
+        ),
+        (
+            text(OBJECT, AnswerForm(thoughts=THOUGHTS[1])),
+            ['{"a": 5}', '<|channel>thought\na<channel|>{"a": 5}'],
+            ["<|channel>a<channel|>no", "<channel|>"],
         ),
         (calls(TAGS, GO), ["<tool_call><function=go></function></tool_call>"], [GO_CALL]),
         (calls(GLM, FIND), [GLM_CALL], [JSON_CALL, GLM_CALL.replace(">1<", ">one<")]),
@@ -208,10 +222,148 @@ def test_marks_that_are_special_tokens(
     assert [each for each in wrong if follows(made, marked, grammar, each)] == []
 
 
-@pytest.mark.parametrize("syntax", SYNTAXES[:-1])
-def test_forms_of_calls_without_a_grammar(syntax: Any) -> None:
+GIVEN = {"text": "a", "most": 1}
+DS = [f"<\uff5ctool▁{each}\uff5c>" for each in ("calls▁begin", "calls▁end")]
+DS += [f"<\uff5ctool▁{each}\uff5c>" for each in ("call▁begin", "sep", "call▁end")]
+KIMI = [f"<|tool_call{each}|>" for each in ("s_section_begin", "s_section_end")]
+KIMI += [f"<|tool_call_{each}|>" for each in ("begin", "argument_begin", "end")]
+LISTED = (
+    '[{"name": "find", "arguments": {"text": "a", "most": 1}}, {"name": "go", "arguments": {}}]'
+)
+# By the name of a form: calls of `find` and `go`, as families write them, and what is none of
+# these.
+WRITTEN = {
+    "minimax": (
+        '<minimax:tool_call>\n<invoke name="find">\n<parameter name="text">a</parameter>\n'
+        '<parameter name="most">1</parameter>\n</invoke>\n<invoke name="go"></invoke>\n'
+        "</minimax:tool_call>",
+        '<minimax:tool_call><invoke name="find"></invoke></minimax:tool_call>',
+    ),
+    "deepseek-v3": (
+        f'{DS[0]}{DS[2]}function{DS[3]}find\n```json\n{{"text": "a", "most": 1}}\n```{DS[4]}'
+        f"{DS[2]}function{DS[3]}go\n```json\n{{}}\n```{DS[4]}{DS[1]}",
+        f"{DS[0]}{DS[2]}find{DS[3]}{{}}{DS[4]}{DS[1]}",
+    ),
+    "deepseek": (
+        f'{DS[0]}{DS[2]}find{DS[3]}{{"text": "a", "most": 1}}{DS[4]}{DS[2]}go{DS[3]}{{}}{DS[4]}'
+        f"{DS[1]}",
+        f"{DS[0]}{DS[2]}find{DS[3]}{{}}{DS[4]}{DS[1]}",
+    ),
+    "kimi": (
+        f'{KIMI[0]}{KIMI[2]}functions.find:0{KIMI[3]}{{"text": "a", "most": 1}}{KIMI[4]}'
+        f"{KIMI[2]}functions.go:1{KIMI[3]}{{}}{KIMI[4]}{KIMI[1]}",
+        f"{KIMI[0]}{KIMI[2]}find{KIMI[3]}{{}}{KIMI[4]}{KIMI[1]}",
+    ),
+    "lfm2": (
+        '<|tool_call_start|>[find(text="a", most=1), go()]<|tool_call_end|>',
+        "<|tool_call_start|>[find(most=1)]<|tool_call_end|>",
+    ),
+    "gemma": (
+        '<|tool_call>call:find{text:<|"|>a<|"|>,most:1}<tool_call|><|tool_call>call:go{}'
+        "<tool_call|>",
+        "<|tool_call>call:find{most:1}<tool_call|>",
+    ),
+    "mistral": (
+        '[TOOL_CALLS]find[ARGS]{"text": "a", "most": 1}[TOOL_CALLS]go[ARGS]{}',
+        "[TOOL_CALLS]find[ARGS]{}",
+    ),
+    "mistral-json": (f"[TOOL_CALLS] {LISTED}", '[TOOL_CALLS] [{"name": "find"}]'),
+    "hunyuan": (f"<tool_calls>{LISTED}</tool_calls>", "<tool_calls>[]</tool_calls>"),
+    "qwen-coder": (
+        f"{TAG_CALL.replace(' < b', '')}<tool_call>\n<function=go></function>\n</tool_call>",
+        "<tool_call><function=find></function></tool_call>",
+    ),
+    "glm": (f"{GLM_CALL}<tool_call>go</tool_call>", "<tool_call>find</tool_call>"),
+    "hermes": (JSON_CALL + GO_CALL, "<tool_call>{}</tool_call>"),
+}
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_each_form_of_calls(name: str, special: bool) -> None:
+    """A grammar of a form has calls as families write them, which our parser finds, and no
+    others. Marks are texts, or special tokens.
+    """
+    syntax, (written, wrong) = BY_NAME[name], WRITTEN[name]
+    marked = AutoTokenizer.from_pretrained(BUNDLED)
+    marks = [each for each in (syntax.begin, syntax.end, *syntax.inner) if each]
+    if special:
+        marked.add_special_tokens({"additional_special_tokens": marks})
+    made = GrammarCompiler(marked, len(marked), frozenset({marked.eos_token_id}))
+    writer = AnswerGrammar(
+        AnswerForm(syntax=syntax), False, Vocabulary(marked).special, [FIND, SET, GO]
+    )
+    grammar = writer.calls()
+    assert follows(made, marked, grammar, written)
+    assert not follows(made, marked, grammar, wrong)
+    assert not follows(made, marked, grammar, "find")
+    parser = AnswerForm(syntax=syntax).parser("", [FIND, SET, GO])
+    assert parser is not None
+    read = join_parts([parser.feed(written), parser.finish()])
+    found = [(call.name, json.loads(call.arguments)) for call in read.calls]
+    assert found == [("find", GIVEN), ("go", {})]
+    assert read.text == ""
+    one = AnswerGrammar(writer.form, False, writer.special, [FIND], 1).calls()
+    assert not follows(made, marked, one, written)
+
+
+SET = {
+    "type": "function",
+    "function": {
+        "name": "set",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "on": {"type": "boolean"},
+                "way": {"enum": ["up", "down", 3]},
+                "places": {"type": "array", "items": {"type": "string"}},
+                "deep": {
+                    "type": "object",
+                    "properties": {"x": {"type": "number"}, "y": {"type": "number"}},
+                    "required": ["y"],
+                },
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "arguments"),
+    [
+        ("gemma", "call:set{}", {}),
+        ("gemma", 'call:set{on:true,way:<|"|>up<|"|>}', {"on": True, "way": "up"}),
+        ("gemma", "call:set{way:3}", {"way": 3}),
+        (
+            "gemma",
+            'call:set{places:[<|"|>a<|"|>,<|"|>b, ]<|"|>],deep:{y:1.5}}',
+            {"places": ["a", "b, ]"], "deep": {"y": 1.5}},
+        ),
+        ("gemma", "call:set{on:yes}", None),
+        ("gemma", "call:set{deep:{x:1}}", None),
+        ("gemma", "call:set{way:4}", None),
+        ("lfm2", "[set()]", {}),
+        ("lfm2", '[set(on=True, places=["a"])]', {"on": True, "places": ["a"]}),
+        ("lfm2", '[set(way="down", deep={"y": 1})]', {"way": "down", "deep": {"y": 1}}),
+        ("lfm2", "[set(on=true)]", None),
+        ("lfm2", "[set(, on=True)]", None),
+    ],
+)
+def test_arguments_of_all_kinds(
+    name: str, inside: str, arguments: Any, compiler: GrammarCompiler, tokenizer: Any
+) -> None:
+    syntax = BY_NAME[name]
+    grammar = calls(AnswerForm(syntax=syntax), SET)
+    whole = f"{syntax.begin}{inside}{syntax.end}"
+    assert follows(compiler, tokenizer, grammar, whole) == (arguments is not None)
+    if arguments is not None:
+        ((_, found),) = calls_in(syntax.parse, inside, [SET])
+        assert json.loads(found) == arguments
+
+
+def test_an_unknown_form_of_calls_has_no_grammar() -> None:
     with pytest.raises(UnsupportedError, match=r"give tool_choice auto"):
-        AnswerGrammar(AnswerForm(syntax=syntax), False, {}, [GO]).calls()
+        AnswerGrammar(AnswerForm(), False, {}, [GO]).calls()
 
 
 @pytest.mark.parametrize(
