@@ -12,8 +12,9 @@ LONGEST = LENGTHS[-1]
 # Longest draft of a secondary drafter: it takes no memory, but each row of a verification does.
 LONGEST_SECONDARY = 6
 # fixed: no choice was made. best: the highest expected throughput. probe: another length, to learn
-# its cost. bound: no better one meets a latency objective or fits the request's end.
-DecisionReason = Literal["fixed", "best", "probe", "bound"]
+# its cost. bound: no better one meets a latency objective or fits the request's end. forced: the
+# form of the answer forces so many tokens.
+DecisionReason = Literal["fixed", "best", "probe", "bound", "forced"]
 
 
 @dataclass(frozen=True, slots=True)

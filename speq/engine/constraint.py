@@ -37,8 +37,7 @@ class GrammarConstraint:
         output_token_ids  of the answer so far
         ahead             drafted tokens after these
         """
-        self.matcher.consume_tokens(output_token_ids[self._read :])
-        self._read = len(output_token_ids)
+        self._consume(output_token_ids)
         consumed = self.matcher.try_consume_tokens(ahead)
         mask = None
         if consumed == len(ahead):
@@ -48,6 +47,18 @@ class GrammarConstraint:
             raise SpeqError(f"the answer cannot follow its grammar: {self.matcher.get_error()}")
         self.matcher.rollback(consumed)
         return None if mask is None else torch.from_numpy(mask.view(bool))
+
+    def forced(self, output_token_ids: list[int]) -> list[int]:
+        """Return the tokens of the text that must follow, as the tokenizer would write it.
+
+        Others may write the same text, so these are a draft. Empty where several texts may follow.
+        """
+        self._consume(output_token_ids)
+        return list(self.matcher.compute_ff_tokens())
+
+    def _consume(self, output_token_ids: list[int]) -> None:
+        self.matcher.consume_tokens(output_token_ids[self._read :])
+        self._read = len(output_token_ids)
 
 
 class GrammarCompiler:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, cat
 
@@ -26,6 +27,7 @@ from speq.engine.drafter import (
     SecondaryDrafter,
     SharedPasses,
 )
+from speq.engine.drafters.forced import ForcedTokens
 from speq.engine.offload import Offload
 from speq.engine.prefixes import Prefixes
 from speq.engine.request import PromptObserver, Request, RequestState
@@ -199,7 +201,14 @@ class Engine:
             governor = FixedDraftLength(draft_length)
         stats = self.recorder.begin("decode")
         decision = self._decide(governor, batch)
-        self.steps = [self._begin_step(request, decision, len(batch)) for request in batch]
+        forced = [self._forced(request, governor, len(batch)) for request in batch]
+        if len(batch) == 1 and forced[0]:
+            reason = "the form of the answer forces these tokens"
+            decision = Decision(len(forced[0]), reason, "forced")
+        self.steps = [
+            self._begin_step(request, decision, tokens, len(batch))
+            for request, tokens in zip(batch, forced, strict=True)
+        ]
         self.propose(self.steps, governor)
         with self.recorder.timed("verify"):
             scored = self.verify(self.steps)
@@ -214,7 +223,8 @@ class Engine:
         stats.forecast = decision.forecast
         finished = self.recorder.finish()
         if not finished.audit_s:  # which took twice as long
-            governor.observe(finished)
+            if not any(forced):
+                governor.observe(finished)
             self.prices.observe(finished)
         return emitted
 
@@ -229,8 +239,24 @@ class Engine:
         ].has_proposal(request)
         return within(governor.decide(has_proposal), request, cache)
 
-    def _begin_step(self, request: Request, decision: Decision, batch_size: int) -> RequestStep:
+    def _forced(self, request: Request, governor: Governor, batch_size: int) -> list[int]:
+        """The tokens that the form of an answer forces, as many as are of use, where the run
+        drafts at all.
+        """
+        if request.constraint is None or self.approximation is not None:
+            return []
+        if isinstance(governor, FixedDraftLength) and not governor.draft_length:
+            return []
+        most = longest_draft(self.governors.most_rows, batch_size)
+        return request.forced[: min(most, request.remaining - 1)]
+
+    def _begin_step(
+        self, request: Request, decision: Decision, forced: list[int], batch_size: int
+    ) -> RequestStep:
         cache = self.caches[request.kv_slot]
+        if forced:
+            limits = DraftLimits(len(forced))
+            return RequestStep(request, cache, ForcedTokens(forced), limits)
         secondary = decision.drafter is not None
         drafters: Sequence[Drafter] = self.secondary_drafters if secondary else self.drafters
         decision = within(decision, request, cache)
@@ -378,10 +404,17 @@ class Engine:
 
 def drafts_of(drafters: list[Drafter], requests: list[DraftRequest]) -> list[Draft]:
     """A draft for each request: in passes common to all, where drafters make such."""
-    first = drafters[0]
-    if isinstance(first, SharedPasses):
-        return first.propose_together(drafters, requests)
-    return [drafter.propose(each) for drafter, each in zip(drafters, requests, strict=True)]
+    pairs = [*zip(drafters, requests, strict=True)]
+    shared = [at for at, (drafter, _) in enumerate(pairs) if isinstance(drafter, SharedPasses)]
+    drafts: dict[int, Draft] = {}
+    if shared:
+        first: Any = drafters[shared[0]]
+        made = first.propose_together(*zip(*(pairs[at] for at in shared), strict=True))
+        drafts.update(zip(shared, made, strict=True))
+    return [
+        drafts[at] if at in drafts else drafter.propose(each)
+        for at, (drafter, each) in enumerate(pairs)
+    ]
 
 
 def within(decision: Decision, request: Request, cache: KVCache) -> Decision:

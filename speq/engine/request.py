@@ -47,8 +47,11 @@ class Detokenizer(Protocol):
 
 
 class Constraint(Protocol):
-    def allowed(self, output_token_ids: list[int], ahead: list[int]) -> Tensor | None:
-        """See `speq.engine.constraint.GrammarConstraint`."""
+    """See `speq.engine.constraint.GrammarConstraint`."""
+
+    def allowed(self, output_token_ids: list[int], ahead: list[int]) -> Tensor | None: ...
+
+    def forced(self, output_token_ids: list[int]) -> list[int]: ...
 
 
 class LogprobsObserver(Protocol):
@@ -182,6 +185,11 @@ class Request:
         if self.constraint is None:
             return None
         return self.constraint.allowed(self.output_token_ids, ahead)
+
+    @property
+    def forced(self) -> list[int]:
+        """The tokens that are most likely forced to follow, by what the answer must follow."""
+        return [] if self.constraint is None else self.constraint.forced(self.output_token_ids)
 
     @property
     def context(self) -> int:

@@ -1,6 +1,7 @@
 """Answers that follow a grammar, whoever drafts: what may follow, and what the exact model says."""
 
 import json
+import random
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers import AutoTokenizer
 from speq import Generator
 from speq.config import SamplingParams
 from speq.engine.constraint import GrammarCompiler
+from speq.engine.request import Constraint, Request
+from speq.engine.thought_budget import ThoughtBudget, ThoughtMarkIds
 from speq.errors import OptionError, SpeqError, UnsupportedError
 from speq.text.answer_form import AnswerForm
 from speq.text.answer_parts import join_parts
@@ -407,14 +410,23 @@ def test_compiled_grammars_are_kept(compiler: GrammarCompiler) -> None:
     assert first.matcher is not second.matcher
 
 
-def said(generator: Generator, grammar: str, **sampling: Any) -> list[int]:
+def request_of(generator: Generator, constraint: Constraint | None, **sampling: Any) -> Request:
     prompt = generator.encode("Once upon a time there was ")
-    options = SamplingParams(max_new_tokens=40, **sampling)
-    request = generator.request(prompt, options, constraint=generator.constraint(grammar))
-    with generator.batch(request.context) as batch:
-        batch.add(request)
+    options = SamplingParams(**({"max_new_tokens": 40} | sampling))
+    return generator.request(prompt, options, constraint=constraint)
+
+
+def run_together(generator: Generator, requests: list[Request]) -> None:
+    with generator.batch(max(each.context for each in requests)) as batch:
+        for each in requests:
+            batch.add(each)
         while not batch.idle:
             batch.step()
+
+
+def said(generator: Generator, grammar: str, **sampling: Any) -> list[int]:
+    request = request_of(generator, generator.constraint(grammar), **sampling)
+    run_together(generator, [request])
     return request.output_token_ids
 
 
@@ -458,3 +470,105 @@ def test_greedy_answers_are_the_likeliest_that_may_follow(tiny: Callable[[str], 
                 logits[token_id] = -torch.inf
         wanted.append(int(logits.argmax()))
     assert tokens == [*wanted, tokenizer.eos_token_id]
+
+
+LONG_NAMES = {
+    "type": "object",
+    "properties": {
+        "temperature_in_celsius": {"type": "integer"},
+        "wind_in_metres_per_second": {"type": "integer"},
+    },
+    "required": ["temperature_in_celsius", "wind_in_metres_per_second"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}], ids=str)
+def test_forced_tokens_are_drafts(sampling: dict[str, Any]) -> None:
+    """Alone, and beside a request of the same form and one of no form: the same tokens as plainly,
+    in fewer steps than without.
+    """
+    grammar, wanted = text(json_rule(LONG_NAMES)), []
+    for options in (
+        {"draft_length": 0},
+        {"drafter": "ngram", "draft_length": 2},
+        {"drafter": "int4", "draft_length": 3},
+        {"drafter": "int4"},
+    ):
+        made = Generator.from_pretrained(
+            BUNDLED, "64MiB", dtype="float32", max_batch=3, profile="none", **options
+        )
+        with closing(made) as generator:
+
+            def form(of: Generator = generator) -> Request:
+                return request_of(of, of.constraint(grammar), max_new_tokens=60, **sampling)
+
+            alone, free = form(), request_of(generator, None, **sampling)
+            run_together(generator, [alone])
+            run_together(generator, [free])
+            batch = [form(), request_of(generator, None, **sampling), form()]
+            run_together(generator, batch)
+        wanted = wanted or [alone.output_token_ids, free.output_token_ids]
+        assert [alone.output_token_ids, free.output_token_ids] == wanted
+        assert [each.output_token_ids for each in batch] == [wanted[0], wanted[1], wanted[0]]
+        count = len(wanted[0])
+        if options.get("draft_length") == 0:
+            assert alone.metrics.steps == count - 1
+        else:
+            assert max(each.metrics.steps for each in (alone, batch[0], batch[2])) < count - 8
+
+
+def allowed_by_hand(budget: ThoughtBudget, tokens: list[int]) -> list[int] | None:
+    """Which of the tokens 0 to 9 may follow, by the definition; None: none of these was allowed."""
+    thinking, thought = budget.thinking, 0
+    for at, token_id in enumerate([*tokens, -1]):
+        full = thinking and thought >= budget.most
+        if token_id == -1:
+            return [budget.marks.end] if full else [*range(10)]
+        if full and token_id != budget.marks.end:
+            return None
+        thought += thinking
+        if thinking:
+            thinking = token_id != budget.marks.end
+        else:
+            thinking = at < 4 and token_id == budget.marks.begin
+    raise AssertionError
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_thoughts_end_in_time(most: int, thinking: bool) -> None:
+    """Whatever is drafted meanwhile."""
+    draws = random.Random(most)
+    for _ in range(200):
+        budget = ThoughtBudget(most, ThoughtMarkIds(1, 2), thinking, 10)
+        output: list[int] = []
+        for _ in range(12):
+            ahead = draws.choices(range(4), k=draws.randrange(5))
+            found = budget.allowed(output, ahead)
+            wanted = allowed_by_hand(budget, output + ahead)
+            assert (None if found is None else found.nonzero().flatten().tolist()) == wanted
+            may = budget.allowed(output, [])
+            assert may is not None
+            choices = may.nonzero().flatten().tolist()
+            assert budget.forced(output) == (choices if choices == [2] else [])
+            output.append(draws.choice([each for each in choices if each < 4]))
+
+
+def test_answers_with_a_bounded_thought(tokenizer: Any) -> None:
+    """The same tokens whoever drafts: a thought of 5 tokens, and then an object."""
+    end = tokenizer.encode("#")[-1]
+    answers = []
+    for options in ({"draft_length": 0}, {"drafter": "int4", "draft_length": 4}):
+        made = Generator.from_pretrained(BUNDLED, "64MiB", dtype="float32", **options)
+        with closing(made) as generator:
+            grammar = generator.constraint('start: /[^#]*/ "#" ' + json_rule(SCHEMA))
+            size = generator.vocab_size
+            budget = ThoughtBudget(5, ThoughtMarkIds(end, end), True, size, grammar)
+            request = request_of(generator, budget)
+            run_together(generator, [request])
+            answers.append(request.output_token_ids)
+    assert answers[0] == answers[1]
+    assert answers[0].index(end) <= 5
+    whole = tokenizer.decode(answers[0][answers[0].index(end) + 1 :], skip_special_tokens=True)
+    assert isinstance(json.loads(whole)["a"], int)

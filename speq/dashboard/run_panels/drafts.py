@@ -11,6 +11,7 @@ GROUNDS = {
     "best": "best estimate",
     "probe": "probe, to measure its cost",
     "bound": "limited by an objective or the request's end",
+    "forced": "forced by the form of the answer",
     "fixed": "fixed length",
 }
 
