@@ -448,13 +448,36 @@ class DraftOptions(Options):
                 )
 
 
+@dataclass(frozen=True)
+class TextOptions(Options):
+    """What makes token ids of prompts, where the model's folder has none, or another one."""
+
+    tokenizer: Annotated[
+        Path | None,
+        Option("Folder with the tokenizer to use in place of the model's own.", File("a folder")),
+    ] = None
+    chat_template: Annotated[
+        Path | None,
+        Option(
+            "Jinja template of chats to use in place of the model's own.",
+            File("a file with a chat template", readable=True),
+        ),
+    ] = None
+
+
 Group = TypeVar("Group", bound=Options)
 
 
 # Fields come in the order from the last base to the first.
 @dataclass(frozen=True)
 class RunConfig(
-    DraftOptions, ExpertBudgetOptions, TransferOptions, ExpertOptions, ComputeOptions, MemoryOptions
+    TextOptions,
+    DraftOptions,
+    ExpertBudgetOptions,
+    TransferOptions,
+    ExpertOptions,
+    ComputeOptions,
+    MemoryOptions,
 ):
     """How a model is held and run. `of` takes what users type, and refuses unknown options, and
     those that exclude each other."""

@@ -13,13 +13,14 @@ from typing import Any, Unpack
 
 from transformers import GenerationConfig
 
-from speq.config import RunConfig, SamplingParams
+from speq.config import RunConfig, SamplingParams, TextOptions
 from speq.devices.failures import translate_errors
 from speq.engine.batch import Batch, StepOutput
 from speq.engine.constraint import GrammarCompiler
 from speq.engine.generation_config import options_of
 from speq.engine.logprobs import Logprobs
 from speq.engine.request import Constraint, Request, Token
+from speq.engine.thought_budget import ThoughtBudget
 from speq.errors import OptionError, SpeqError, checked_int, present
 from speq.load import load
 from speq.models.layer_range import RemoteStages
@@ -37,7 +38,7 @@ from speq.text.endings import end_ids
 from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, PromptEncoder, Tools
 from speq.text.stream import TextStream
-from speq.text.tokenizer import NoTokenizer, TokenIdsOnly, load_tokenizer
+from speq.text.tokenizer import NoTokenizer, TokenIdsOnly, load_tokenizer, read_template
 from speq.text.vocabulary import Vocabulary
 from speq.units import Progress
 
@@ -58,17 +59,24 @@ class Generation:
     stats: dict[str, Any]
 
 
-def tokenizer_in(folder: Path, say: bool) -> Any:
-    """Load a model's tokenizer; without one, return TokenIdsOnly, so that prompts must be ids.
+def tokenizer_of(folder: Path, options: TextOptions, say: bool) -> Any:
+    """Load the tokenizer of a model in a folder, or the one that options name; without one, return
+    TokenIdsOnly, so that prompts must be ids.
 
     say  log the reason, since no prompt has been refused with it yet
     """
+    template = options.chat_template
     try:
-        return load_tokenizer(folder)
+        tokenizer = load_tokenizer(options.tokenizer or folder)
     except NoTokenizer as reason:
+        if options.tokenizer is not None or template is not None:
+            raise
         if say:
             logger.warning("%s", reason)
         return TokenIdsOnly(str(reason))
+    if template is not None:
+        tokenizer.chat_template = read_template(template)
+    return tokenizer
 
 
 class Generator:
@@ -161,7 +169,8 @@ class Generator:
             if remote is not None:
                 undo.callback(remote.close)
             checkpoint = opened.checkpoint
-            tokenizer = tokenizer_in(checkpoint.path, first_request is None)
+            options = config.group(TextOptions)
+            tokenizer = tokenizer_of(checkpoint.path, options, first_request is None)
             encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
             eos_token_ids = end_ids(checkpoint.path, checkpoint.config, tokenizer)
             context = 0
@@ -239,6 +248,7 @@ class Generator:
         generation_config: GenerationConfig | None = None,
         progress: Progress | None = None,
         top_logprobs: int | None = None,
+        constraint: Constraint | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Coroutine[Token, None, None]:
         """Yield tokens as they are generated. Work and checks begin with the first one.
@@ -248,9 +258,10 @@ class Generator:
         progress           called with (what, done, total) during prefill
         top_logprobs       give the log-probability of each token, and of this number of likeliest
                            ones
+        constraint         which tokens may follow, see `constraint`; None: all may
         options            see SamplingParams, or docs/options.md
         """
-        request = self.prepare(prompt, generation_config, options, top_logprobs)
+        request = self.prepare(prompt, generation_config, options, top_logprobs, constraint)
         with self.batch(request.context) as batch:
             batch.add(request)
             for output in self._run(batch, progress):
@@ -342,16 +353,34 @@ class Generator:
         """
         return self._grammars.constraint(grammar)
 
+    def bound_thought(
+        self,
+        prompt_ids: Sequence[int],
+        most: int,
+        tools: Tools = (),
+        answer: Constraint | None = None,
+    ) -> Constraint | None:
+        """Make the constraint of a chat's answer that thinks no more than so many tokens; None if
+        the model's answers have no thoughts.
+
+        answer  what all of it must follow besides
+
+        Raises SpeqError if the marks of thoughts are no single tokens.
+        """
+        tokens = self._encoder.thought_tokens(prompt_ids, tools)
+        return None if tokens is None else ThoughtBudget(most, tokens, self.vocab_size, answer)
+
     def prepare(
         self,
         prompt: Prompt,
         config: GenerationConfig | None,
         options: SamplingOptions,
         top_logprobs: int | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
         """Make a request for a batch. Raises SpeqError if its options are not valid.
 
-        top_logprobs  see `stream`
+        top_logprobs, constraint  see `stream`
         """
         ids = self.encode(prompt)
         eos_token_ids = self._eos_token_ids
@@ -364,10 +393,14 @@ class Generator:
             from_config = options_of(config, len(ids))
             eos_token_ids = from_config.pop("eos_ids", eos_token_ids)
             given = from_config | given
-        sampling = build(SamplingParams, given, ("generation_config", "progress", "top_logprobs"))
+        others = "generation_config", "progress", "top_logprobs", "constraint"
+        sampling = build(SamplingParams, given, others)
         if top_logprobs is not None:
             checked_int("top_logprobs", top_logprobs, 0)
-        return self.request(ids, sampling, isinstance(prompt, str), top_logprobs, eos_token_ids)
+        continues_text = isinstance(prompt, str)
+        return self.request(
+            *(ids, sampling, continues_text, top_logprobs, eos_token_ids, constraint)
+        )
 
     def request(
         self,

@@ -19,13 +19,14 @@ from speq.config import Model, RunConfig
 from speq.errors import OptionError, SpeqError
 from speq.measure.approximation import approximate
 from speq.options.declared import Option, Options
-from speq.options.kinds import Choice, Text
+from speq.options.kinds import Choice, Text, Whole
 from speq.pipeline.settings import StagesSettings
 from speq.ray.settings import RaySettings
 from speq.text.answer_parts import AnswerPart, parse_piece
 from speq.units import format_bytes
 
 if TYPE_CHECKING:
+    from speq.engine.request import Constraint
     from speq.generator import Generator
 
 # Variables of chat templates, by the option's value: families have one name or the other.
@@ -52,6 +53,9 @@ class ChatSettings(Options):
             Choice(tuple(REASONING)),
         ),
     ] = "auto"
+    reasoning_budget: Annotated[
+        int | None, Option("Tokens of a thought at most; then the answer follows.", Whole(0))
+    ] = None
     live: Live = False
 
 
@@ -90,6 +94,7 @@ def chat(
             REASONING[settings.reasoning],
             quiet=output.quiet,
             live=live,
+            reasoning_budget=settings.reasoning_budget,
         )
         talk.run(interactive=sys.stdin.isatty())
     # Nobody is there to ask again: what reads the output learns that answers are missing.
@@ -106,6 +111,7 @@ class Talk:
     refused    lines that could not be obeyed: turns that did not fit, files that exist
     quiet      no progress, no thoughts and no figures behind answers
     live       a line below each answer while it comes
+    reasoning_budget  tokens of a thought at most; None: any number
     thinking   whether the last that was printed is a thought
     """
 
@@ -118,6 +124,7 @@ class Talk:
     refused: int = 0
     quiet: bool = False
     live: bool = False
+    reasoning_budget: int | None = None
     thinking: bool = field(default=False, init=False)
 
     def run(self, interactive: bool) -> None:
@@ -208,6 +215,7 @@ class Talk:
                 prompt_token_ids,
                 max_new_tokens=min(self.max_new_tokens, room),
                 progress=progress,
+                constraint=self.constraint(prompt_token_ids),
                 on_finish=lambda reason, stats: finished.update(stats, finish_reason=reason),
                 **self.sampling,
             )
@@ -229,6 +237,18 @@ class Talk:
                 tell(figures(finished))
             if finished.get("budget") is not None:
                 tell(approximate(finished["budget"]))
+
+    def constraint(self, prompt_token_ids: list[int]) -> "Constraint | None":
+        """What bounds the thought of an answer. Raises SpeqError where there is none."""
+        if self.reasoning_budget is None:
+            return None
+        bounded = self.generator.bound_thought(prompt_token_ids, self.reasoning_budget)
+        if bounded is None:
+            raise OptionError(
+                "reasoning_budget is given and the model's answers have no thought whose length "
+                "can be bounded; leave it out"
+            )
+        return bounded
 
     def tell(self, part: AnswerPart, turn: Turn, write: Callable[[str], None]) -> None:
         """Print a part of an answer; thoughts to stderr. They are no part of the conversation."""

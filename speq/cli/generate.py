@@ -32,8 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("speq")
 
-# One prompt needs no batch, and nothing reuses its prefix.
-ONE_PROMPT = Exclude(without=("max_batch", "prefix_reuse", "prefix_cache", "prefix_cache_limit"))
+# One prompt needs no batch and no template, and nothing reuses its prefix.
+ONE_PROMPT = Exclude(
+    without=(
+        *("max_batch", "prefix_reuse", "prefix_cache", "prefix_cache_limit"),
+        *("tokenizer", "chat_template"),
+    )
+)
 PromptText = Annotated[
     str | None,
     Option("Text to go on from; `-` reads it from standard input.", Text(wanted=None)),

@@ -183,6 +183,8 @@ class EngineThread:
         self._report_waiting()
 
     def _report_waiting(self) -> None:
+        for ahead, stream in enumerate(self._waiting, start=len(self._taken)):
+            stream.ahead = ahead
         for observer in self._observers:
             observer.on_queue(len(self._waiting))
         self._changed.notify_all()
@@ -226,7 +228,7 @@ class EngineThread:
             if not self._waiting or not has_room(self._waiting[0].request.context):
                 return None
             stream = self._waiting.popleft()
-            stream.start_s = self._clock()
+            stream.start_s, stream.ahead = self._clock(), 0
             self._taken.append(stream)
             self._report_waiting()
         for observer in self._observers:
@@ -277,6 +279,7 @@ class EngineThread:
         stream = self._streams[request]
         if len(self._taken) == 1 and self._unwanted(stream):
             raise Cancelled
+        stream.prefilled = request.metrics.cached_tokens + done
         for observer in self._observers:
             observer.on_prefill(stream, done, total)
 

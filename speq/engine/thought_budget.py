@@ -7,16 +7,10 @@ import torch
 from torch import Tensor
 
 from speq.engine.request import Constraint
+from speq.text.thoughts import ThoughtTokens
 
 # The mark that opens a thought is among the first tokens of an answer, behind white space.
 FIRST = 4
-
-
-class ThoughtMarkIds(NamedTuple):
-    """Token ids of the marks around a thought."""
-
-    begin: int
-    end: int
 
 
 class ThoughtState(NamedTuple):
@@ -31,10 +25,10 @@ class ThoughtState(NamedTuple):
     thinking: bool
     thought: int
 
-    def after(self, token_id: int, marks: ThoughtMarkIds) -> "ThoughtState":
+    def after(self, token_id: int, marks: ThoughtTokens) -> "ThoughtState":
         if self.thinking:
-            return ThoughtState(self.tokens + 1, token_id != marks.end, self.thought + 1)
-        opens = self.tokens < FIRST and token_id == marks.begin
+            return ThoughtState(self.tokens + 1, token_id != marks.end_id, self.thought + 1)
+        opens = self.tokens < FIRST and token_id == marks.begin_id
         return ThoughtState(self.tokens + 1, opens, self.thought)
 
 
@@ -45,33 +39,31 @@ class ThoughtBudget:
     Which tokens may follow depends on the answer's own tokens alone, so drafts change nothing.
 
     most        tokens of a thought, its last mark not included
-    thinking    whether the prompt ends within a thought
     vocab_size  of the model's logits
     answer      what all of it must follow besides; None: nothing
     """
 
     most: int
-    marks: ThoughtMarkIds
-    thinking: bool
+    marks: ThoughtTokens
     vocab_size: int
     answer: Constraint | None = None
     _read: int = field(default=0, init=False)
     _state: ThoughtState = field(init=False)
 
     def __post_init__(self) -> None:
-        self._state = ThoughtState(0, self.thinking, 0)
+        self._state = ThoughtState(0, self.marks.is_thinking, 0)
 
     def allowed(self, output_token_ids: list[int], ahead: list[int]) -> Tensor | None:
         """As `GrammarConstraint.allowed`."""
         state = self._after(output_token_ids)
         for token_id in ahead:
-            if self._is_over(state) and token_id != self.marks.end:
+            if self._is_over(state) and token_id != self.marks.end_id:
                 return None
             state = state.after(token_id, self.marks)
         may = torch.ones(self.vocab_size, dtype=torch.bool)
         if self._is_over(state):
             may.zero_()
-            may[self.marks.end] = True
+            may[self.marks.end_id] = True
         if self.answer is None:
             return may
         allowed = self.answer.allowed(output_token_ids, ahead)
@@ -80,7 +72,7 @@ class ThoughtBudget:
     def forced(self, output_token_ids: list[int]) -> list[int]:
         """As `GrammarConstraint.forced`."""
         if self._is_over(self._after(output_token_ids)):
-            return [self.marks.end]
+            return [self.marks.end_id]
         return [] if self.answer is None else self.answer.forced(output_token_ids)
 
     def _after(self, output_token_ids: list[int]) -> ThoughtState:

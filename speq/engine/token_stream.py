@@ -53,6 +53,8 @@ class TokenStream:
 
     arrival_s  when the request was submitted, by the engine's clock
     start_s    when a batch took it
+    ahead      requests that run or wait before it; 0 once a batch has taken it
+    prefilled  tokens of its prompt whose KV is there
     end        how it ended, once all is read
     cancelled  nobody reads it any more
     """
@@ -60,6 +62,7 @@ class TokenStream:
     def __init__(self, request: Request, arrival_s: float) -> None:
         self.request, self.arrival_s = request, arrival_s
         self.start_s = arrival_s
+        self.ahead = self.prefilled = 0
         self.end: End | None = None
         self.cancelled = False
         self._loop = asyncio.get_running_loop()

@@ -79,10 +79,10 @@ def read_bytes(path: Path, remedy: str, max_bytes: int | None = None) -> bytes:
         raise FileError(f"{path} cannot be read: {reason}; {remedy}") from error
 
 
-def read_text(path: Path, remedy: str) -> str:
+def read_text(path: Path, remedy: str, max_bytes: int | None = None) -> str:
     """Read a regular UTF-8 file. Raises SpeqError that ends with `remedy` otherwise."""
     try:
-        return read_bytes(path, remedy).decode()
+        return read_bytes(path, remedy, max_bytes).decode()
     except UnicodeDecodeError as error:
         raise FileError(f"{path} cannot be read: it is not UTF-8 ({error}); {remedy}") from error
 

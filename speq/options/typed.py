@@ -106,6 +106,10 @@ class _RunTune(TypedDict, total=False):
     """Give up drafted tokens during a verification if their experts cost more than they are worth:
     on, off, or auto (for trees). The output does not change.
     """
+    tokenizer: str | Path | None
+    """Folder with the tokenizer to use in place of the model's own."""
+    chat_template: str | Path | None
+    """Jinja template of chats to use in place of the model's own."""
 
 
 class _RunTrainHeadPlanTune(TypedDict, total=False):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from speq.server.answer_formats import AnswerFormat, Chunk, tokens_used, usage_o
 from speq.server.api_error import ApiError, error_of
 from speq.server.fields import StreamOptions
 
-# A line that says nothing, where there is nothing to say for so long: proxies cut silent lines.
+# A line that clients pass over, where there is nothing to say for so long: proxies cut silent
+# lines. How far a prompt is run is told more often, to those who ask for it.
 HEARTBEAT_S = 15.0
+PROGRESS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +95,20 @@ class StreamedAnswer(Answer):
     """Server-sent events. options: where they say what the request took.
 
     An error before the first token is a response of its own, as long as no line was sent.
+
+    tells_progress  how far the prompt is run
     """
 
     def __init__(
-        self, thread: EngineThread, choices: list[TextChoice], options: StreamOptions
+        self,
+        thread: EngineThread,
+        choices: list[TextChoice],
+        options: StreamOptions,
+        tells_progress: bool = False,
     ) -> None:
         super().__init__(thread, choices)
         self._options = options
+        self._tells_progress = tells_progress
 
     async def _tell(self, send: Send) -> None:
         begun = False
@@ -125,10 +135,13 @@ class StreamedAnswer(Answer):
         opening = b"".join(self._frames(each.format.opening()) for each in self._choices)
         counts = [0] * len(self._choices)
         streams = [each.stream for each in self._choices]
-        async with aclosing(tokens_of(streams)) as tokens:
+        every_s = PROGRESS_S if self._tells_progress else HEARTBEAT_S
+        async with aclosing(tokens_of(streams, every_s)) as tokens:
             async for news in tokens:
-                if news is None:
-                    told = self._format.heartbeat
+                if news is None and self._tells_progress:
+                    told = b"".join(self._frames(progress_of(each)) for each in self._choices)
+                elif news is None:
+                    told = self._format.heartbeat(waiting_for(streams[0]))
                 else:
                     at, token = news
                     told = self._frames(self._chunks(self._choices[at], token, counts, at))
@@ -157,6 +170,29 @@ class StreamedAnswer(Answer):
         counted = {"usage": usage} if self._options.continuous_usage_stats else {}
         for chunk in choice.format.chunks(token):
             yield chunk | counted
+
+
+def progress_of(choice: TextChoice) -> Iterator[Chunk]:
+    """How far a prompt is run, by llama.cpp's names, and how many requests are ahead of it."""
+    stream, count = choice.stream, len(prompt_of(choice))
+    told = {
+        "total": count,
+        "cache": stream.request.metrics.cached_tokens,
+        "processed": stream.prefilled,
+        "time_ms": 0.0 if stream.ahead else (time.perf_counter() - stream.start_s) * 1e3,
+        "requests_ahead": stream.ahead,
+    }
+    yield from choice.format.progress(told)
+
+
+def waiting_for(stream: TokenStream) -> str:
+    """What a stream waits for, in a few words."""
+    count = len(stream.request.prompt_token_ids)
+    if stream.ahead:
+        return f"{stream.ahead} requests ahead"
+    if stream.prefilled < count:
+        return f"{stream.prefilled} of {count} tokens of the prompt"
+    return "here"
 
 
 HEADERS = [

@@ -33,12 +33,16 @@ class AnswerFormat(Protocol):
 
     done          what ends a stream
     content_type  of a stream
-    heartbeat     a line that says nothing
     """
 
     done: bytes
     content_type: bytes
-    heartbeat: bytes
+
+    def heartbeat(self, news: str) -> bytes:
+        """A line that clients pass over, where there was nothing to say for long."""
+
+    def progress(self, told: Chunk) -> Iterator[Chunk]:
+        """How far a prompt is run, for clients that ask for it."""
 
     def frame(self, chunk: Chunk) -> bytes:
         """A chunk as a server-sent event."""
@@ -122,7 +126,12 @@ class Events:
 
     done = b""
     content_type = b"text/event-stream; charset=utf-8"
-    heartbeat = b": here\n\n"
+
+    def heartbeat(self, news: str) -> bytes:
+        return f": {news}\n\n".encode()
+
+    def progress(self, told: Chunk) -> Iterator[Chunk]:
+        yield from ()
 
 
 class OpenAIEvents(Events):
@@ -152,6 +161,9 @@ class ChatFormat(OpenAIEvents):
 
     def opening(self) -> Iterator[Chunk]:
         yield self._chunk({"role": "assistant", "content": ""})
+
+    def progress(self, told: Chunk) -> Iterator[Chunk]:
+        yield self._chunk({}) | {"prompt_progress": told}
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
         piece = self.reader.read(token)
@@ -244,6 +256,9 @@ class CompletionFormat(OpenAIEvents):
 
     def opening(self) -> Iterator[Chunk]:
         yield from ()
+
+    def progress(self, told: Chunk) -> Iterator[Chunk]:
+        yield self._chunk("", [], 0) | {"prompt_progress": told}
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
         if self.echo is not None and not self._tokens:

@@ -68,8 +68,10 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         formats = [format for _, format in texts]
         choices = [TextChoice(*each) for each in zip(streams, formats, strict=True)]
         if body.stream or (isinstance(body, OllamaBody) and body.stream is None):
-            options = body.stream_options if isinstance(body, SampledBody) else None
-            return StreamedAnswer(thread, choices, options or StreamOptions())
+            if not isinstance(body, SampledBody):
+                return StreamedAnswer(thread, choices, StreamOptions())
+            options = body.stream_options or StreamOptions()
+            return StreamedAnswer(thread, choices, options, bool(body.return_progress))
         return WholeAnswer(thread, choices)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)

@@ -151,7 +151,7 @@ class SampledBody(Body):
     use_beam_search: Literal[False] | None = None
     return_token_ids: Literal[False] | None = None
     timings_per_token: Literal[False] | None = None
-    return_progress: Literal[False] | None = None
+    return_progress: bool | None = None
 
 
 class TextContent(Body):
@@ -241,7 +241,10 @@ class ResponseFormat(Body):
 
 
 class ChatBody(SampledBody):
-    """chat_template_kwargs, reasoning_effort: variables of the model's chat template."""
+    """chat_template_kwargs, reasoning_effort: variables of the model's chat template.
+
+    thinking_token_budget  tokens of its thought at most; vLLM's name
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST]
     max_completion_tokens: Tokens = None
@@ -253,6 +256,7 @@ class ChatBody(SampledBody):
     chat_template_kwargs: JsonObject | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     include_reasoning: Literal[True] | None = None
+    thinking_token_budget: Annotated[Annotated[int, Field(ge=0)] | None, reading(-1, None)] = None
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1), FIRST] | None = None
     metadata: Metadata | None = None

@@ -66,7 +66,10 @@ class MessageToolChoice(Tolerant):
 
 
 class Thinking(Tolerant):
+    """budget_tokens: tokens of a thought at most; no effect where the model has no thoughts"""
+
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
 class OutputConfig(Tolerant):

@@ -56,6 +56,7 @@ def chat_of(body: CountBody) -> ChatBody:
     if body.thinking is not None and body.thinking.type != "adaptive":
         thinks = body.thinking.type == "enabled"
         asked["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+        asked["thinking_token_budget"] = body.thinking.budget_tokens if thinks else None
     if body.output_config is not None:
         asked["reasoning_effort"] = body.output_config.effort
     if isinstance(body, MessagesBody):

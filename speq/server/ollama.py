@@ -114,7 +114,9 @@ class OllamaFormat:
     _generated: int = field(default=0, init=False)
     done = b""
     content_type = b"application/x-ndjson"
-    heartbeat = b""
+
+    def heartbeat(self, news: str) -> bytes:
+        return b""
 
     def opening(self) -> Iterator[Chunk]:
         yield from ()

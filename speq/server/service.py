@@ -1,7 +1,7 @@
 """From the fields of a body to a request, and to the form of its answer."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +88,8 @@ class Service:
     async def message(self, body: MessagesBody) -> Asked:
         """The same as Anthropic's API has it."""
         chat = chat_of(body)
+        if chat.thinking_token_budget is not None and not self._bounds_thoughts:
+            chat.thinking_token_budget = None  # agents always say one
         (asked,) = await self._chat(chat)
         heading, count = self._heading(chat, "msg"), len(asked.request.prompt_token_ids)
         return [(asked.request, MessagesFormat(heading, count, asked.reader))]
@@ -142,20 +144,59 @@ class Service:
         if named:
             most_calls = 1
 
-        def grammar() -> AnswerGrammar:
-            return self.model.answer_grammar(ids, named or tools, most_calls)
-
-        asked = []
-        for each in choices_of(sampling, body.n):
-            request = self.model.request(
-                ids,
-                each,
-                top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                constraint=await self._constraint(body, grammar),
+        async def constraint() -> Constraint | None:
+            made = await self._constraint(
+                body, lambda: self.model.answer_grammar(ids, named or tools, most_calls)
             )
-            parser = self.model.answer_parser(ids, tools)
-            asked.append(AskedChat(self._shaped(request, body), AnswerReader(parser, most_calls)))
-        return asked
+            most = body.thinking_token_budget
+            return made if most is None else self._bounded(ids, tools, most, made)
+
+        top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        requests = await self._requests(body, ids, sampling, constraint, False, top_logprobs)
+        return [
+            AskedChat(each, AnswerReader(self.model.answer_parser(ids, tools), most_calls))
+            for each in requests
+        ]
+
+    async def _requests(
+        self,
+        body: SampledBody,
+        ids: list[int],
+        sampling: SamplingParams,
+        constraint: Callable[[], Awaitable[Constraint | None]],
+        continues_text: bool,
+        top_logprobs: int | None,
+    ) -> list[Request]:
+        """The requests of the `n` texts of one prompt, each with a constraint of its own. Raises
+        SpeqError for tokens that the model has not.
+        """
+        requests = []
+        for each in choices_of(sampling, body.n):
+            made = self.model.request(
+                ids, each, continues_text, top_logprobs, constraint=await constraint()
+            )
+            self._shape(made, body)
+            requests.append(made)
+        return requests
+
+    def _bounded(
+        self, ids: list[int], tools: Tools, most: int, answer: Constraint | None
+    ) -> Constraint:
+        """Bound the thought of an answer. Raises SpeqError where there is none."""
+        bounded = self.model.bound_thought(ids, most, tools, answer)
+        if bounded is None:
+            raise OptionError(
+                "thinking_token_budget is given and the model's answers have no thought whose "
+                "length can be bounded; leave it out"
+            )
+        return bounded
+
+    @property
+    def _bounds_thoughts(self) -> bool:
+        try:
+            return self.model.bound_thought([0], 0) is not None
+        except SpeqError:
+            return False
 
     async def completion(self, body: CompletionBody) -> Asked:
         """Raises ApiError and SpeqError for what cannot be asked for."""
@@ -182,27 +223,27 @@ class Service:
             self._sampling(body, len(prompt), body.max_tokens, COMPLETION_TOKENS)
         ids = await self._encode(prompt)
         sampling = self._sampling(body, len(ids), body.max_tokens, COMPLETION_TOKENS)
-        continues_text = isinstance(prompt, str)
-        vocabulary, asked = self.model.vocabulary, []
-        for each in choices_of(sampling, body.n):
-            constraint = await self._constraint(
-                body, lambda: AnswerGrammar(AnswerForm(), False, {})
-            )
-            request = self.model.request(
-                ids, each, continues_text, body.logprobs, constraint=constraint
-            )
+        vocabulary = self.model.vocabulary
+
+        async def constraint() -> Constraint | None:
+            return await self._constraint(body, lambda: AnswerGrammar(AnswerForm(), False, {}))
+
+        is_text = isinstance(prompt, str)
+        requests = await self._requests(body, ids, sampling, constraint, is_text, body.logprobs)
+        asked: list[tuple[Request, EchoedPrompt | None]] = []
+        for request in requests:
             echo = None
             if body.echo:
                 text = prompt if isinstance(prompt, str) else vocabulary.decode(ids)
                 known = None if body.logprobs is None else PromptLogprobs(body.logprobs)
                 request.prompt_logprobs = known
                 echo = EchoedPrompt(vocabulary, text, ids, known)
-            asked.append((self._shaped(request, body), echo))
+            asked.append((request, echo))
         return asked
 
-    def _shaped(self, request: Request, body: SampledBody) -> Request:
-        """The request with what it adds to logits, and what ends it. Raises SpeqError for tokens
-        that the model has not.
+    def _shape(self, request: Request, body: SampledBody) -> None:
+        """Set what a request adds to logits, and what ends it. Raises SpeqError for tokens that
+        the model has not.
         """
         request.stop_token_ids = frozenset(body.stop_token_ids or ())
         biases = {int(name): value for name, value in (body.logit_bias or {}).items()}
@@ -215,7 +256,6 @@ class Service:
         if biases or body.min_tokens:
             ends = request.eos_token_ids | request.stop_token_ids
             request.bias = LogitBias(biases, ends, body.min_tokens or 0)
-        return request
 
     async def _constraint(
         self, body: SampledBody, grammar: Callable[[], AnswerGrammar]
@@ -289,6 +329,8 @@ class Service:
                 "shorten it",
                 code="context_length_exceeded",
             )
+        if body.return_progress and not body.stream:
+            raise OptionError("return_progress is given and stream is not true; give both")
         given = {name: getattr(body, name) for name in SAMPLED}
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return build(

@@ -5,10 +5,11 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from speq.errors import OptionError
+from speq.errors import OptionError, UnsupportedError
 from speq.text.answer_parts import AnswerParser
 from speq.text.chat_template import ChatTemplate
 from speq.text.grammar import AnswerGrammar
+from speq.text.thoughts import ThoughtTokens
 from speq.text.tokenizer import tokens_of
 from speq.text.vocabulary import Vocabulary
 
@@ -120,6 +121,25 @@ class PromptEncoder:
         form = self._template([dict(tool) for tool in tools]).form
         is_thinking = form.is_thinking(self._end_of(prompt_ids))
         return AnswerGrammar(form, is_thinking, self.vocabulary.special, tools, most_calls)
+
+    def thought_tokens(self, prompt_ids: Sequence[int], tools: Tools = ()) -> ThoughtTokens | None:
+        """The tokens around a thought in a chat's answer; None if its answers have none.
+
+        Raises SpeqError for marks that are several tokens.
+        """
+        form = self._template([dict(tool) for tool in tools]).form
+        if form.thoughts is None:
+            return None
+        ids = []
+        for mark in (form.thoughts.begin, form.thoughts.end):
+            found = self.tokenizer.encode(mark, add_special_tokens=False)
+            if len(found) != 1:
+                raise UnsupportedError(
+                    f"the length of a thought can be bounded where its marks are single tokens, "
+                    f"and {mark} is {len(found)} for this model; leave the bound out"
+                )
+            ids += found
+        return ThoughtTokens(*ids, form.is_thinking(self._end_of(prompt_ids)))
 
     def _end_of(self, prompt_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(prompt_ids[-END_TOKENS:], skip_special_tokens=False))

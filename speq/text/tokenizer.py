@@ -215,6 +215,11 @@ def old_template(path: Path) -> str | None:
     return template
 
 
+def read_template(path: Path) -> str:
+    """Read a chat template that a user gives."""
+    return read_text(path, "give a file with a chat template in Jinja", MAX_TEMPLATE_CHARACTERS)
+
+
 def check_tokenizer_config(path: Path) -> dict[str, Any]:
     """Read tokenizer_config.json. Raises SpeqError for values with which a tokenizer would fail
     later, or that mean nothing.

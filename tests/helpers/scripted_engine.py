@@ -1,7 +1,8 @@
 """An engine that generates what a script says, and the model that goes with it."""
 
+import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from speq.engine.batch import PrefillProgress, StepOutput
 from speq.engine.constraint import GrammarCompiler
 from speq.engine.logprobs import Logprobs, TokenLogprobs
 from speq.engine.request import Constraint, Request, RequestMetrics
+from speq.engine.thought_budget import ThoughtBudget
 from speq.errors import SpeqError
 from speq.generator import Token
 from speq.text.answer_parts import AnswerParser
@@ -88,12 +90,33 @@ class ScriptedModel:
         self.grammars.append(grammar)
         return self._compiler.constraint(grammar)
 
+    def bound_thought(
+        self, prompt_ids: list[int], most: int, tools: Tools = (), answer: Constraint | None = None
+    ) -> Constraint | None:
+        tokens = self._encoder.thought_tokens(prompt_ids, tools)
+        return None if tokens is None else ThoughtBudget(most, tokens, self.vocab_size, answer)
 
-def with_template(folder: Path, template: str, max_context: int = 200) -> ScriptedModel:
-    """The same with a chat template of another model, written to a new folder."""
+
+def with_template(
+    folder: Path, template: str, max_context: int = 200, marks: Sequence[str] = ()
+) -> ScriptedModel:
+    """The same with a chat template of another model, written to a new folder.
+
+    marks  special tokens, in place of the last ones of the vocabulary
+    """
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).symlink_to(BUNDLED / name)
+    (folder / "tokenizer_config.json").symlink_to(BUNDLED / "tokenizer_config.json")
+    tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    for mark in marks:
+        left, right = merges.pop()
+        token_id = vocabulary.pop(left + right)
+        special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        tokenizer["added_tokens"].append(
+            {"id": token_id, "content": mark, "special": True, **special}
+        )
+        vocabulary[mark] = token_id
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "chat_template.jinja").write_text(template)
     return ScriptedModel(max_context, folder)
 
@@ -146,6 +169,7 @@ class ScriptedEngine:
     fault          raised in place of the token at `fault_at`; -1: as the request is laid out
     lost           raised where it is looked whether the engine is alive
     asked          (prompt token ids, options) of each request; closed: how many texts were left
+    requests       themselves
     """
 
     tokens: list[Token]
@@ -158,6 +182,7 @@ class ScriptedEngine:
     fixed_draft_length: int | None = None
     asked: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     closed: int = 0
+    requests: list[Request] = field(default_factory=list)
 
     def script(self, request: Request) -> None:
         """Have a request say what the script says."""
@@ -165,6 +190,7 @@ class ScriptedEngine:
         asked: dict[str, Any] = asdict(request.sampling)
         asked["top_logprobs"] = logprobs.count if isinstance(logprobs, Logprobs) else None
         self.asked.append((request.prompt_token_ids, asked))
+        self.requests.append(request)
         request.sampling = replace(request.sampling, ignore_eos=False)  # the script has an end
         request.eos_token_ids = frozenset([self.tokens[-1].id])
         request.detokenizer = ScriptedText(self.tokens)

@@ -40,6 +40,10 @@ class Parrot:
     limits: list[int] = field(default_factory=list)
     variables: list[dict[str, Any] | None] = field(default_factory=list)
     thinks: bool = False
+    constraints: list[int | None] = field(default_factory=list)
+
+    def bound_thought(self, prompt_ids: list[int], most: int) -> int | None:
+        return most if self.thinks else None
 
     def encode(
         self, messages: list[dict[str, str]], variables: dict[str, Any] | None = None
@@ -57,7 +61,9 @@ class Parrot:
         max_new_tokens: int,
         progress: Callable[[str, int, int], None],
         on_finish: Callable[[str, dict[str, Any]], None],
+        constraint: int | None = None,
     ) -> Iterator[Token]:
+        self.constraints.append(constraint)
         assert len(prompt_token_ids) + max_new_tokens <= self.max_context
         self.limits.append(max_new_tokens)
         words = self.asked[-1][-1]["content"].split()[:max_new_tokens]
@@ -123,6 +129,15 @@ def test_thoughts_are_printed_and_not_kept(talk: Talk, take: Take, parrot: Parro
     # Thoughts that an answer has no room to end are no answer.
     parrot.thinks = False
     assert take("<think> why?")[0] == "<think> why?\n"
+
+
+def test_thoughts_are_bounded(talk: Talk, take: Take, parrot: Parrot) -> None:
+    take("one")
+    parrot.thinks, talk.reasoning_budget = True, 5
+    take("two")
+    assert parrot.constraints == [None, 5]
+    parrot.thinks = False
+    assert "reasoning_budget is given and" in take("three")[1]
 
 
 def test_an_answer_that_was_cut_off_says_so(take: Take) -> None:

@@ -15,14 +15,14 @@ from speq import Generator
 from speq.config import SamplingParams
 from speq.engine.constraint import GrammarCompiler
 from speq.engine.request import Constraint, Request
-from speq.engine.thought_budget import ThoughtBudget, ThoughtMarkIds
+from speq.engine.thought_budget import ThoughtBudget
 from speq.errors import OptionError, SpeqError, UnsupportedError
 from speq.text.answer_form import AnswerForm
 from speq.text.answer_parts import join_parts
 from speq.text.call_grammar import json_rule
 from speq.text.call_syntax import SYNTAXES, calls_in
 from speq.text.grammar import AnswerGrammar, choice_rule, regex_rule
-from speq.text.thoughts import THINK, THOUGHTS
+from speq.text.thoughts import THINK, THOUGHTS, ThoughtTokens
 from speq.text.vocabulary import Vocabulary
 from tests.helpers.paths import BUNDLED
 
@@ -520,18 +520,18 @@ def test_forced_tokens_are_drafts(sampling: dict[str, Any]) -> None:
 
 def allowed_by_hand(budget: ThoughtBudget, tokens: list[int]) -> list[int] | None:
     """Which of the tokens 0 to 9 may follow, by the definition; None: none of these was allowed."""
-    thinking, thought = budget.thinking, 0
+    thinking, thought = budget.marks.is_thinking, 0
     for at, token_id in enumerate([*tokens, -1]):
         full = thinking and thought >= budget.most
         if token_id == -1:
-            return [budget.marks.end] if full else [*range(10)]
-        if full and token_id != budget.marks.end:
+            return [budget.marks.end_id] if full else [*range(10)]
+        if full and token_id != budget.marks.end_id:
             return None
         thought += thinking
         if thinking:
-            thinking = token_id != budget.marks.end
+            thinking = token_id != budget.marks.end_id
         else:
-            thinking = at < 4 and token_id == budget.marks.begin
+            thinking = at < 4 and token_id == budget.marks.begin_id
     raise AssertionError
 
 
@@ -541,7 +541,7 @@ def test_thoughts_end_in_time(most: int, thinking: bool) -> None:
     """Whatever is drafted meanwhile."""
     draws = random.Random(most)
     for _ in range(200):
-        budget = ThoughtBudget(most, ThoughtMarkIds(1, 2), thinking, 10)
+        budget = ThoughtBudget(most, ThoughtTokens(1, 2, thinking), 10)
         output: list[int] = []
         for _ in range(12):
             ahead = draws.choices(range(4), k=draws.randrange(5))
@@ -564,7 +564,7 @@ def test_answers_with_a_bounded_thought(tokenizer: Any) -> None:
         with closing(made) as generator:
             grammar = generator.constraint('start: /[^#]*/ "#" ' + json_rule(SCHEMA))
             size = generator.vocab_size
-            budget = ThoughtBudget(5, ThoughtMarkIds(end, end), True, size, grammar)
+            budget = ThoughtBudget(5, ThoughtTokens(end, end, True), size, grammar)
             request = request_of(generator, budget)
             run_together(generator, [request])
             answers.append(request.output_token_ids)

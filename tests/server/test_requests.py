@@ -647,6 +647,58 @@ def test_thoughts_come_apart_from_the_answer(tmp_path: Path) -> None:
         assert model.tokenizer.decode(engine.asked[-1][0]).endswith("assistant: effort low")
 
 
+def test_thoughts_of_so_many_tokens(tmp_path: Path) -> None:
+    marks = "<think>", "</think>"
+    model = with_template(tmp_path / "thinks", THINKING_TEMPLATE, marks=marks)
+    engine = ScriptedEngine(pieces("Hello."))
+    end_id = model.tokenizer.convert_tokens_to_ids(marks[1])
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    with api_server(engine, model) as rig:
+        rig.chat(**on, thinking_token_budget=2)
+        constraint = engine.requests[-1].constraint
+        assert constraint is not None
+        free, full = constraint.allowed([], [5]), constraint.allowed([], [5, 6])
+        assert free is not None
+        assert free.all()
+        assert full is not None
+        assert full.nonzero().flatten().tolist() == [end_id]
+        # Beside what the answer must follow.
+        rig.chat(**on, thinking_token_budget=0, response_format={"type": "json_object"})
+        constraint = engine.requests[-1].constraint
+        assert constraint is not None
+        assert constraint.forced([]) == [end_id]
+        behind = constraint.allowed([end_id], [])
+        assert behind is not None
+        assert not behind.all()
+        rig.chat(**on, thinking_token_budget=-1)
+        assert engine.requests[-1].constraint is None
+        # Agents say a number with each message, whatever the model is.
+        path, asked = (
+            "/v1/messages",
+            {"max_tokens": 20, "messages": [{"role": "user", "content": "a"}]},
+        )
+        thinking = {"type": "enabled", "budget_tokens": 1}
+        assert rig.post(path, asked | {"thinking": thinking}).status == 200
+        constraint = engine.requests[-1].constraint
+        assert constraint is not None
+        assert constraint.forced([5]) == [end_id]
+
+
+def test_thoughts_that_have_no_bound(tmp_path: Path) -> None:
+    asked = {"max_tokens": 20, "messages": [{"role": "user", "content": "a"}]}
+    asked["thinking"] = {"type": "enabled", "budget_tokens": 1}
+    for template, sentence in (
+        (THINKING_TEMPLATE, "<think> is 4 for this model; leave the bound out"),
+        (TOOLS_TEMPLATE, "answers have no thought whose length can be bounded; leave it out"),
+    ):
+        model = with_template(tmp_path / sentence[:5].strip(), template)
+        engine = ScriptedEngine(pieces("Hello."))
+        with api_server(engine, model) as rig:
+            assert sentence in rig.chat(thinking_token_budget=2).error["message"]
+            assert rig.post("/v1/messages", asked).status == 200
+            assert engine.requests[-1].constraint is None
+
+
 def test_what_a_stream_took_in_each_chunk(rig: Rig) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = rig.chat(stream=True, stream_options=options).chunks
