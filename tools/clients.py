@@ -9,13 +9,17 @@ and writes JSON as a good one would. lm-evaluation-harness asks the bundled mode
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BUILT = ROOT / "build" / "clients"
@@ -37,12 +41,26 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("llama-index-core>=0.14,<0.16", "llama-index-llms-openai-like==0.8.1"),
         ("llama_index",),
     ),
+    "more": (
+        (
+            *("ollama==0.6.3", "autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"),
+            "inspect-ai==0.3.285",
+        ),
+        ("ollama", "autogen", "inspect_ai"),
+    ),
+    "crewai": (("crewai==1.15.30",), ("crewai",)),
 }
+# The same of Node: packages, and the cells of tests/clients/libraries.mjs.
+NODE_LIBRARIES = (
+    ("openai@6", "ai@6", "@ai-sdk/openai-compatible@2", "ollama@0.6", "zod@4"),
+    ("openai_node", "vercel_ai", "ollama_node"),
+)
 # Programs of Python, each with what is installed.
 PROGRAMS = {
     "llm": ("llm==0.36",),
     "aider": ("aider-chat==0.86.2",),
     "lm_eval": ("lm-eval[api]==0.4.13", "transformers==5.23.0"),
+    "litellm_proxy": ("litellm[proxy]==1.108.7",),
 }
 # Programs of Node, with their packages.
 AGENTS = {
@@ -170,10 +188,50 @@ def lm_eval(bench: Bench) -> bool:
     return [float(value) for value in values] == [1.0]
 
 
+def litellm_proxy(bench: Bench) -> bool:
+    """A proxy between an Anthropic client, or OpenAI's, and our server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = BUILT / "litellm_proxy" / "bin" / "litellm"
+    unkept = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
+    given = dict(os.environ) | {"HOME": str(bench.folder), "OPENAI_API_KEY": "none"} | unkept
+    asked = (program, "--model", "openai/any", "--api_base", bench.url, "--port", str(port))
+    proxy = subprocess.Popen(asked, env=given, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        root = f"http://127.0.0.1:{port}"
+        wait_for(f"{root}/health/liveliness")
+        body = {"model": "any", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+        told = [post(f"{root}/v1/{route}", body) for route in ("chat/completions", "messages")]
+    finally:
+        proxy.terminate()
+        proxy.wait()
+    return all(SAID in each for each in told)
+
+
+def wait_for(url: str) -> None:
+    """Raises TimeoutExpired where nothing answers in time."""
+    for _ in range(SECONDS):
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise subprocess.TimeoutExpired(url, SECONDS)
+
+
+def post(url: str, body: dict[str, Any]) -> str:
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer none"}
+    asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+        told: str = answer.read().decode()
+    return told
+
+
 # The tool that the server's model calls, for programs that need another than their first.
 TOOL = {"claude": "Bash", "opencode": "bash"}
 RUNS: dict[str, Callable[[Bench], bool]] = {
-    **{"llm": llm, "aider": aider, "lm_eval": lm_eval},
+    **{"llm": llm, "aider": aider, "lm_eval": lm_eval, "litellm_proxy": litellm_proxy},
     **{"claude": claude, "codex": codex, "opencode": opencode},
 }
 
@@ -199,12 +257,25 @@ def install(name: str, packages: tuple[str, ...]) -> Path:
 
 
 def install_agents() -> None:
-    folder = BUILT / "node"
     missing = [package for name, package in AGENTS.items() if not node(name).exists()]
     if missing:
-        folder.mkdir(parents=True, exist_ok=True)
-        command = ("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder))
-        subprocess.run([*command, *missing], check=True, stdout=subprocess.DEVNULL)
+        install_node(BUILT / "node", missing)
+
+
+def install_node(folder: Path, packages: Sequence[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder))
+    subprocess.run([*command, *packages], check=True, stdout=subprocess.DEVNULL)
+
+
+def install_node_libraries(packages: Sequence[str]) -> Path:
+    """A folder with packages; the script of tests/clients within it, which finds them there."""
+    folder = BUILT / "node-libraries"
+    if not (folder / "node_modules").exists():
+        install_node(folder, packages)
+    script = folder / "libraries.mjs"
+    shutil.copyfile(ROOT / "tests" / "clients" / script.name, script)
+    return script
 
 
 @contextmanager
@@ -231,28 +302,35 @@ def outcomes(wanted: list[str]) -> Iterator[tuple[str, str]]:
     for name, (packages, cells) in LIBRARIES.items():
         asked = [cell for cell in cells if not wanted or cell in wanted]
         if asked:
-            yield from of_libraries(install(name, packages), asked)
+            script = ROOT / "tests" / "clients" / "libraries.py"
+            yield from of_libraries((install(name, packages), script), asked)
     for name, packages in PROGRAMS.items():
         if not wanted or name in wanted:
             install(name, packages)
             yield name, failure_of(name)
     agents = [name for name in AGENTS if not wanted or name in wanted]
-    if agents and shutil.which("npm") is None:
-        yield ", ".join(agents), "npm is not installed"
+    packages, known = NODE_LIBRARIES
+    cells = [cell for cell in known if not wanted or cell in wanted]
+    if (agents or cells) and shutil.which("npm") is None:
+        yield ", ".join([*cells, *agents]), "npm is not installed"
         return
+    if cells:
+        yield from of_libraries(("node", install_node_libraries(packages)), cells)
     if agents:
         install_agents()
     for name in agents:
         yield name, failure_of(name)
 
 
-def of_libraries(python: Path, cells: list[str]) -> Iterator[tuple[str, str]]:
+def of_libraries(
+    command: tuple[str | Path, ...], cells: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """command: runs cells, given the server's URL and their names"""
     with (
         tempfile.TemporaryDirectory() as folder,
         serving("tests.clients.served_agent", folder) as url,
     ):
-        script = ROOT / "tests" / "clients" / "libraries.py"
-        told = Bench(url, Path(folder)).run(python, script, url, *cells)
+        told = Bench(url, Path(folder)).run(*command, url, *cells)
     found: Mapping[str, str] = {
         line.split()[1].rstrip(":"): line for line in told.splitlines() if line[:6] in STATES
     }

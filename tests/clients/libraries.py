@@ -227,6 +227,86 @@ def llama_index() -> None:
     assert "sunny in Paris" in asyncio.run(work())
 
 
+@cell
+def ollama() -> None:
+    from ollama import Client
+
+    client = Client(host=ROOT)
+    (served,) = client.list().models
+    assert client.chat(served.model, ASKED).message.content == SAID
+    stream = client.chat("any", ASKED, stream=True)
+    assert "".join(part.message.content or "" for part in stream) == SAID
+    called = client.chat("any", ASKED, tools=[weather]).message.tool_calls[0].function
+    assert (called.name, called.arguments) == ("weather", {"city": "Paris"})
+    formed = client.chat("any", ASKED, format=City.model_json_schema()).message.content
+    City.model_validate_json(formed)
+    assert client.generate("any", "hi").response == SAID
+
+
+@cell
+def autogen() -> None:
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    info = {
+        **{"vision": False, "function_calling": True, "json_output": True, "family": "unknown"},
+        "structured_output": True,
+    }
+    client = OpenAIChatCompletionClient(model=MODEL, base_url=URL, api_key=KEY, model_info=info)
+    agent = AssistantAgent("a", client, tools=[weather], reflect_on_tool_use=True)
+
+    async def work() -> str:
+        return str((await agent.run(task="weather?")).messages[-1].content)
+
+    assert "sunny in Paris" in asyncio.run(work())
+
+
+@cell
+def crewai() -> None:
+    from crewai import LLM, Agent
+    from crewai.tools import tool
+
+    os.environ["CREWAI_TRACING_ENABLED"] = "false"
+    model = LLM(model=f"openai/{MODEL}", base_url=URL, api_key=KEY)
+    assert model.call("hi") == SAID
+    named = tool("weather")(weather)
+    agent = Agent(role="a", goal="b", backstory="c", llm=model, tools=[named], verbose=False)
+    assert "sunny in Paris" in agent.kickoff("weather?").raw
+
+
+@cell
+def inspect_ai() -> None:
+    from inspect_ai import Task, eval_async
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import get_model
+    from inspect_ai.scorer import includes
+    from inspect_ai.solver import generate, use_tools
+    from inspect_ai.tool import tool
+
+    @tool
+    def forecast() -> Any:
+        async def execute(city: str) -> str:
+            """The weather in a city.
+
+            Args:
+                city: its name
+            """
+            return weather(city)
+
+        return execute
+
+    os.environ["INSPECT_DISPLAY"] = "none"
+    model = get_model(f"openai-api/speq/{MODEL}", base_url=URL, api_key=KEY)
+    for solver, target in (
+        ([generate()], SAID),
+        ([use_tools(forecast()), generate()], "sunny in Paris"),
+    ):
+        task = Task([Sample(input="hi", target=target)], solver=solver, scorer=includes())
+        (log,) = asyncio.run(eval_async(task, model=model, log_dir="logs"))
+        assert log.results is not None
+        assert log.results.scores[0].metrics["accuracy"].value == 1.0
+
+
 def main() -> None:
     os.environ |= {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": URL, "DO_NOT_TRACK": "1"}
     for name in sys.argv[2:]:
