@@ -449,7 +449,7 @@ class DraftOptions(Options):
 
 
 @dataclass(frozen=True)
-class TextOptions(Options):
+class TokenizerOptions(Options):
     """What makes token ids of prompts, where the model's folder has none, or another one."""
 
     tokenizer: Annotated[
@@ -471,7 +471,7 @@ Group = TypeVar("Group", bound=Options)
 # Fields come in the order from the last base to the first.
 @dataclass(frozen=True)
 class RunConfig(
-    TextOptions,
+    TokenizerOptions,
     DraftOptions,
     ExpertBudgetOptions,
     TransferOptions,

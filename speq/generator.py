@@ -13,14 +13,14 @@ from typing import Any, Unpack
 
 from transformers import GenerationConfig
 
-from speq.config import RunConfig, SamplingParams, TextOptions
+from speq.config import RunConfig, SamplingParams, TokenizerOptions
 from speq.devices.failures import translate_errors
 from speq.engine.batch import Batch, StepOutput
 from speq.engine.constraint import GrammarCompiler
 from speq.engine.generation_config import options_of
 from speq.engine.logprobs import Logprobs
 from speq.engine.request import Constraint, Request, Token
-from speq.engine.thought_budget import ThoughtBudget
+from speq.engine.thought_budget import ThoughtBudget, ThoughtTokens
 from speq.errors import OptionError, SpeqError, checked_int, present
 from speq.load import load
 from speq.models.layer_range import RemoteStages
@@ -59,13 +59,18 @@ class Generation:
     stats: dict[str, Any]
 
 
-def tokenizer_of(folder: Path, options: TextOptions, say: bool) -> Any:
+def tokenizer_of(folder: Path, options: TokenizerOptions, say: bool) -> Any:
     """Load the tokenizer of a model in a folder, or the one that options name; without one, return
     TokenIdsOnly, so that prompts must be ids.
 
     say  log the reason, since no prompt has been refused with it yet
     """
     template = options.chat_template
+    if options.tokenizer is not None and not options.tokenizer.is_dir():
+        raise OptionError(
+            f"tokenizer is {str(options.tokenizer)!r}, which is no folder; give one with the files "
+            "of a tokenizer"
+        )
     try:
         tokenizer = load_tokenizer(options.tokenizer or folder)
     except NoTokenizer as reason:
@@ -169,7 +174,7 @@ class Generator:
             if remote is not None:
                 undo.callback(remote.close)
             checkpoint = opened.checkpoint
-            options = config.group(TextOptions)
+            options = config.group(TokenizerOptions)
             tokenizer = tokenizer_of(checkpoint.path, options, first_request is None)
             encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
             eos_token_ids = end_ids(checkpoint.path, checkpoint.config, tokenizer)
@@ -367,8 +372,10 @@ class Generator:
 
         Raises SpeqError if the marks of thoughts are no single tokens.
         """
-        tokens = self._encoder.thought_tokens(prompt_ids, tools)
-        return None if tokens is None else ThoughtBudget(most, tokens, self.vocab_size, answer)
+        found = self._encoder.thought_tokens(prompt_ids, tools)
+        if found is None:
+            return None
+        return ThoughtBudget(most, ThoughtTokens(*found), self.vocab_size, answer)
 
     def prepare(
         self,

@@ -309,13 +309,13 @@ def outcomes(wanted: list[str]) -> Iterator[tuple[str, str]]:
             install(name, packages)
             yield name, failure_of(name)
     agents = [name for name in AGENTS if not wanted or name in wanted]
-    packages, known = NODE_LIBRARIES
-    cells = [cell for cell in known if not wanted or cell in wanted]
-    if (agents or cells) and shutil.which("npm") is None:
-        yield ", ".join([*cells, *agents]), "npm is not installed"
+    of_node, known = NODE_LIBRARIES
+    scripted = [cell for cell in known if not wanted or cell in wanted]
+    if (agents or scripted) and shutil.which("npm") is None:
+        yield ", ".join([*scripted, *agents]), "npm is not installed"
         return
-    if cells:
-        yield from of_libraries(("node", install_node_libraries(packages)), cells)
+    if scripted:
+        yield from of_libraries(("node", install_node_libraries(of_node)), scripted)
     if agents:
         install_agents()
     for name in agents:

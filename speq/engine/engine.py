@@ -27,7 +27,7 @@ from speq.engine.drafter import (
     SecondaryDrafter,
     SharedPasses,
 )
-from speq.engine.drafters.forced import ForcedTokens
+from speq.engine.forced_tokens import ForcedTokens
 from speq.engine.offload import Offload
 from speq.engine.prefixes import Prefixes
 from speq.engine.request import PromptObserver, Request, RequestState

@@ -7,14 +7,21 @@ import torch
 from torch import Tensor
 
 from speq.engine.request import Constraint
-from speq.text.thoughts import ThoughtTokens
 
 # The mark that opens a thought is among the first tokens of an answer, behind white space.
 FIRST = 4
 
 
+class ThoughtTokens(NamedTuple):
+    """Token ids of the marks around a thought. is_thinking: the prompt ends within one"""
+
+    begin_id: int
+    end_id: int
+    is_thinking: bool
+
+
 class ThoughtState(NamedTuple):
-    """Where an answer stands.
+    """State of an answer.
 
     tokens    of the answer
     thinking  whether these end within a thought
@@ -54,7 +61,7 @@ class ThoughtBudget:
         self._state = ThoughtState(0, self.marks.is_thinking, 0)
 
     def allowed(self, output_token_ids: list[int], ahead: list[int]) -> Tensor | None:
-        """As `GrammarConstraint.allowed`."""
+        """Do as `GrammarConstraint.allowed`."""
         state = self._after(output_token_ids)
         for token_id in ahead:
             if self._is_over(state) and token_id != self.marks.end_id:
@@ -70,7 +77,7 @@ class ThoughtBudget:
         return None if allowed is None else allowed & may
 
     def forced(self, output_token_ids: list[int]) -> list[int]:
-        """As `GrammarConstraint.forced`."""
+        """Do as `GrammarConstraint.forced`."""
         if self._is_over(self._after(output_token_ids)):
             return [self.marks.end_id]
         return [] if self.answer is None else self.answer.forced(output_token_ids)

@@ -118,6 +118,9 @@ class OllamaFormat:
     def heartbeat(self, news: str) -> bytes:
         return b""
 
+    def progress(self, told: Chunk) -> Iterator[Chunk]:
+        yield from ()
+
     def opening(self) -> Iterator[Chunk]:
         yield from ()
 

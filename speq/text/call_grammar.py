@@ -86,12 +86,12 @@ def json_call(function: Function, mark: Mark) -> str:
 
 
 def tagged_call(function: Function, mark: Mark) -> str:
-    """As Qwen3-Coder writes it, with a tag for each argument."""
+    """A call of Qwen3-Coder, with a tag for each argument."""
     return in_tags(function, "<function={}>", "<parameter={}>", "</function>")
 
 
 def invoked_call(function: Function, mark: Mark) -> str:
-    """As MiniMax writes it."""
+    """A call of MiniMax."""
     return in_tags(function, '<invoke name="{}">', '<parameter name="{}">', "</invoke>")
 
 
@@ -132,7 +132,7 @@ def named_call(begin: str, separator: str, end: str, name: str = "{}") -> WriteC
 
 
 def fenced_call(begin: str, separator: str, end: str) -> WriteCall:
-    """As DeepSeek V3 writes it: its kind, its name, and JSON in a block of code."""
+    """A call of DeepSeek V3: its kind, its name, and JSON in a block of code."""
 
     def rule(function: Function, mark: Mark) -> str:
         opening, closing = text_rule(f"{function['name']}\n```json\n"), text_rule("\n```")
@@ -144,7 +144,7 @@ def fenced_call(begin: str, separator: str, end: str) -> WriteCall:
 
 
 def python_call(function: Function, mark: Mark) -> str:
-    """As LFM2 writes it: name(argument=value, ...)."""
+    """A call of LFM2: name(argument=value, ...)."""
     parts = [
         (f"{text_rule(f'{name}=')} {python_value(schema)}", is_needed)
         for name, schema, is_needed in arguments_of(function)
@@ -160,7 +160,7 @@ def python_value(schema: Any) -> str:
 
 
 def gemma_call(function: Function, mark: Mark) -> str:
-    """As Gemma 4 writes it: call:name{argument:value,...}, with marks around texts."""
+    """A call of Gemma 4: call:name{argument:value,...}, with marks around texts."""
     return f"{text_rule('call:' + function['name'])} {gemma_object(parameters_of(function), mark)}"
 
 

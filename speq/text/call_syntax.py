@@ -148,7 +148,7 @@ MISTRAL, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 def mistral_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
-    """As a list of JSON, or from 2025 on a name and arguments for each, which may have an id."""
+    """A list of JSON, or from 2025 on a name and arguments for each call, which may have an id."""
     if text.lstrip().startswith(("[{", "{")):
         return json_calls(text, tools)
     found = marked_calls(MISTRAL + text, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL)

@@ -9,7 +9,6 @@ from speq.errors import OptionError, UnsupportedError
 from speq.text.answer_parts import AnswerParser
 from speq.text.chat_template import ChatTemplate
 from speq.text.grammar import AnswerGrammar
-from speq.text.thoughts import ThoughtTokens
 from speq.text.tokenizer import tokens_of
 from speq.text.vocabulary import Vocabulary
 
@@ -122,15 +121,18 @@ class PromptEncoder:
         is_thinking = form.is_thinking(self._end_of(prompt_ids))
         return AnswerGrammar(form, is_thinking, self.vocabulary.special, tools, most_calls)
 
-    def thought_tokens(self, prompt_ids: Sequence[int], tools: Tools = ()) -> ThoughtTokens | None:
-        """The tokens around a thought in a chat's answer; None if its answers have none.
+    def thought_tokens(
+        self, prompt_ids: Sequence[int], tools: Tools = ()
+    ) -> tuple[int, int, bool] | None:
+        """The ids of the tokens around a thought in a chat's answer, and whether its prompt ends
+        within one; None if its answers have none.
 
         Raises SpeqError for marks that are several tokens.
         """
         form = self._template([dict(tool) for tool in tools]).form
         if form.thoughts is None:
             return None
-        ids = []
+        ids: list[int] = []
         for mark in (form.thoughts.begin, form.thoughts.end):
             found = self.tokenizer.encode(mark, add_special_tokens=False)
             if len(found) != 1:
@@ -139,7 +141,8 @@ class PromptEncoder:
                     f"and {mark} is {len(found)} for this model; leave the bound out"
                 )
             ids += found
-        return ThoughtTokens(*ids, form.is_thinking(self._end_of(prompt_ids)))
+        begin_id, end_id = ids
+        return begin_id, end_id, form.is_thinking(self._end_of(prompt_ids))
 
     def _end_of(self, prompt_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(prompt_ids[-END_TOKENS:], skip_special_tokens=False))

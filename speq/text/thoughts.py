@@ -4,7 +4,6 @@ The marks are text, or special tokens. Some templates write the first one at the
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from speq.text.answer_parts import AnswerParser, AnswerPart, join_parts, open_end
 
@@ -25,14 +24,6 @@ THOUGHTS = (
     ThoughtMarks("<|channel>", "<channel|>", "thought"),
     ThoughtMarks("[THINK]", "[/THINK]"),
 )
-
-
-class ThoughtTokens(NamedTuple):
-    """Token ids of a model's marks. is_thinking: a prompt ends within a thought"""
-
-    begin_id: int
-    end_id: int
-    is_thinking: bool
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from speq.engine.batch import PrefillProgress, StepOutput
 from speq.engine.constraint import GrammarCompiler
 from speq.engine.logprobs import Logprobs, TokenLogprobs
 from speq.engine.request import Constraint, Request, RequestMetrics
-from speq.engine.thought_budget import ThoughtBudget
+from speq.engine.thought_budget import ThoughtBudget, ThoughtTokens
 from speq.errors import SpeqError
 from speq.generator import Token
 from speq.text.answer_parts import AnswerParser
@@ -93,8 +93,10 @@ class ScriptedModel:
     def bound_thought(
         self, prompt_ids: list[int], most: int, tools: Tools = (), answer: Constraint | None = None
     ) -> Constraint | None:
-        tokens = self._encoder.thought_tokens(prompt_ids, tools)
-        return None if tokens is None else ThoughtBudget(most, tokens, self.vocab_size, answer)
+        found = self._encoder.thought_tokens(prompt_ids, tools)
+        if found is None:
+            return None
+        return ThoughtBudget(most, ThoughtTokens(*found), self.vocab_size, answer)
 
 
 def with_template(

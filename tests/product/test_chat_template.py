@@ -1,11 +1,14 @@
 """What chat templates are given, and what they may take: against transformers' own rendering."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from speq import Generator
 from speq.errors import SpeqError
 from speq.text.chat_template import ChatTemplate
 from speq.text.prompts import PromptEncoder
@@ -172,3 +175,28 @@ def test_several_threads_have_what_they_asked_for() -> None:
 def test_messages_that_are_no_json() -> None:
     with pytest.raises(SpeqError, match="not JSON"):
         template(HERMES).render([USER | {"more": object()}], [])
+
+
+def test_a_tokenizer_and_a_template_of_ones_own(tmp_path: Path) -> None:
+    """In place of a model's, which here has none."""
+    bare, other = tmp_path / "bare", tmp_path / "template.jinja"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).symlink_to(BUNDLED / name)
+    other.write_text("{% for m in messages %}({{ m.role }}) {{ m.content }}{% endfor %}")
+    options: dict[str, Any] = {"draft_length": 0, "profile": "none"}
+    given = {"tokenizer": BUNDLED, "chat_template": other}
+    with closing(Generator.from_pretrained(bare, "40MiB", **options, **given)) as generator:
+        expected = AutoTokenizer.from_pretrained(BUNDLED).encode("(user) Where?")
+        assert generator.encode([USER]) == expected
+        assert generator.generate([USER], max_new_tokens=3).text
+    refused = {
+        "no_tokenizer": {"chat_template": other},
+        "bad_file": {"tokenizer": BUNDLED, "chat_template": tmp_path / "none"},
+    }
+    for code, wrong in refused.items():
+        with pytest.raises(SpeqError) as error:
+            Generator.from_pretrained(bare, "40MiB", **options, **wrong)
+        assert error.value.code == code
+    with pytest.raises(SpeqError, match="tokenizer"):
+        Generator.from_pretrained(bare, "40MiB", **options, tokenizer=tmp_path / "none")

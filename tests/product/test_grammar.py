@@ -15,14 +15,14 @@ from speq import Generator
 from speq.config import SamplingParams
 from speq.engine.constraint import GrammarCompiler
 from speq.engine.request import Constraint, Request
-from speq.engine.thought_budget import ThoughtBudget
+from speq.engine.thought_budget import ThoughtBudget, ThoughtTokens
 from speq.errors import OptionError, SpeqError, UnsupportedError
 from speq.text.answer_form import AnswerForm
 from speq.text.answer_parts import join_parts
 from speq.text.call_grammar import json_rule
 from speq.text.call_syntax import SYNTAXES, calls_in
 from speq.text.grammar import AnswerGrammar, choice_rule, regex_rule
-from speq.text.thoughts import THINK, THOUGHTS, ThoughtTokens
+from speq.text.thoughts import THINK, THOUGHTS
 from speq.text.vocabulary import Vocabulary
 from tests.helpers.paths import BUNDLED
 
