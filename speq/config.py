@@ -448,9 +448,16 @@ class DraftOptions(Options):
                 )
 
 
+# Forms in which models call tools, by the names of `speq.text.call_syntax`.
+TOOL_SYNTAXES = (
+    *("auto", "deepseek", "deepseek-v3", "gemma", "glm", "hermes", "hunyuan", "kimi", "lfm2"),
+    *("minimax", "mistral", "mistral-json", "qwen-coder"),
+)
+
+
 @dataclass(frozen=True)
 class TokenizerOptions(Options):
-    """What makes token ids of prompts, where the model's folder has none, or another one."""
+    """What makes token ids of prompts, and reads calls of tools in answers."""
 
     tokenizer: Annotated[
         Path | None,
@@ -463,6 +470,14 @@ class TokenizerOptions(Options):
             File("a file with a chat template", readable=True),
         ),
     ] = None
+    tool_syntax: Annotated[
+        str,
+        Option(
+            "Form in which the model calls tools; auto is the one that its chat template shows.",
+            Choice(TOOL_SYNTAXES),
+            by_set=True,
+        ),
+    ] = "auto"
 
 
 Group = TypeVar("Group", bound=Options)

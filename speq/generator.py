@@ -176,7 +176,7 @@ class Generator:
             checkpoint = opened.checkpoint
             options = config.group(TokenizerOptions)
             tokenizer = tokenizer_of(checkpoint.path, options, first_request is None)
-            encoder = PromptEncoder(tokenizer, opened.shape.vocab_size)
+            encoder = PromptEncoder(tokenizer, opened.shape.vocab_size, options.tool_syntax)
             eos_token_ids = end_ids(checkpoint.path, checkpoint.config, tokenizer)
             context = 0
             if first_request is not None:
@@ -203,6 +203,19 @@ class Generator:
     def vocab_size(self) -> int:
         """Logits of the model, which may be more than its tokenizer has tokens."""
         return self._encoder.vocab_size
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How the model is held, and what its chat template knows, in JSON's types."""
+        runtime = self._runtime
+        plan = runtime.residency_plan
+        return {
+            "memory_bytes": runtime.plan.report(),
+            "codec": plan.codec,
+            "drafter": plan.drafter if plan.drafts else None,
+            "max_batch": self.max_batch,
+            "chat": self._encoder.chat_facts,
+        }
 
     def generate(
         self,

@@ -36,7 +36,7 @@ logger = logging.getLogger("speq")
 ONE_PROMPT = Exclude(
     without=(
         *("max_batch", "prefix_reuse", "prefix_cache", "prefix_cache_limit"),
-        *("tokenizer", "chat_template"),
+        *("tokenizer", "chat_template", "tool_syntax"),
     )
 )
 PromptText = Annotated[

@@ -110,6 +110,8 @@ class _RunTune(TypedDict, total=False):
     """Folder with the tokenizer to use in place of the model's own."""
     chat_template: str | Path | None
     """Jinja template of chats to use in place of the model's own."""
+    tool_syntax: str
+    """Form in which the model calls tools; auto is the one that its chat template shows."""
 
 
 class _RunTrainHeadPlanTune(TypedDict, total=False):

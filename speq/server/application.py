@@ -128,6 +128,10 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         service.check_model(name)
         return JSONResponse(model)
 
+    @app.get("/v1/speq")
+    async def facts() -> Response:
+        return JSONResponse(service.facts)
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         ids = await service.tokenize(body)

@@ -45,6 +45,7 @@ from speq.text.answer_parts import AnswerReader
 from speq.text.chat_template import TOOL, TemplateRefused
 from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, Tools
+from speq.version import __version__
 
 # The texts that a body asks for, each with what writes it.
 Asked = list[tuple[Request, AnswerFormat]]
@@ -121,6 +122,18 @@ class Service:
         except SpeqError:
             return OllamaModel(self.name, self.max_context, takes_tools=False)
         return OllamaModel(self.name, self.max_context, takes_tools=True)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is served, and how."""
+        return {
+            "version": __version__,
+            "model": self.name,
+            "max_model_len": self.max_context,
+            "default_max_tokens": self.default_max_tokens,
+            "sampling": {"temperature": TEMPERATURE} | self.defaults,
+            **self.model.facts,
+        }
 
     async def count(self, body: CountBody) -> int:
         """Tokens of the prompt of a message."""

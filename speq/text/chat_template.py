@@ -5,12 +5,13 @@ The form is found by rendering small chats with marker words once.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from speq.errors import OptionError, UnsupportedError
 from speq.text.answer_form import AnswerForm
+from speq.text.call_syntax import SYNTAXES
 from speq.text.render_process import RENDERER, RenderError
 
 # Marker words that no template contains.
@@ -76,11 +77,13 @@ class ChatTemplate:
 
     text       Jinja source
     variables  its names for special tokens
+    syntax     of calls of tools, by its name in `speq.text.call_syntax`; auto: the one it shows
     form       of the answers that it asks for
     """
 
     text: str
     variables: dict[str, Any]
+    syntax: str = "auto"
     form: AnswerForm = field(init=False)
     _takes_parts: dict[str, bool] = field(default_factory=dict)
 
@@ -111,6 +114,9 @@ class ChatTemplate:
 
     def __post_init__(self) -> None:
         self.form = AnswerForm.of(self.text)
+        for each in SYNTAXES:
+            if each.name == self.syntax:
+                self.form = replace(self.form, is_harmony=False, syntax=each)
 
     @cached_property
     def takes_tools(self) -> bool:

@@ -5,9 +5,9 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from speq.errors import OptionError, UnsupportedError
+from speq.errors import OptionError, SpeqError, UnsupportedError
 from speq.text.answer_parts import AnswerParser
-from speq.text.chat_template import ChatTemplate
+from speq.text.chat_template import TOOL, ChatTemplate
 from speq.text.grammar import AnswerGrammar
 from speq.text.tokenizer import tokens_of
 from speq.text.vocabulary import Vocabulary
@@ -33,10 +33,14 @@ END_TOKENS = 16
 
 
 class PromptEncoder:
-    """Encoder of prompts into token ids of one model. The last text is not tokenised again."""
+    """Encoder of prompts into token ids of one model. The last text is not tokenised again.
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    tool_syntax  see `ChatTemplate.syntax`
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, tool_syntax: str = "auto") -> None:
         self.tokenizer = tokenizer
+        self._tool_syntax = tool_syntax
         self.vocabulary = Vocabulary(tokenizer)
         self.vocab_size = vocab_size
         self._last: tuple[str | None, list[int]] = (None, [])
@@ -100,6 +104,22 @@ class PromptEncoder:
             f"embeddings of {self.vocab_size} tokens: they were not enlarged when the tokenizer "
             "was; leave that token out, or take a checkpoint whose embeddings have it"
         )
+
+    @property
+    def chat_facts(self) -> dict[str, Any] | None:
+        """What the chat template knows: tools and the syntax of their calls, by name, and marks of
+        thoughts; None if there is no template.
+        """
+        try:
+            with_tools = self._template([dict(TOOL)])
+        except SpeqError:  # nor is there one without a tokenizer
+            return None
+        form = with_tools.form
+        syntax = "harmony" if form.is_harmony else None if form.syntax is None else form.syntax.name
+        return {
+            "tools": syntax if with_tools.takes_tools else None,
+            "thoughts": None if form.thoughts is None else [form.thoughts.begin, form.thoughts.end],
+        }
 
     def answer_parser(self, prompt_ids: Sequence[int], tools: Tools = ()) -> AnswerParser | None:
         """What tells thoughts and calls of tools from text in a chat's answer; None: all is text.
@@ -168,7 +188,7 @@ class PromptEncoder:
             raise OptionError(f"the model has no chat template for this: {error}") from error
         if text not in self._templates:
             variables = dict(self.tokenizer.special_tokens_map)
-            self._templates[text] = ChatTemplate(text, variables)
+            self._templates[text] = ChatTemplate(text, variables, self._tool_syntax)
         return self._templates[text]
 
 

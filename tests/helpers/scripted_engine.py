@@ -62,6 +62,10 @@ class ScriptedModel:
     def vocab_size(self) -> int:
         return self._encoder.vocab_size
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"chat": self._encoder.chat_facts}
+
     def encode(
         self, prompt: Prompt, tools: Tools = (), variables: dict[str, Any] | None = None
     ) -> list[int]:

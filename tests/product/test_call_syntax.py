@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from speq.config import TOOL_SYNTAXES
 from speq.text.answer_form import AnswerForm
 from speq.text.answer_parts import AnswerParser, join_parts, parse_piece
 from speq.text.call_syntax import MOST_PYTHON, SYNTAXES, CallSyntax, calls_in
+from speq.text.chat_template import ChatTemplate
 from speq.text.stream import TextPiece
 from speq.text.thoughts import THINK, THOUGHTS
 from speq.text.tool_calls import CallParser
@@ -243,3 +245,9 @@ def test_texts_of_gemma_hold_any_character() -> None:
 )
 def test_forms_are_found_in_templates(template: str, form: AnswerForm) -> None:
     assert AnswerForm.of(template) == form
+
+
+def test_a_form_can_be_named() -> None:
+    assert set(TOOL_SYNTAXES) == {"auto", *BY_NAME}
+    for text in ("<tool_call>", "<|channel|>analysis<|message|>", ""):
+        assert ChatTemplate(text, {}, "kimi").form == AnswerForm(syntax=KIMI)

@@ -54,7 +54,7 @@ def test_a_throwaway_option_goes_everywhere() -> None:
     assert build(Throwaway, {"memory_budget": "1GiB", "patience": 5}).patience == 5
     with pytest.raises(SpeqError, match="patience is 10; it must be from 1 to 9"):
         build(Throwaway, {"memory_budget": "1GiB", "patience": 10})
-    with pytest.raises(SpeqError, match=r"unknown option patiense; .*chat_template, patience$"):
+    with pytest.raises(SpeqError, match=r"unknown option patiense; .*tool_syntax, patience$"):
         build(Throwaway, {"memory_budget": "1GiB", "patiense": 5})
     given: list[Throwaway] = []
 
@@ -207,7 +207,7 @@ def test_options_that_few_need_stand_behind_set() -> None:
     assert listed.exit_code == 0 and len(given) == 1
     names = [line.partition("=")[0] for line in listed.stdout.splitlines() if line[0] != " "]
     assert names == [each.name for each in declared_options(RunConfig) if each.option.by_set]
-    assert {"expert_floor", "graphs", "draft_counts"} <= set(names) and len(names) == 14
+    assert {"expert_floor", "graphs", "draft_counts"} <= set(names) and len(names) == 15
     assert "graphs=NAME (default auto)" in listed.stdout
     help_text = CliRunner().invoke(made, ["--help"], env={"COLUMNS": "200"}).stdout
     assert "--set" in help_text and "--expert-floor" not in help_text

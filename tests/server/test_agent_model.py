@@ -67,3 +67,11 @@ def test_a_loop_of_two_turns(rig: Rig, choice: object) -> None:
     # The first turn's prompt was not run again.
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached > first.usage.prompt_tokens - 512
+
+
+def test_what_is_served_is_told(rig: Rig) -> None:
+    told = rig.get("/v1/speq").json
+    assert told["chat"] == {"tools": "hermes", "thoughts": None}
+    assert (told["model"], told["max_model_len"], told["max_batch"]) == (NAME, 6000, 1)
+    assert told["memory_bytes"]["slots"] > 0
+    assert told["sampling"]["temperature"] == 1.0

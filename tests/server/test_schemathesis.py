@@ -14,7 +14,7 @@ ROUTES = [
     *(("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens")),
     *(("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/metrics")),
     *(("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show")),
-    *(("GET", "/api/tags"), ("GET", "/api/ps"), ("GET", "/api/version")),
+    *(("GET", "/api/tags"), ("GET", "/api/ps"), ("GET", "/api/version"), ("GET", "/v1/speq")),
 ]
 
 
