@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -67,7 +68,25 @@ def serve(
         server = ApiServer(served, keys, listening, page)
         urls = [server.url] if page is None else [server.url, server.page_url]
         print(*urls, sep="\n", flush=True)
+        if not output.quiet:
+            say_next(server.url, keyed=keys is not None)
         server.run()
+
+
+def say_next(url: str, keyed: bool) -> None:
+    """Say on stderr what a person does next. keyed: clients give a key"""
+    headers = "-H 'Content-Type: application/json'"
+    if keyed:
+        headers += " -H 'Authorization: Bearer KEY'"
+    asked = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    print(
+        f"Chat in a browser: {url.removesuffix('v1')}",
+        f"Or ask: curl {url}/chat/completions {headers} -d '{asked}'",
+        "Ctrl-C ends the server.",
+        sep="\n",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def serve_on_ray(

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from speq.engine.engine import Engine
@@ -211,7 +211,15 @@ class Batch:
     def _output(self, request: Request, token_ids: list[int], origins: list[Origin]) -> StepOutput:
         if request.finish_reason is not None:
             self.drop(request)
-        return StepOutput(request, request.take(token_ids), origins[: len(token_ids)])
+        kept = origins[: len(token_ids)]
+        tokens = [
+            replace(token, origin=origin)
+            for token, origin in zip(request.take(token_ids), kept, strict=True)
+        ]
+        step = self.runtime.engine.recorder.step
+        if tokens and step.phase == "decode":
+            tokens[0] = replace(tokens[0], waited_s=step.stall_s)
+        return StepOutput(request, tokens, kept)
 
     @property
     def _lost(self) -> list[Request]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from speq.config import SamplingParams
 from speq.engine.draft import Outcome
 from speq.engine.logit_bias import LogitBias
-from speq.stats import StepStats, ratio
+from speq.stats import Origin, StepStats, ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,16 @@ class Token:
     logprobs  of the exact model, where they were asked for: `speq.engine.logprobs.TokenLogprobs`
     special   special tokens, which are not in `text`: behind how many characters of it each stands,
               and its own text
+    origin    where it came from; None: it is not known
+    waited_s  time that its step waited for experts, for the first token of a step
     """
 
     id: int
     text: str
     logprobs: Any = None
     special: tuple[tuple[int, str], ...] = ()
+    origin: Origin | None = field(default=None, compare=False)
+    waited_s: float = field(default=0.0, compare=False)
 
 
 class RequestState(Enum):

@@ -24,6 +24,9 @@ from speq.server.api_error import ApiError
 LEAST_CHARACTERS = 16
 # What load balancers ask, which have no key.
 OPEN_PATHS = frozenset({"/health"})
+# The chat page and its files, in which nothing is secret: it asks for a key itself.
+CHAT_FILES = ("chat.js", "chat.css", "page.css")
+CHAT_PATHS = frozenset({"/", *(f"/assets/{name}" for name in CHAT_FILES)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ class Access:
         return given[0]
 
     def _wrong_key(self, scope: Scope) -> ApiError | None:
-        if self.keys is None or (scope["path"] in OPEN_PATHS and not self.page):
+        if self.keys is None or (scope["path"] in OPEN_PATHS | CHAT_PATHS and not self.page):
             return None
         given = self._given_keys(scope)
         # One right and one wrong are refused: who guesses may not try two at a time.

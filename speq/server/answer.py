@@ -17,7 +17,7 @@ from speq.errors import SpeqError, present
 from speq.generator import Token
 from speq.server.answer_formats import AnswerFormat, Chunk, tokens_used, usage_of
 from speq.server.api_error import ApiError, error_of
-from speq.server.fields import StreamOptions
+from speq.server.fields import SampledBody, StreamOptions
 
 # A line that clients pass over, where there is nothing to say for so long: proxies cut silent
 # lines. How far a prompt is run is told more often, to those who ask for it.
@@ -91,24 +91,41 @@ class WholeAnswer(Answer):
         await complete(200, json.dumps(whole).encode(), {}, send)
 
 
-class StreamedAnswer(Answer):
-    """Server-sent events. options: where they say what the request took.
+@dataclass(frozen=True, slots=True)
+class ToldBeside:
+    """What a stream tells beside its text.
 
-    An error before the first token is a response of its own, as long as no line was sent.
-
-    tells_progress  how far the prompt is run
+    usage     what the request took, at its end
+    counts    tokens so far, with each chunk
+    progress  how far the prompt is run
+    timings   of each token: its origin, its step's waiting, and the pace so far
     """
 
-    def __init__(
-        self,
-        thread: EngineThread,
-        choices: list[TextChoice],
-        options: StreamOptions,
-        tells_progress: bool = False,
-    ) -> None:
+    usage: bool = False
+    counts: bool = False
+    progress: bool = False
+    timings: bool = False
+
+    @classmethod
+    def of(cls, body: SampledBody) -> "ToldBeside":
+        options = body.stream_options or StreamOptions()
+        return cls(
+            bool(options.include_usage),
+            bool(options.continuous_usage_stats),
+            bool(body.return_progress),
+            bool(body.timings_per_token),
+        )
+
+
+class StreamedAnswer(Answer):
+    """Server-sent events.
+
+    An error before the first token is a response of its own, as long as no line was sent.
+    """
+
+    def __init__(self, thread: EngineThread, choices: list[TextChoice], beside: ToldBeside) -> None:
         super().__init__(thread, choices)
-        self._options = options
-        self._tells_progress = tells_progress
+        self._beside = beside
 
     async def _tell(self, send: Send) -> None:
         begun = False
@@ -134,22 +151,28 @@ class StreamedAnswer(Answer):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         opening = b"".join(self._frames(each.format.opening()) for each in self._choices)
         counts = [0] * len(self._choices)
+        begun_s = [0.0] * len(self._choices)
         streams = [each.stream for each in self._choices]
-        every_s = PROGRESS_S if self._tells_progress else HEARTBEAT_S
+        every_s = PROGRESS_S if self._beside.progress else HEARTBEAT_S
         async with aclosing(tokens_of(streams, every_s)) as tokens:
             async for news in tokens:
-                if news is None and self._tells_progress:
+                if news is None and self._beside.progress:
                     told = b"".join(self._frames(progress_of(each)) for each in self._choices)
                 elif news is None:
                     told = self._format.heartbeat(waiting_for(streams[0]))
                 else:
                     at, token = news
-                    told = self._frames(self._chunks(self._choices[at], token, counts, at))
+                    if not counts[at]:
+                        begun_s[at] = time.perf_counter()
+                    counts[at] += token is not None
+                    told = self._frames(
+                        self._chunks(self._choices[at], token, counts[at], begun_s[at])
+                    )
                 if opening + told:
                     yield opening + told
                 opening = b""
         last = b""
-        if self._options.include_usage:
+        if self._beside.usage:
             last = self._frames([self._format.usage(self._usage())])
         yield opening + last + self._format.done
 
@@ -157,19 +180,33 @@ class StreamedAnswer(Answer):
         return b"".join(map(self._format.frame, chunks))
 
     def _chunks(
-        self, choice: TextChoice, token: Token | None, counts: list[int], at: int
+        self, choice: TextChoice, token: Token | None, count: int, begun_s: float
     ) -> Iterator[Chunk]:
-        """Those of a token, or of the end where it is None; with the tokens of the choice so far,
-        where these were asked for.
+        """Those of a token, or of the end where it is None.
+
+        count    tokens of the choice so far, the first of which came at `begun_s`
         """
         if token is None:
             yield from choice.format.closing(choice.end)
             return
-        counts[at] += 1
-        usage = tokens_used(len(prompt_of(choice)), counts[at])
-        counted = {"usage": usage} if self._options.continuous_usage_stats else {}
+        beside: Chunk = {}
+        if self._beside.counts:
+            beside["usage"] = tokens_used(len(prompt_of(choice)), count)
+        if self._beside.timings:
+            beside["timings"] = timings_of(token, count, time.perf_counter() - begun_s)
         for chunk in choice.format.chunks(token):
-            yield chunk | counted
+            yield chunk | beside
+
+
+def timings_of(token: Token, count: int, passed_s: float) -> Chunk:
+    """A token's origin and its step's waiting, and the pace so far by llama.cpp's names."""
+    return {
+        "origin": token.origin,
+        "waited_ms": token.waited_s * 1e3,
+        "predicted_n": count,
+        "predicted_ms": passed_s * 1e3,
+        "predicted_per_second": (count - 1) / passed_s if passed_s > 0 and count > 1 else None,
+    }
 
 
 def progress_of(choice: TextChoice) -> Iterator[Chunk]:

@@ -10,10 +10,10 @@ from starlette.requests import ClientDisconnect
 
 from speq.engine.engine_thread import EngineThread
 from speq.errors import SpeqError
-from speq.server.answer import Answer, StreamedAnswer, TextChoice, WholeAnswer
+from speq.server.answer import Answer, StreamedAnswer, TextChoice, ToldBeside, WholeAnswer
 from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
-from speq.server.fields import ChatBody, CompletionBody, SampledBody, StreamOptions, TokenizeBody
+from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
 from speq.server.gate import OWNER_KEY
 from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import error_content
@@ -68,10 +68,8 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
         formats = [format for _, format in texts]
         choices = [TextChoice(*each) for each in zip(streams, formats, strict=True)]
         if body.stream or (isinstance(body, OllamaBody) and body.stream is None):
-            if not isinstance(body, SampledBody):
-                return StreamedAnswer(thread, choices, StreamOptions())
-            options = body.stream_options or StreamOptions()
-            return StreamedAnswer(thread, choices, options, bool(body.return_progress))
+            beside = ToldBeside.of(body) if isinstance(body, SampledBody) else ToldBeside()
+            return StreamedAnswer(thread, choices, beside)
         return WholeAnswer(thread, choices)
 
     @app.post("/v1/chat/completions", responses=ANSWERS, response_class=Response)

@@ -150,7 +150,7 @@ class SampledBody(Body):
     include_stop_str_in_output: Literal[False] | None = None
     use_beam_search: Literal[False] | None = None
     return_token_ids: Literal[False] | None = None
-    timings_per_token: Literal[False] | None = None
+    timings_per_token: bool | None = None
     return_progress: bool | None = None
 
 

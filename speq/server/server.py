@@ -14,16 +14,18 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from speq.dashboard.live.live_view import LiveView, watch
-from speq.engine.engine_thread import EngineThread
+from speq.engine.engine_thread import EngineThread, Observer
 from speq.engine.generation_config import sampling_defaults
 from speq.generator import Generator
 from speq.listening import listening_on
 from speq.server.access import Access, Keys, digest
 from speq.server.application import make_app
+from speq.server.chat_page import add_chat_page
 from speq.server.connection import Connection
 from speq.server.gate import AccessGate
 from speq.server.live_page import add_live_page
 from speq.server.metrics import Metrics
+from speq.server.request_log import RequestLog
 from speq.server.service import Service
 from speq.server.settings import ServerSettings
 
@@ -48,6 +50,8 @@ class ServedModel:
         app = make_app(self.service, self.thread, self.metrics)
         if self.view is not None and token is not None:
             add_live_page(app, self.view, token)
+        else:
+            add_chat_page(app)
         return AccessGate(app, access, self.thread.capacity + EXTRA_REQUESTS)
 
 
@@ -60,7 +64,9 @@ def serve_model(
     with ExitStack() as stack:
         stack.enter_context(metrics.listening(generator.runtime.recorder))
         view = stack.enter_context(watch(generator)) if watched else None
-        observers = [metrics] if view is None else [metrics, view]
+        observers: list[Observer] = [metrics, RequestLog()]
+        if view is not None:
+            observers.append(view)
         thread = EngineThread(generator, observers, settings.max_waiting)
         stack.enter_context(closing(thread))
         folder = generator.runtime.opened.checkpoint.path

@@ -342,8 +342,9 @@ class Service:
                 "shorten it",
                 code="context_length_exceeded",
             )
-        if body.return_progress and not body.stream:
-            raise OptionError("return_progress is given and stream is not true; give both")
+        for name in ("return_progress", "timings_per_token"):
+            if getattr(body, name) and not body.stream:
+                raise OptionError(f"{name} is given and stream is not true; give both")
         given = {name: getattr(body, name) for name in SAMPLED}
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return build(

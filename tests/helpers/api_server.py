@@ -4,13 +4,13 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from speq.dashboard.live.live_view import LiveView
-from speq.engine.engine_thread import BatchEngine, EngineThread
+from speq.engine.engine_thread import BatchEngine, EngineThread, Observer
 from speq.server.access import Access, Keys
 from speq.server.metrics import Metrics
 from speq.server.server import ApiServer, ServedModel, listen
@@ -130,6 +130,7 @@ def api_server(
     metrics: Metrics | None = None,
     defaults: dict[str, Any] | None = None,
     view: LiveView | None = None,
+    observers: Sequence[Observer] = (),
     **settings: Any,
 ) -> Iterator[Rig]:
     """A server on a free port for as long as the block lasts, with a live page where it has a view.
@@ -140,8 +141,8 @@ def api_server(
     counted = metrics or Metrics(NAME)
     service = Service(model, NAME, chosen.default_max_tokens, defaults or {})
     with contextlib.ExitStack() as stack:
-        observers = [counted] if view is None else [counted, view]
-        thread = EngineThread(engine, observers, chosen.max_waiting)
+        hearing = [counted, *observers, *([] if view is None else [view])]
+        thread = EngineThread(engine, hearing, chosen.max_waiting)
         stack.enter_context(closing(thread))
         served = ServedModel(service, thread, counted, chosen, view)
         page = None if view is None else listen(chosen.host, 0)

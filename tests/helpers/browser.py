@@ -85,8 +85,9 @@ def opened(
     width_px: int = 1400,
     scheme: Literal["light", "dark"] = "light",
     motion: Literal["reduce", "no-preference"] = "no-preference",
+    pictures: bool = True,
 ) -> Iterator[Opened]:
-    """A page of a server or of a file, once all its pictures are drawn."""
+    """A page of a server or of a file, once all its pictures, if it has some, are drawn."""
     context = browser.new_context(
         viewport={"width": width_px, "height": 900}, color_scheme=scheme, reduced_motion=motion
     )
@@ -104,7 +105,8 @@ def opened(
     )
     try:
         page.goto(url.resolve().as_uri() if isinstance(url, Path) else url)
-        page.evaluate("speqPage.opened")
+        if pictures:
+            page.evaluate("speqPage.opened")
         yield seen
     finally:
         context.close()

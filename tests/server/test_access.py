@@ -26,7 +26,7 @@ PAGE = page()
 
 
 def scope_of(
-    headers: Iterable[Header], method: str = "GET", path: str = "/", query: bytes = b""
+    headers: Iterable[Header], method: str = "GET", path: str = "/v1/models", query: bytes = b""
 ) -> Scope:
     return {
         "type": "http",
@@ -155,6 +155,11 @@ def test_keys_alone_do_where_there_is_no_page() -> None:
     assert status(*elsewhere, BEARER, access=access) is None
     assert status(*elsewhere, access=access) == 401
     assert status(*elsewhere, access=access, path="/health") is None
+    # The chat page asks for a key itself.
+    assert status(*elsewhere, access=access, path="/") is None
+    assert status(*elsewhere, access=access, path="/assets/chat.js") is None
+    assert status(*elsewhere, access=access, path="/assets/page.js") == 401
+    assert status(HOST, path="/") == 401
     # Keys do not stand in addresses there.
     assert status(access=access, query=b"token=s3cret-Token_0") == 401
     # Each holder has prefixes of its own.
