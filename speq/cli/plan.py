@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from speq.cli import options as opt
 from speq.config import Model
 from speq.errors import present
@@ -9,31 +11,63 @@ from speq.measure.settings import PlanSettings
 from speq.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
+    from speq.measure.verdict import BudgetRow
     from speq.planning.budget_plan import BudgetPlan
     from speq.planning.cost.presets import Rates
 
 
 def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
-    """Say what fits, what speed to expect with and without a draft, and where that breaks even.
+    """Say whether a model runs here and how fast, what fits, and where a draft breaks even.
 
-    A model's config.json is enough, in a folder or on the hub: nothing is loaded. Expected times
-    are good for telling ways apart; a run measures its own.
+    A model's config.json is enough, in a folder or on the hub: nothing is loaded. This machine's
+    memory and disk are measured once, in some seconds. Expected times are good for telling ways
+    apart; a run measures its own.
     """
     from speq.planning.cost.presets import PRESETS
 
     if settings.preset == "?":
         show_presets(PRESETS)
         return
-    from speq.measure.plan import plan_of
+    from speq.files.cache_folder import hub_folder
+    from speq.machine import machine_memory_bytes
+    from speq.measure.plan import PlannedModel
+    from speq.measure.verdict import budgets_for, plans_in, rows_of, verdict_of
 
     output.check()
     with output.progress() as progress:
-        made = plan_of(model, settings, progress)
-    output.write(made.to_dict())
+        planned = PlannedModel.of(model, settings, progress)
+    made = planned.plan(settings.memory_budget)
+    verdict = verdict_of(made, planned.flops_per_s, None if planned.is_here else hub_folder())
+    sizes = {settings.memory_budget, *budgets_for(made, machine_memory_bytes())}
+    with opt.log_of(quiet=True):  # of each budget it would say the same
+        rows = [*rows_of(plans_in(planned.plan, sorted(sizes)))]
+    told = {"verdict": verdict.to_dict(), "by_budget": [row.to_dict() for row in rows]}
+    output.write(made.to_dict() | told)
     if not output.printed:
+        typer.echo(verdict.sentence)
+        show_rows(rows, settings.memory_budget)
         show(made)
         for line in findings(made):
             output.note(line)
+
+
+def show_rows(rows: "list[BudgetRow]", chosen: int) -> None:
+    """The table over budgets, in which the one that was asked for stands out."""
+    from rich.table import Table
+
+    from speq.measure.console import console
+
+    table = Table(title="speed by memory")
+    for title in ("memory", "experts in slots", "tokens/s", "from", "to"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            format_bytes(row.budget_bytes),
+            f"{row.cached:.0%}",
+            *row.pace.numbers,
+            style="bold" if row.budget_bytes == chosen else None,
+        )
+    console().print(table)
 
 
 def show(made: "BudgetPlan") -> None:

@@ -16,3 +16,10 @@ def cache_folder(kind: str = "") -> Path | None:
         return Path.home() / ".cache" / "speq" / kind
     except RuntimeError:
         return None
+
+
+def hub_folder() -> Path:
+    """Where models of the hub are downloaded to."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -23,6 +23,7 @@ from speq.measure.memory_read import MemoryRead, read_gb_per_s
 from speq.measure.route_trace import RouteTrace
 from speq.measure.routes import acceptance_of, curve_of
 from speq.measure.settings import PlanSettings
+from speq.measure.this_machine import machine_rates
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build
 from speq.options.typed import PlanOptions
@@ -46,7 +47,9 @@ MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
 DEFAULT_CONTEXT = CONTEXT_STEP + SamplingParams().max_new_tokens
 
 
-def plan(model: str | Path, memory_budget: str | int, **options: Unpack[PlanOptions]) -> BudgetPlan:
+def plan(
+    model: str | Path, memory_budget: str | int = "auto", **options: Unpack[PlanOptions]
+) -> BudgetPlan:
     """Plan what fits a budget, the expected speed with and without a draft, and the break-even.
 
     A model's config.json is enough, in a folder or on the hub. Expected times are good for
@@ -62,27 +65,57 @@ def plan_of(
     model: str | Path, settings: PlanSettings, progress: Progress | None = None
 ) -> BudgetPlan:
     """Plan as `plan` does. progress: called with (what, done, total) during measurements"""
-    check_exclusions(settings)
-    model_spec, opened = model_spec_of(str(model), settings.dtype, settings.head)
-    with contextlib.closing(opened) if opened else contextlib.nullcontext():
-        machine = machine_of(opened, settings, progress)
-        model_spec = replace(model_spec, draft_parts=parts_of(model_spec, opened, settings))
-    on_cpu = not device_of(machine).startswith("cuda")
-    if settings.device != "auto":
-        on_cpu = settings.device == "cpu"
-    check_host_budget(settings.host_budget, on_cpu)
-    context = settings.context_length or min(DEFAULT_CONTEXT, model_spec.shape.max_context)
-    budget = Budget.of(settings.memory_budget, context, on_cpu, model_spec.shape)
-    budget = replace(budget, batch_size=settings.max_batch)
-    if not on_cpu:
-        # The most that any GPU takes: it need not be at hand. Graphs are as runs have them that do
-        # not say otherwise.
-        beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
-        budget = replace(budget, beside=beside, graphs=True)
-    room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
-    form = choose_dense_form(model_spec, settings.dense, room, trial=None).dense.name
-    model_spec = room.with_dense(model_spec, form, usual=True)
-    return plan_budget(model_spec, budget, assumptions(model_spec, machine, settings))
+    return PlannedModel.of(model, settings, progress).plan(settings.memory_budget)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model and a machine to plan for, in any budget.
+
+    flops_per_s  of products on that machine; None: not known
+    is_here      whether the model's files are on this machine
+    """
+
+    model_spec: ModelSpec
+    machine: Rates | Profile
+    settings: PlanSettings
+    flops_per_s: float | None
+    is_here: bool
+
+    @classmethod
+    def of(
+        cls, model: str | Path, settings: PlanSettings, progress: Progress | None = None
+    ) -> "PlannedModel":
+        check_exclusions(settings)
+        model_spec, opened = model_spec_of(str(model), settings.dtype, settings.head)
+        with contextlib.closing(opened) if opened else contextlib.nullcontext():
+            machine, flops_per_s = machine_of(opened, settings, progress)
+            parts = parts_of(model_spec, opened, settings)
+        model_spec = replace(model_spec, draft_parts=parts)
+        return cls(model_spec, machine, settings, flops_per_s, opened is not None)
+
+    @property
+    def on_cpu(self) -> bool:
+        if self.settings.device != "auto":
+            return self.settings.device == "cpu"
+        return not device_of(self.machine).startswith("cuda")
+
+    def plan(self, memory_budget: int) -> BudgetPlan:
+        """Plan for a budget. Raises SpeqError for one that is too small."""
+        settings, model_spec, on_cpu = self.settings, self.model_spec, self.on_cpu
+        check_host_budget(settings.host_budget, on_cpu)
+        context = settings.context_length or min(DEFAULT_CONTEXT, model_spec.shape.max_context)
+        budget = Budget.of(memory_budget, context, on_cpu, model_spec.shape)
+        budget = replace(budget, batch_size=settings.max_batch)
+        if not on_cpu:
+            # The most that any GPU takes: it need not be at hand. Graphs are as runs have them that
+            # do not say otherwise.
+            beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
+            budget = replace(budget, beside=beside, graphs=True)
+        room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
+        form = choose_dense_form(model_spec, settings.dense, room, trial=None).dense.name
+        model_spec = room.with_dense(model_spec, form, usual=True)
+        return plan_budget(model_spec, budget, assumptions(model_spec, self.machine, settings))
 
 
 def parts_of(
@@ -156,27 +189,32 @@ def head_beside_model(opened: Opened) -> HeadLabel | None:
 
 def machine_of(
     opened: Opened | None, settings: PlanSettings, progress: Progress | None = None
-) -> Rates | Profile:
-    """Choose the rates to plan with: given ones, a tuned profile, measured ones, or a preset.
+) -> tuple[Rates | Profile, float | None]:
+    """Choose the rates to plan with: given ones, a tuned profile, measured ones, or a preset; and
+    the rate of products, where it is known.
 
-    This machine is measured only if the model's files are here, since rates depend on their disk.
+    The disk of the model's files is measured if they are here, or else that of the cache folder.
     """
     link, memory = settings.link, settings.memory_bandwidth
     if settings.profile not in ("auto", "none"):
-        return profiles.read(Path(settings.profile))
+        return profiles.read(Path(settings.profile)), None
     if settings.preset is not None:
-        return presets.preset(settings.preset).but(link, memory)
+        return presets.preset(settings.preset).but(link, memory), None
     device = "cpu" if settings.device == "auto" and opened is None else settings.device
     here = "cpu" if find_device(device).torch.type == "cpu" else "cuda"
     if settings.profile == "auto" and opened is not None and link is None and memory is None:
         kept = profiles.read_kept(profiles.key_of(opened, here, settings.memory_budget))
         if kept is not None:
-            return kept
+            return kept, None
     if link is not None and memory is not None:
-        return Rates("bandwidths as given", "cpu" if here == "cpu" else "cuda", link, memory)
-    if opened is not None and here == "cpu":
-        return measure_machine(opened, progress).but(link, memory)
-    return presets.preset(presets.DEFAULT_PRESET[here]).but(link, memory)
+        given = Rates("bandwidths as given", "cpu" if here == "cpu" else "cuda", link, memory)
+        return given, None
+    if here == "cuda":
+        return presets.preset(presets.DEFAULT_PRESET[here]).but(link, memory), None
+    found = machine_rates(progress)
+    if opened is None:
+        return found.rates.but(link, memory), found.flops_per_s
+    return measure_machine(opened, progress).but(link, memory), found.flops_per_s
 
 
 def measure_machine(opened: Opened, progress: Progress | None = None) -> Rates:

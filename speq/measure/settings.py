@@ -65,7 +65,7 @@ class TuneSettings(Options):
 class PlanSettings(Options):
     """Options of `plan`: the run, the machine and the routes."""
 
-    memory_budget: MemoryBudget
+    memory_budget: MemoryBudget = AUTO
     host_budget: HostBudget = None
     device: Device = "auto"
     dtype: Dtype = "auto"

@@ -1,0 +1,159 @@
+"""This machine's memory, disk and products, measured once in some seconds and kept."""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from speq.config import DEFAULT_READER_THREADS
+from speq.errors import SpeqError
+from speq.files.atomic_file import write_whole
+from speq.files.cache_folder import cache_folder
+from speq.files.json_file import read_json
+from speq.kernels.many_rows import has_native_product
+from speq.measure.link import arena_for, plain_reads
+from speq.measure.memory_read import MemoryRead, read_gb_per_s, step_times
+from speq.planning.cost.presets import MEMORY_SHARE, Rates
+from speq.units import Progress, no_progress
+
+logger = logging.getLogger("speq")
+
+NAME, FORMAT = "machine.json", 1
+# What was measured longer ago is measured again: disks fill, and machines change.
+KEPT_DAYS = 30
+CPU = torch.device("cpu")
+MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
+# The file that is read, past the page cache, and a read of it.
+DISK_BYTES, READ_BYTES, WRITE_BYTES = 512 << 20, 8 << 20, 16 << 20
+MATRIX, PRODUCTS = 2048, 3
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRates:
+    """What was measured, in bytes and products of floats a second.
+
+    host  names the machine; measured_at: seconds since 1970
+    """
+
+    host: str
+    memory_bytes_per_s: float
+    disk_bytes_per_s: float
+    flops_per_s: float
+    measured_at: float
+
+    @property
+    def rates(self) -> Rates:
+        day = time.strftime("%Y-%m-%d", time.localtime(self.measured_at))
+        source = f"measured on this machine on {day}"
+        memory = MEMORY_SHARE * self.memory_bytes_per_s
+        return Rates(source, "cpu", self.disk_bytes_per_s, memory)
+
+
+def machine_rates(progress: Progress | None = None) -> MachineRates:
+    """Rates that were kept, or measured now in some seconds.
+
+    Raises SpeqError where the disk of the cache folder has no room for a file to read.
+    """
+    folder = cache_folder()
+    path = None if folder is None else folder / NAME
+    if path is not None and (kept := kept_rates(path)) is not None:
+        return kept
+    found = measure(Path(tempfile.gettempdir()) if folder is None else folder, progress)
+    if path is not None:
+        with contextlib.suppress(SpeqError):  # then it is measured again
+            write_whole(path, json.dumps({"format": FORMAT} | asdict(found)).encode())
+    return found
+
+
+def kept_rates(path: Path) -> MachineRates | None:
+    """Rates of this machine in a file; None where there are none that hold."""
+    if not path.exists():
+        return None
+    try:
+        content = read_json(path)
+        rates = of_content(content)
+    except (SpeqError, KeyError, TypeError, ValueError) as error:
+        logger.debug("%s is made anew: %s", path, error)
+        return None
+    age_days = (time.time() - rates.measured_at) / 86_400
+    return rates if rates.host == host() and 0 <= age_days < KEPT_DAYS else None
+
+
+def of_content(content: dict[str, Any]) -> MachineRates:
+    """Raises ValueError for what was not written here."""
+    if content["format"] != FORMAT:
+        raise ValueError("another format")
+    names = "memory_bytes_per_s", "disk_bytes_per_s", "flops_per_s", "measured_at"
+    numbers = [float(content[name]) for name in names]
+    if not all(0 < number < 1e18 for number in numbers):
+        raise ValueError("a rate is not above 0")
+    return MachineRates(str(content["host"]), *numbers)
+
+
+def host() -> str:
+    """A name that other machines with the same home do not have."""
+    return f"{platform.node()}, {os.cpu_count()} processors, {platform.machine()}"
+
+
+def measure(folder: Path, progress: Progress | None = None) -> MachineRates:
+    """Measure now. folder: on the disk that is meant; it is made if it is not there"""
+    report = progress or no_progress
+    memory = read_gb_per_s(
+        MemoryRead(MEMORY_BYTES, CPU), CPU, MEMORY_READS, time.perf_counter, progress
+    )
+    report("measuring the disk", 0, 1)
+    disk = disk_bytes_per_s(folder)
+    report("measuring the disk", 1, 1)
+    return MachineRates(host(), memory * 1e9, disk, flops_per_s(), time.time())
+
+
+def disk_bytes_per_s(folder: Path) -> float:
+    """Rate of large reads past the page cache, several at a time as runs have them."""
+    with scratch_file(folder) as path:
+        arena = arena_for(DEFAULT_READER_THREADS, READ_BYTES)
+        return plain_reads(
+            [path], READ_BYTES, arena, DEFAULT_READER_THREADS, DISK_BYTES
+        ).bytes_per_s
+
+
+@contextlib.contextmanager
+def scratch_file(folder: Path) -> Iterator[Path]:
+    """A file of bytes that no disk compresses, on the disk and not in the page cache."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="probe-") as file:
+            for _ in range(DISK_BYTES // WRITE_BYTES):
+                file.write(os.urandom(WRITE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            yield Path(file.name)
+    except OSError as error:
+        raise SpeqError(
+            f"the disk of {folder} cannot be measured: {error.strerror}; give --link and "
+            "--memory-bandwidth, or --preset"
+        ) from error
+
+
+def flops_per_s() -> float:
+    """Rate of a product of large matrices, in bfloat16 or as torch has it without kernels of it."""
+    matrix = torch.randn(MATRIX, MATRIX)
+    if has_native_product(torch.bfloat16):
+        matrix = matrix.bfloat16()
+
+    def multiply() -> None:
+        torch.mm(matrix, matrix)
+
+    multiply()
+    return 2 * MATRIX**3 / median(step_times([multiply] * PRODUCTS, CPU, time.perf_counter))
