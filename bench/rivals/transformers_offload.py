@@ -20,8 +20,8 @@ from speq.bench.rivals.packages import rival_package
 from speq.control_groups import processors
 from speq.errors import CheckpointError, NoRoom
 from speq.files.checkpoint import Checkpoint
+from speq.host_memory import available_bytes
 from speq.layers.arguments import cache_name
-from speq.machine import available_bytes
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import Opened, open_model
 from speq.units import format_bytes

@@ -63,8 +63,9 @@ def examine(
     on: "Processor | Accelerator", clock: Callable[[], float], progress: Progress | None = None
 ) -> "Report":
     """What runs each op on a device, with the speed of its memory among the settings."""
+    from speq.host_memory import available_bytes
     from speq.kernels import library
-    from speq.machine import available_bytes, default_host_bytes
+    from speq.machine import default_host_bytes
     from speq.measure.memory_read import MemoryRead, read_gb_per_s
     from speq.measure.report import Report
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.card import Card
-from speq.machine import available_bytes
+from speq.host_memory import available_bytes
 
 
 class StreamEvent(Protocol):

@@ -22,7 +22,7 @@ from speq.files.atomic_file import check_target
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.files.published_format import MEANINGS, MXFP4_DTYPE, WORDS
 from speq.generator import Generator
-from speq.machine import available_bytes
+from speq.host_memory import available_bytes
 from speq.measure import pack_check
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.teacher_forced import forced_passes

@@ -15,7 +15,7 @@ from speq.experts.packed_store import Manifest
 from speq.experts.record_writer import Packing
 from speq.files.published_format import WORDS
 from speq.heads.head_file import copy_head
-from speq.machine import available_bytes
+from speq.host_memory import available_bytes
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build, split
 from speq.options.typed import PackOptions, QuantizeOptions

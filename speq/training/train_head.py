@@ -25,7 +25,7 @@ from speq.generator import Generator
 from speq.heads.head_file import NAME, head_path, model_digest, write_head
 from speq.heads.head_shape import HeadShape
 from speq.heads.moe_head import MoEHead
-from speq.machine import available_bytes
+from speq.host_memory import available_bytes
 from speq.options.declared import split
 from speq.options.typed import TrainHeadOptions
 from speq.text.tokenizer import tokens_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from speq.control_groups import granted_bytes, processors
-from speq.machine import available_bytes
+from speq.host_memory import available_bytes
 
 GIB = 1 << 30
 # What version 1 says where there is no limit.

@@ -121,7 +121,8 @@ def test_memory_speed_is_the_median_of_five(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_free_memory_and_a_gpus_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speq.machine.available_bytes", lambda: 10 << 30)
+    for module in ("speq.machine", "speq.host_memory"):
+        monkeypatch.setattr(f"{module}.available_bytes", lambda: 10 << 30)
     report = doctor.examine(Processor(), clock=iter(range(100)).__next__)
     assert report.settings["available_bytes"] == 10 << 30
     assert report.settings["default_host_bytes"] == 8 << 30
