@@ -19,7 +19,7 @@ def cache_folder(kind: str = "") -> Path | None:
 
 
 def hub_folder() -> Path:
-    """Where models of the hub are downloaded to."""
+    """The folder that models of the hub are downloaded to."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)

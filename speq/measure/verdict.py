@@ -1,4 +1,4 @@
-"""Whether a model runs on a machine, how fast, and what it takes: a sentence and a table."""
+"""A verdict: does a model run on a machine, how fast, and what does it take?"""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ class Pace:
 
     @property
     def numbers(self) -> tuple[str, str, str]:
-        """As they are shown: expected, least and most."""
+        """Expected, least and most, as they are shown."""
         return number(self.tokens_per_s), number(self.least), number(self.most)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to expect of a model in a budget.
+    """Expectations of a model in a budget.
 
     first_token_s  after a prompt of PROMPT_TOKENS
     model_bytes    of its files; copy_bytes: of the packed copy that a run makes, 0 if none

@@ -78,7 +78,6 @@ def test_commands_are_found() -> None:
     "words",
     [
         ("plan", "models/tiny-moe", "--memory-budget", "1GiB", "--no-such-option"),
-        ("plan", "models/tiny-moe"),
         ("nonsense",),
         ("bench", "tpot"),
     ],

@@ -288,7 +288,6 @@ def test_a_word_means_the_same_in_every_command() -> None:
         ("batch", "max_batch"),  # nobody waits for a single text
         ("chat", "prefix_cache"),  # whose turns come back
         ("serve", "prefix_cache"),
-        ("plan", "memory_budget"),  # often of another machine
         ("pack", "codec"),  # what is written, where auto is raw
         ("quantize", "memory_budget"),
         ("quantize", "dense"),  # whether such layers are quantised as well
@@ -444,7 +443,10 @@ def test_python_plans_as_the_command_does() -> None:
     made = speq.plan(model, "12GiB", preset="rtx-4090", acceptance=0.8)
     arguments = ["plan", str(model), "--memory-budget", "12GiB", "--preset", "rtx-4090"]
     done = CliRunner().invoke(app, [*arguments, "--acceptance", "0.8", "--json", "-"])
-    assert json.loads(done.stdout) == json.loads(json.dumps(made.to_dict()))
+    found = json.loads(done.stdout)
+    assert {"verdict", "by_budget"} <= found.keys()
+    kept = {name: found[name] for name in found if name not in ("verdict", "by_budget")}
+    assert kept == json.loads(json.dumps(made.to_dict()))
     assert made.budget.context == 192  # a short prompt, and as many tokens as are generated
 
 
@@ -455,7 +457,10 @@ def test_json_goes_to_a_file_or_alone_to_stdout(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, [*plan, str(target)], catch_exceptions=False)
     printed = CliRunner().invoke(app, [*plan, "-"], catch_exceptions=False)
     assert "ways to hold" in shown.stdout and "ways to hold" not in printed.stdout
-    assert json.loads(target.read_text()) == json.loads(printed.stdout)
+    written, found = json.loads(target.read_text()), json.loads(printed.stdout)
+    for each in (written, found):  # others write to this disk meanwhile
+        del each["verdict"]["free_disk_bytes"], each["verdict"]["sentence"]
+    assert written == found
     with pytest.raises(SpeqError, match="exists already; choose another name or add --force"):
         CliRunner().invoke(app, [*plan, str(target)], catch_exceptions=False)
     forced = CliRunner().invoke(app, [*plan, str(target), "--force"], catch_exceptions=False)

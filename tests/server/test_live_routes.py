@@ -139,7 +139,7 @@ def test_a_preflight_of_another_page_is_refused(rig: LiveRig) -> None:
 
 
 def test_the_page_is_at_its_own_address_alone(rig: LiveRig) -> None:
-    for path in ("/", "/events", "/run.json", "/assets/live.js"):
+    for path in ("/events", "/run.json", "/assets/live.js"):
         assert rig.api.get(path).status == 404
     for path in ("live.html", "plotly-LICENSE", "..%2f__init__.py", "%2e%2e/__init__.py", "x.js"):
         assert rig.page.get(f"/assets/{path}").status == 404

@@ -421,7 +421,7 @@ def test_a_prompt_beyond_the_context(rig: Rig, asked: list[Any]) -> None:
 
 
 def test_routes_that_are_not_there(rig: Rig) -> None:
-    for path in ("/", "/v1", "/docs", "/v1/chat/completions/"):
+    for path in ("/v1", "/docs", "/v1/chat/completions/"):
         assert (rig.get(path).status, rig.get(path).error["message"]) == (404, "Not Found")
     reply = rig.get(CHAT)
     assert (reply.status, reply.headers["allow"]) == (405, "POST")
@@ -534,7 +534,7 @@ def test_calls_and_their_results_in_messages(tmp_path: Path) -> None:
             assert "messages[1].tool_calls[0].function.arguments is" in error["message"]
 
 
-@pytest.mark.parametrize("form", ["[TOOL_CALLS]", "<|tool_call>", ""])
+@pytest.mark.parametrize("form", ["<|python_tag|>", "<function_call>", ""])
 def test_other_forms_of_calls_are_refused(tmp_path: Path, form: str) -> None:
     template = TOOLS_TEMPLATE.replace("<tool_call>{...}</tool_call>", form)
     template = template.replace("<tool_call>", "")
