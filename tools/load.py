@@ -27,8 +27,8 @@ BATCH, CONTEXT = 8, 1024
 # Words of a prompt; the bundled tokenizer makes two tokens of one.
 SHORT, LONG = 12, 350
 LONG_EVERY, CANCELLED_EVERY = 20, 3
-# Looks at the process, the first once caches are full.
-LOOKS = (0.1, 0.25, 0.5, 0.75, 1.0)
+# Looks at the process. Records of steps and files of prefixes are full by the first.
+LOOKS = (0.5, 0.75, 1.0)
 # Most growth between the first look and the last one.
 MOST_GROWTH = 0.01
 WAIT_S = 600.0
