@@ -29,9 +29,10 @@ logger = logging.getLogger("speq")
 
 # A pass is recorded when it was run so many times: a recording takes as long as some passes.
 REPEATS = 2
-# Most recordings over a cache, as many as a governor's draft lengths; least recently used go first,
-# and only those that were not run in so many passes: a batch has more shapes than this.
-MAX_RECORDINGS = 12
+# Most recordings over a cache, as many as a governor's draft lengths, and over all caches. Least
+# recently used go first, and only those that were not run in so many passes: a batch has more
+# shapes than this.
+MAX_RECORDINGS, MAX_IN_ALL = 12, 24
 IDLE_PASSES = 100
 # Most shapes of passes that are counted before they are recorded.
 MAX_COUNTED = 1000
@@ -179,39 +180,32 @@ class CacheRecordings:
     """Passes whose first sequence lies in one KV cache.
 
     counts  passes that were run without a recording
-    passes  least recently used first, and the number of the last run of each
+    passes  least recently used first, and the number of the last run of each among all runs
     """
 
     counts: Counter[PassShape] = field(default_factory=Counter)
     passes: OrderedDict[PassShape, tuple[PassRecording, int]] = field(default_factory=OrderedDict)
-    ran: int = 0
 
-    def find(self, shape: PassShape) -> PassRecording | None:
-        """The recording of a pass that is to be run now, if there is one."""
-        self.ran += 1
+    def find(self, shape: PassShape, ran: int) -> PassRecording | None:
+        """The recording of a pass that is to be run now, as run `ran`, if there is one."""
         if shape not in self.passes:
             return None
         recorded, _ = self.passes.pop(shape)
-        self.passes[shape] = recorded, self.ran
+        self.passes[shape] = recorded, ran
         return recorded
 
-    def is_wanted(self, shape: PassShape) -> bool:
-        """True if a pass has run often enough to be recorded, and there is room."""
+    def is_frequent(self, shape: PassShape) -> bool:
+        """True if a pass has run often enough to be recorded. It is counted."""
         if len(self.counts) > MAX_COUNTED:
             self.counts.clear()
         self.counts[shape] += 1
-        if self.counts[shape] <= REPEATS:
-            return False
-        if len(self.passes) < MAX_RECORDINGS:
-            return True
-        _, last = next(iter(self.passes.values()))
-        return self.ran - last > IDLE_PASSES
+        return self.counts[shape] > REPEATS
 
-    def add(self, shape: PassShape, recorded: PassRecording) -> None:
-        del self.counts[shape]
-        self.passes[shape] = recorded, self.ran
-        if len(self.passes) > MAX_RECORDINGS:
-            self.passes.popitem(last=False)
+    @property
+    def last_ran(self) -> int:
+        """Number of the last run of the recording that was used longest ago."""
+        _, last = next(iter(self.passes.values()))
+        return last
 
 
 class DecoderRecordings:
@@ -225,6 +219,7 @@ class DecoderRecordings:
         self._decoder, self._switch = decoder, switch
         self._by_cache: WeakKeyDictionary[KVCache, CacheRecordings] = WeakKeyDictionary()
         self._why_not: str | None = None
+        self._ran = 0
 
     @property
     def native_s(self) -> float:
@@ -251,8 +246,9 @@ class DecoderRecordings:
             return None
         shape = backend, tuple(SequenceShape.of(span) for span in spans)
         held = self._by_cache.setdefault(spans[0].cache, CacheRecordings())
-        recorded = held.find(shape)
-        if recorded is None and not held.is_wanted(shape):
+        self._ran += 1
+        recorded = held.find(shape, self._ran)
+        if recorded is None and not (held.is_frequent(shape) and self._make_room(held)):
             return None
         decoder = self._decoder
         hidden = decoder.embed(token_ids[0])
@@ -264,12 +260,26 @@ class DecoderRecordings:
                 self._why_not = str(reason)
                 logger.debug("passes run module by module: %s", reason)
                 return None
-            held.add(shape, recorded)
+            del held.counts[shape]
+            held.passes[shape] = recorded, self._ran
         result = recorded.run(hidden, [span.cache.length for span in spans], sequences)
         if decoder.capture is not None:
             for layer, state in recorded.captured.items():
                 decoder.capture.see(layer, state)
         return result
+
+    def _make_room(self, held: CacheRecordings) -> bool:
+        """Have room for one more recording over a cache; False if all others are in use."""
+        kept = [each for each in self._by_cache.values() if each.passes]
+        full = held if len(held.passes) == MAX_RECORDINGS else None
+        if full is None and sum(len(each.passes) for each in kept) >= MAX_IN_ALL:
+            full = min(kept, key=lambda each: each.last_ran)
+        if full is None:
+            return True
+        if self._ran - full.last_ran <= IDLE_PASSES:
+            return False
+        full.passes.popitem(last=False)
+        return True
 
     def _record(
         self,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.models.decoder_recordings import IDLE_PASSES, MAX_RECORDINGS, REPEATS
+from speq.models.decoder_recordings import IDLE_PASSES, MAX_IN_ALL, MAX_RECORDINGS, REPEATS
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
@@ -143,6 +143,38 @@ def test_recordings_that_are_not_used_go(tiny: Callable[[str], Path]) -> None:
     run(2, IDLE_PASSES)
     run(MAX_RECORDINGS + 1, 1)
     assert recorded_counts() == [*range(3, MAX_RECORDINGS + 1), 2, MAX_RECORDINGS + 1]
+
+
+@torch.inference_mode()
+def test_caches_share_room_for_recordings(tiny: Callable[[str], Path]) -> None:
+    model, cache = loaded(tiny("qwen3_moe"), torch.float32)
+    opened = open_model(tiny("qwen3_moe"))
+    caches = [cache, *(opened.shape.cache(64, torch.float32, model.device) for _ in range(3))]
+    opened.close()
+    backend = SomeExperts()
+    for each in caches:
+        begin(model, each, backend)
+
+    def counts() -> list[int]:
+        assert model.recordings is not None
+        held = model.recordings._by_cache
+        return [len(held[each].passes) for each in caches if each in held]
+
+    for each in caches:
+        for count in range(1, MAX_RECORDINGS):
+            for _ in range(REPEATS + 1):
+                recorded, walked = both(model, backend, SequenceTokens(each, [7] * count))
+                assert torch.equal(recorded, walked)
+    assert sum(counts()) == MAX_IN_ALL
+    # Those of the first cache have not run for long.
+    for _ in range(IDLE_PASSES):
+        model.forward(backend, [SequenceTokens(caches[1], [7])])
+    before = counts()
+    for _ in range(REPEATS + 1):
+        model.forward(backend, [SequenceTokens(caches[3], [7] * 20)])
+    assert sum(counts()) == MAX_IN_ALL
+    assert counts()[0] == before[0] - 1
+    assert counts()[3] == before[3] + 1
 
 
 @torch.inference_mode()
