@@ -182,9 +182,7 @@ def main() -> None:
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         try:
-            assert server.stdout is not None
-            url = server.stdout.readline().strip()
-            if not url:
+            if server.stdout is None or not (url := server.stdout.readline().strip()):
                 sys.exit("the server did not start; it says why above")
             begun_s = time.perf_counter()
             outcomes, held = asyncio.run(run(url, server.pid, options.requests, options.at_once))

@@ -210,11 +210,14 @@ def machine_of(
         given = Rates("bandwidths as given", "cpu" if here == "cpu" else "cuda", link, memory)
         return given, None
     if here == "cuda":
-        return presets.preset(presets.DEFAULT_PRESET[here]).but(link, memory), None
-    found = machine_rates(progress)
+        return presets.preset(presets.DEFAULT_CARD).but(link, memory), None
     if opened is None:
+        found = machine_rates(progress)
         return found.rates.but(link, memory), found.flops_per_s
-    return measure_machine(opened, progress).but(link, memory), found.flops_per_s
+    flops_per_s = None
+    with contextlib.suppress(SpeqError):  # the model's own disk counts here, not the cache folder's
+        flops_per_s = machine_rates(progress).flops_per_s
+    return measure_machine(opened, progress).but(link, memory), flops_per_s
 
 
 def measure_machine(opened: Opened, progress: Progress | None = None) -> Rates:

@@ -184,7 +184,7 @@ class StreamedAnswer(Answer):
     ) -> Iterator[Chunk]:
         """Those of a token, or of the end where it is None.
 
-        count    tokens of the choice so far, the first of which came at `begun_s`
+        count  tokens of the choice so far, the first of which came at `begun_s`
         """
         if token is None:
             yield from choice.format.closing(choice.end)

@@ -110,6 +110,20 @@ class AnswerReader:
         return replace(part, calls=calls)
 
 
+@dataclass(slots=True)
+class SpaceBehindMark:
+    """Drops white space that comes next, however it is cut into pieces. due: whether it does"""
+
+    due: bool = False
+
+    def dropped(self, text: str) -> str:
+        """Return the text without it."""
+        if self.due:
+            text = text.lstrip()
+            self.due = not text
+        return text
+
+
 def open_end(text: str, mark: str) -> int:
     """Characters at the end of a text that may belong to a mark: white space, and what may be its
     beginning.

@@ -5,7 +5,13 @@ The marks are text, or special tokens. Some templates write the first one at the
 
 from dataclasses import dataclass, field
 
-from speq.text.answer_parts import AnswerParser, AnswerPart, join_parts, open_end
+from speq.text.answer_parts import (
+    AnswerParser,
+    AnswerPart,
+    SpaceBehindMark,
+    join_parts,
+    open_end,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +45,13 @@ class ThoughtParser:
     marks: ThoughtMarks = THINK
     # Whether something but white space came, which a thought can only begin with.
     _begun: bool = field(default=False, init=False)
-    # Whether white space is dropped that comes next: behind a mark.
-    _behind_mark: bool = field(default=False, init=False)
+    _space: SpaceBehindMark = field(default_factory=SpaceBehindMark, init=False)
     # What of the heading may still come.
     _heading: str = field(default="", init=False)
     _held: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        self._begun = self._behind_mark = self.thinking
+        self._begun = self._space.due = self.thinking
 
     def mark(self, name: str) -> AnswerPart:
         if name == self.marks.begin and not self._begun:
@@ -85,16 +90,16 @@ class ThoughtParser:
         return "" if self._heading and held.strip() == self._heading else held
 
     def _open(self, text: str) -> AnswerPart:
-        self._begun = self.thinking = self._behind_mark = True
+        self._begun = self.thinking = self._space.due = True
         self._heading = self.marks.heading
         return self._think(text)
 
     def _close(self, thought: str, rest: str) -> AnswerPart:
-        self.thinking, self._behind_mark = False, True
+        self.thinking, self._space.due = False, True
         return join_parts([AnswerPart(reasoning=thought.rstrip()), self._tell(rest)])
 
     def _think(self, text: str) -> AnswerPart:
-        text = self._trimmed(text)
+        text = self._space.dropped(text)
         if self._heading:
             # A line of its own, or all of a thought.
             wanted = f"{self._heading}\n", self._heading + self.marks.end
@@ -103,8 +108,8 @@ class ThoughtParser:
                 return AnswerPart()
             if text.startswith(wanted):
                 text = text.removeprefix(self._heading)
-            self._heading, self._behind_mark = "", True
-            text = self._trimmed(text)
+            self._heading, self._space.due = "", True
+            text = self._space.dropped(text)
         thought, found, rest = text.partition(self.marks.end)
         if found:
             return self._close(thought, rest)
@@ -113,11 +118,5 @@ class ThoughtParser:
         return AnswerPart(reasoning=text[:certain])
 
     def _tell(self, text: str) -> AnswerPart:
-        text = self._trimmed(text)
+        text = self._space.dropped(text)
         return AnswerPart(text) if self.answer is None else self.answer.feed(text)
-
-    def _trimmed(self, text: str) -> str:
-        if self._behind_mark:
-            text = text.lstrip()
-            self._behind_mark = not text
-        return text

@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from speq.text.answer_parts import AnswerParser, AnswerPart, join_parts, open_end
+from speq.text.answer_parts import (
+    AnswerParser,
+    AnswerPart,
+    SpaceBehindMark,
+    join_parts,
+    open_end,
+)
 
 
 @dataclass(slots=True)
@@ -18,14 +24,13 @@ class WrappedParser:
     # Whether something but white space came: only before it an answer can be opened.
     _begun: bool = field(default=False, init=False)
     _open: bool = field(default=False, init=False)
-    # Whether white space is dropped that comes next: behind a mark.
-    _behind_mark: bool = field(default=False, init=False)
+    _space: SpaceBehindMark = field(default_factory=SpaceBehindMark, init=False)
     _held: str = field(default="", init=False)
 
     def mark(self, name: str) -> AnswerPart:
         held, self._held = self._held, ""
         if name == self.begin and not self._begun:
-            self._begun = self._open = self._behind_mark = True
+            self._begun = self._open = self._space.due = True
             return AnswerPart()
         if name == self.end and self._open:
             return self._close(held, "")
@@ -41,9 +46,9 @@ class WrappedParser:
                 self._held = text
                 return AnswerPart()
             self._begun = True
-            self._open = self._behind_mark = spoken.startswith(self.begin)
+            self._open = self._space.due = spoken.startswith(self.begin)
             text = spoken.removeprefix(self.begin) if self._open else text
-        text = self._trimmed(text)
+        text = self._space.dropped(text)
         if not self._open:
             return self._tell(text)
         before, found, rest = text.partition(self.end)
@@ -59,14 +64,8 @@ class WrappedParser:
         return join_parts([self._tell(held), rest])
 
     def _close(self, text: str, rest: str) -> AnswerPart:
-        self._open, self._behind_mark = False, True
-        return join_parts([self._tell(text.rstrip()), self._tell(self._trimmed(rest))])
+        self._open, self._space.due = False, True
+        return join_parts([self._tell(text.rstrip()), self._tell(self._space.dropped(rest))])
 
     def _tell(self, text: str) -> AnswerPart:
         return AnswerPart(text) if self.answer is None else self.answer.feed(text)
-
-    def _trimmed(self, text: str) -> str:
-        if self._behind_mark:
-            text = text.lstrip()
-            self._behind_mark = not text
-        return text

@@ -152,3 +152,19 @@ def test_paces_have_their_bounds_in_order(planned: PlannedModel) -> None:
     for plan in planned.plan(parse_bytes("16GiB")).candidates:
         pace = Pace.of(plan)
         assert 0 < pace.least <= pace.tokens_per_s <= pace.most
+
+
+def test_a_model_that_is_here_is_planned_whatever_the_cache_folders_disk(
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(progress: object) -> None:
+        raise SpeqError("the disk is full")
+
+    monkeypatch.setattr("speq.measure.plan.machine_rates", full)
+    settings = PlanSettings(26 << 20, context_length=256, profile="none")
+    planned = PlannedModel.of(bundled, settings)
+    assert planned.is_here
+    assert planned.flops_per_s is None
+    assert verdict_of(planned.plan(26 << 20), planned.flops_per_s, None).pace.tokens_per_s > 0
+    with pytest.raises(SpeqError, match="the disk is full"):
+        PlannedModel.of(DEEPSEEK, PlanSettings(12 * GIB))

@@ -116,8 +116,8 @@ MULTIPROCESSORS: dict[str, Multiprocessors] = {
     "h100-pcie": Multiprocessors("sm_90", 114, 1.755e9),
     "h200": Multiprocessors("sm_90", 132, 1.98e9),
 }
-# The preset of a user who says nothing of the machine, by device.
-DEFAULT_PRESET = {"cuda": "rtx-4090", "cpu": "laptop-ddr5"}
+# The card of a user who plans for one and does not say which.
+DEFAULT_CARD = "rtx-4090"
 
 
 def preset(name: str) -> Rates:
