@@ -27,8 +27,8 @@ SPEQ_EXPORT std::int64_t speq_op_list_gate(OpList *list, const std::int64_t *ids
 
 SPEQ_EXPORT std::int64_t speq_op_list_end(OpList *list) { return list->end(); }
 
-// As OpList::run, of `count` sequences; -1 if an op failed, whose message is then in `error`, cut to
-// its size.
+// As OpList::run, of `count` sequences; -1 if an op failed, whose message is then in `error`, cut
+// to its size.
 SPEQ_EXPORT std::int64_t speq_op_list_run(OpList *list, const std::int64_t *starts,
                                           std::int64_t count, std::int64_t first, int straight,
                                           char *error, std::int64_t size) {
