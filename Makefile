@@ -1,4 +1,5 @@
 # make demo       set up, build, and generate text from the bundled model under a small budget
+# make wheels     wheels and the source distribution in dist/, tried without a compiler
 # make test       set up, lint, and run the tests
 # make host       the CUDA kernels for the processor, which `make test` needs
 # make wide       what CI runs besides: wider products
@@ -11,8 +12,8 @@
 # make gpu        on a machine with a GPU: test and measure there, JSON to $OUT; GPU_ARGS has more
 # make rehearse   `make gpu` without a GPU, up to its first calls of one
 PYTHON ?= python3
-# A CPU-only torch is enough; set TORCH to the build you want, a wheel's path included. (On Linux
-# the package index gives the CUDA build, which is some gigabytes.)
+# A CPU-only torch is enough, and is what a machine without a card gets; set TORCH to the build you
+# want, a wheel's path included.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.23.0
 VENV ?= .venv
@@ -26,36 +27,46 @@ REHEARSE_ARGS ?=
 CLIENTS ?=
 
 BIN := $(VENV)/bin
+# What developers need is installed, or what runs need.
 READY := $(VENV)/.ready
+RUNS := $(VENV)/.runs
+PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
+# Files that the drivers of a GPU make.
+CARD := $(wildcard /dev/nvidiactl /dev/dxg)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 NATIVE := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := pyproject.toml setup.py CMakeLists.txt speq/VERSION $(shell find csrc cmake -type f)
 
-.PHONY: setup demo host test wide test-full clients soak newest releases sanitize lint format gpu rehearse clean
+.PHONY: setup demo wheels host test wide test-full clients soak newest releases sanitize lint format gpu rehearse clean
 
 setup: $(READY)
 
-$(READY): $(SOURCES)
+# Extras of pyproject.toml, arguments of CMake. PyPI has only torch's CUDA build for Linux.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11; set PYTHON to a newer one" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing (a few minutes the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check \
-	  "$(TORCH)" "$(TRANSFORMERS)" "setuptools>=77" wheel cmake ninja
-	@CMAKE_ARGS="-DSPEQ_WERROR=ON $(CMAKE_ARGS)" \
-	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	@echo "1/2 torch and transformers: 0.3 GB to fetch, or 3 GB with CUDA"
+	@index=$$(test -n "$(CARD)" || $(BIN)/python -c 'from urllib.request import urlopen as u; u("$(CPU_INDEX)/torch/", timeout=5)' \
+	  2> /dev/null && echo "--extra-index-url $(CPU_INDEX)"); \
+	  $(PIP) $$index "$(TORCH)" "$(TRANSFORMERS)" "setuptools>=77" wheel cmake ninja
+	@echo "2/2 compiling the kernels: about two minutes on two cores$(if $(findstring OFF,$(2)),,, and five more for CUDA where there is nvcc)"
+	@CMAKE_ARGS="$(2) $(CMAKE_ARGS)" $(PIP) --no-build-isolation -e ".[$(1)]"
+endef
+
+$(READY): $(SOURCES)
+	$(call install,dev,-DSPEQ_WERROR=ON)
+	@touch $(RUNS) $@
+
+$(RUNS): $(SOURCES)
+	$(call install,serve,$(if $(CARD),,-DSPEQ_CUDA=OFF))
 	@touch $@
 
-demo: $(READY)
-	@echo "The bundled model takes 34 MiB; it runs here within 18 MiB, its exact experts read from disk."
-	@$(BIN)/speq generate models/tiny-moe --memory-budget 18MiB --max-new-tokens 96 \
-	  --temperature 0.7 --top-p 0.9 --seed 1 --echo \
-	  --prompt "Once upon a time there was a little dog named"
-	@echo
-	@echo "Next:"
-	@echo "  $(BIN)/speq generate models/tiny-moe --memory-budget 32MiB --prompt 'def main(argv):' --stats"
-	@echo "  $(BIN)/speq chat models/tiny-moe --memory-budget 32MiB --stop '###'"
-	@echo "  $(BIN)/speq check models/tiny-moe --memory-budget 32MiB --dtype float32"
-	@echo "  $(BIN)/speq bench tpot models/tiny-moe --budgets 20MiB,26MiB,32MiB"
+demo: $(RUNS)
+	@$(BIN)/speq demo
+
+wheels: $(READY)
+	$(BIN)/python -m tools.wheels
 
 # The CUDA kernels for the processor, and what lets torch without CUDA take part: tests need no GPU.
 HOST := build/host/.ready
@@ -122,4 +133,4 @@ rehearse: $(READY)
 	$(BIN)/python -m tools.rehearse $(REHEARSE_ARGS)
 
 clean:
-	rm -rf build $(VENV) $(VENV)-oldest $(VENV)-pinned $(VENV)-newest speq/*.so speq_moe.egg-info
+	rm -rf build dist $(VENV) $(VENV)-oldest $(VENV)-pinned $(VENV)-newest speq/*.so speq_moe.egg-info

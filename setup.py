@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -51,6 +52,12 @@ class CMakeBuild(build_ext):
         cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
         if cmake is None or ninja is None:
             raise SystemExit("cmake and ninja are needed to build; pip install cmake ninja")
+        compiler = os.environ.get("CXX", "c++")
+        if shutil.which(compiler) is None:
+            raise SystemExit(
+                f"a C++ compiler is needed to build, and there is no {compiler}; on Debian: "
+                "apt install g++; or set CXX to one"
+            )
         configure = [
             cmake,
             "-GNinja",
@@ -62,8 +69,18 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        subprocess.run(configure, check=True)
-        subprocess.run([cmake, "--build", str(build)], check=True)
+        for command in (configure, [cmake, "--build", str(build)]):
+            if subprocess.run(command).returncode:
+                raise SystemExit(
+                    f"the kernels were not built; {shlex.join(command)} says why above"
+                )
+
+
+class StableWheel(bdist_wheel):
+    """A wheel for every Python: the libraries bind to torch alone, and the rest is source."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
 
 
 def version() -> str:
@@ -89,5 +106,5 @@ setup(
         "speq.dashboard": ["assets/*"],
     },
     ext_modules=[CMakeLibrary("speq.speq_cpu")],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": StableWheel},
 )

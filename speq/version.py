@@ -2,6 +2,7 @@
 that it was tested on.
 """
 
+import platform
 import re
 from importlib import metadata, resources
 
@@ -17,6 +18,17 @@ TESTED = f"transformers {TESTED_TRANSFORMERS[0]} to {TESTED_TRANSFORMERS[-1]}"
 def transformers_version() -> str:
     """Version of the installed transformers."""
     return metadata.version("transformers")
+
+
+def installed() -> str:
+    """This version, what it runs on, and the libraries of kernels that were built for it."""
+    folder = resources.files("speq")
+    built = [name for name in ("cpu", "cuda") if folder.joinpath(f"libspeq_{name}.so").is_file()]
+    return (
+        f"speq {__version__} (Python {platform.python_version()}, torch "
+        f"{metadata.version('torch')}, transformers {transformers_version()}; kernels: "
+        f"{' and '.join(built) or 'none, so plain torch runs'})"
+    )
 
 
 def is_tested(version: str) -> bool:

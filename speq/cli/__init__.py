@@ -12,6 +12,7 @@ from speq.cli.cache import cache_app
 from speq.cli.chat import chat
 from speq.cli.check import check
 from speq.cli.dashboard import dashboard
+from speq.cli.demo import demo
 from speq.cli.doctor import doctor
 from speq.cli.from_dataclass import command
 from speq.cli.generate import generate
@@ -31,13 +32,12 @@ app = typer.Typer(
     name="speq",
     help="Run Mixture-of-Experts models larger than memory, with exactly the full model's output.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
     *(generate, chat, batch, serve, stage, profile, report, dashboard),
-    *(check, pack, quantize, train_head, plan, tune, doctor),
+    *(check, pack, quantize, train_head, plan, tune, doctor, demo),
 )
 for function in COMMANDS:
     app.command(function.__name__.replace("_", "-"))(command(function))
@@ -49,9 +49,9 @@ app.add_typer(bench_app, name="bench")
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from speq import __version__
+        from speq.version import installed
 
-        typer.echo(f"speq {__version__}")
+        typer.echo(installed())
         raise typer.Exit
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from speq.config import DraftOptions
+from speq.errors import present
 from speq.experts.codec import codec_of
 from speq.governor.draft_length import LONGEST
 from speq.governor.objectives import Objectives, longest_within
@@ -189,13 +190,15 @@ class PlanChooser:
             outlook = replace(outlook, lengths=(self.drafts.draft_length,))
         chosen, reason = choose(outlook, plans, margin)
         gives_up = any(way.drafts for way in plans) and not chosen.drafts
+        step = present(chosen.expected, "a plan that was chosen has no estimate of its step")
         logger.info(
-            "planned (%s; %s): %s%s",
-            assumptions.source,
-            assumptions.locality.source,
-            "no draft, though one would fit: " if gives_up else "",
-            reason,
+            "about %.3g ms per token expected (%.3g tokens/s), %s%s",
+            step.token_s * 1e3,
+            1 / step.token_s,
+            "with a draft" if chosen.drafts else "without a draft",
+            ", though one would fit" if gives_up else "",
         )
+        reason = f"{reason} ({assumptions.source}; {assumptions.locality.source})"
         memory = fitting[plans.index(replace(chosen, expected=None))][1]
         longest = longest_for(self.drafts, outlook, chosen)
         prior = None if outlook.drafts(chosen) is None else outlook.prior(chosen)

@@ -135,7 +135,7 @@ def choose_dense_form(
         return model_spec
     if form == "auto":
         chosen, reason = auto_form(model_spec, room, trial)
-        logger.info("dense layers %s: %s", chosen, reason)
+        logger.debug("dense layers %s: %s", chosen, reason)
         return room.with_dense(model_spec, chosen)
     if not codes:
         raise OptionError(

@@ -10,9 +10,9 @@ from tests.fuzz.campaign import Campaign, opened, repeated
 from tests.fuzz.case import shown
 from tests.fuzz.table import shares
 
-INPUTS, SEED = 400, 16
+INPUTS, SEED = 300, 16
 # Of a test item: so many that the items of one class share what it makes of sound inputs.
-ITEM = 14
+ITEM = 10
 
 
 @pytest.fixture(scope="module")

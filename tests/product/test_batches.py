@@ -139,7 +139,7 @@ def test_tokens_in_every_cell(cell: Cell, folders: Folders) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
 def test_tokens_in_float64(family: str, folders: Folders) -> None:
-    for cell in CELLS:
+    for cell in CELLS[::4]:
         check_cell(cell, family, folders, "float64", seed=9)
 
 

@@ -13,7 +13,13 @@ from tests.helpers.aside import ByTurns, Told
 from tests.helpers.cells import Cell, Folders
 from tests.helpers.heads import write_random_head
 from tests.helpers.host_device import HostDevice, host_device
-from tests.helpers.tiny_models import FAMILIES, drawn_tokens, greedy_tokens, load_plain
+from tests.helpers.tiny_models import (
+    FAMILIES,
+    UNLIKE_IN_CACHES,
+    drawn_tokens,
+    greedy_tokens,
+    load_plain,
+)
 
 PROMPT = [5, 9, 200, 31, 7, 7, 90, 4]
 NEW_TOKENS = 24
@@ -29,6 +35,7 @@ def marks(at: int) -> list[pytest.MarkDecorator]:
         pytest.param(family, device, ("int4", "none", "head")[at % 3], marks=marks(at + shift))
         for shift, device in enumerate(("cpu", "cuda"))
         for at, family in enumerate(FAMILIES)
+        if device == "cpu" or family in UNLIKE_IN_CACHES
     ],
 )
 def test_drafters_change_from_step_to_step(

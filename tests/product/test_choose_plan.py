@@ -400,7 +400,7 @@ def test_drafts_that_were_not_timed_leave_all_to_a_survey(
     settled = planned(model, profile(model, draft_token_s=0.0), WINS, codec="raw")
     assert settled.reason is not None and settled.residency_plan.drafts
     assert "the profile was measured without one" in caplog.text
-    assert "planned (measured at load; acceptance 90% assumed; routes of DeepSeek" in caplog.text
+    assert "(measured at load; acceptance 90% assumed; routes of DeepSeek" in settled.reason
 
 
 @pytest.mark.parametrize(

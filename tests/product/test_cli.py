@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import platform
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -113,7 +115,9 @@ def short_prompts(tmp_path: Path) -> Path:
 
 def test_version_and_help(command: Command) -> None:
     shown = command("--version")
-    assert (shown.code, shown.out) == (0, f"speq {speq.__version__}\n")
+    assert shown.code == 0
+    assert shown.out.startswith(f"speq {speq.__version__} (Python {platform.python_version()}, ")
+    assert f"torch {torch.__version__}, transformers {transformers.__version__};" in shown.out
     assert speq.__version__ == (ROOT / "speq" / "VERSION").read_text().strip()
     for option in ("--help", "-h"):
         shown = command(option)

@@ -330,7 +330,8 @@ def test_no_record_is_planned_that_a_gpu_does_not_take() -> None:
     assert on_cpu[2] == on_gpu[2]
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_words_stay_where_a_gpu_takes_no_record(
     packed: bool, tmp_path: Path, tiny_bfloat16: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from speq.cli import demo
 from speq.models.families import FAMILIES
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
 from tests.helpers.command import parse
@@ -55,14 +56,10 @@ def test_commands_parse(command: run_docs.Command) -> None:
     typer.main.get_command(app_of(name.removeprefix(run_docs.LAB))).make_context(name, arguments)
 
 
-def test_commands_of_the_makefile_parse() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    printed = re.findall(r"\$\(BIN\)/speq (.*)$", makefile, re.MULTILINE)
-    assert len(printed) >= 5
-    for line in printed:
-        # Lines that are shown, not run, stand in double quotes.
-        quoted = line.endswith('"') and line.count('"') == 1
-        parse(tuple(shlex.split(line.removesuffix('"') if quoted else line)))
+def test_commands_to_try_after_the_demonstration_parse() -> None:
+    assert len(demo.NEXT) >= 4
+    for command, arguments in demo.NEXT:
+        parse((*command.split(), "models/tiny-moe", *shlex.split(arguments)))
 
 
 def test_commands_are_found() -> None:

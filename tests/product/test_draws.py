@@ -91,7 +91,7 @@ LARGE = (151_936, 201_088)
         (1_000, 1.0, 0, 1.0),
         *(pytest.param(1_000, *shape, marks=pytest.mark.wide) for shape in SHAPES[1:]),
         pytest.param(LARGE[0], *SHAPES[0], marks=pytest.mark.full),
-        *(pytest.param(LARGE[1], *shape, marks=pytest.mark.full) for shape in SHAPES[1:]),
+        pytest.param(LARGE[1], *SHAPES[2], marks=pytest.mark.full),
     ],
 )
 def test_tokens_follow_the_exact_distribution(
@@ -135,7 +135,7 @@ def test_a_tail_that_weighs_nothing_is_never_drawn() -> None:
     assert p_value(drawn, exact(logits.numpy(), 1.0, 0, 1.0)) >= LEAST
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_a_device_never_draws_such_a_tail() -> None:
     logits = tailed(2**18, 1e-7)
     with host_device() as device:
@@ -239,8 +239,6 @@ def texts_of(generator: Generator, count: int, length: int, **sampling: Any) -> 
         pytest.param(1_000, "ngram", "cpu", marks=pytest.mark.wide),
         pytest.param(1_000, "int4", "cuda", marks=pytest.mark.full),
         pytest.param(LARGE[0], "int4", "cpu", marks=pytest.mark.wide),
-        pytest.param(LARGE[0], "ngram", "cpu", marks=pytest.mark.full),
-        pytest.param(LARGE[1], "int4", "cpu", marks=pytest.mark.full),
         pytest.param(LARGE[1], "ngram", "cpu", marks=pytest.mark.full),
     ],
 )
@@ -265,8 +263,8 @@ def test_drafted_tokens_follow_the_exact_distribution(
             drafter="auto" if drafter == "none" else drafter,
             max_batch=20,
         )
-        # The stand-in device takes its time.
-        seeds = SEEDS if on == "cpu" else SEEDS // 8
+        # The stand-in device and large vocabularies take their time.
+        seeds = SEEDS if on == "cpu" and vocab_size < LARGE[0] else SEEDS // 5
         drawn = texts_of(generator, seeds, 60, temperature=1.0)
         figures = generator.last_run.summary()
         generator.close()

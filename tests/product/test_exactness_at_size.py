@@ -77,9 +77,9 @@ def test_tokens_at_published_sizes(name: str, tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("name", SHAPES)
 def test_tokens_at_published_sizes_by_turns(name: str, tmp_path: Path) -> None:
-    """Three cells of each shape, other ones with the next."""
+    """Two cells of each shape, other ones with the next."""
     at, cells = list(SHAPES).index(name), OF_ALL if SHAPES[name].long else CELLS
-    check(name, [cells[(at + step) % len(cells)] for step in range(3)], tmp_path)
+    check(name, [cells[(at + step) % len(cells)] for step in range(2)], tmp_path)
 
 
 @pytest.mark.full

@@ -161,9 +161,9 @@ HEADS = [
 @pytest.mark.parametrize(
     ("at", "family"),
     [
-        pytest.param(at, family, marks=[pytest.mark.wide if at in (0, 8) else pytest.mark.full])
+        pytest.param(at, family, marks=[pytest.mark.full if at else pytest.mark.wide])
         for at, family in enumerate(FAMILIES)
-        if at in (0, 8) or family in UNLIKE_IN_CACHES
+        if family in UNLIKE_IN_CACHES
     ],
 )
 def test_heads_leave_tokens_as_they_are(at: int, family: str, folders: Folders) -> None:
@@ -190,8 +190,9 @@ CACHED = [
 @pytest.mark.parametrize(
     ("at", "family"),
     [
-        pytest.param(at, family, marks=[pytest.mark.wide if at in (0, 8) else pytest.mark.full])
+        pytest.param(at, family, marks=[pytest.mark.full if at else pytest.mark.wide])
         for at, family in enumerate(FAMILIES)
+        if family in UNLIKE_IN_CACHES
     ],
 )
 def test_experts_in_slots_leave_tokens_as_they_are(at: int, family: str, folders: Folders) -> None:

@@ -52,7 +52,7 @@ class Asked:
     ("family", "texts"),
     [
         pytest.param(family, texts, marks=mark)
-        for texts, mark in ((12, pytest.mark.wide), (200, pytest.mark.full))
+        for texts, mark in ((12, pytest.mark.wide), (60, pytest.mark.full))
         for family in ("olmoe", "qwen3_next", "lfm2_moe", "gpt_oss", "deepseek_v3")
     ],
 )

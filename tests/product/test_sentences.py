@@ -19,7 +19,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Of programs that are not ours: pip, systemd-run, Ray and lm-evaluation-harness.
 FOREIGN = {
     *("--batch_size", "--tasks", "--model_args"),
-    *("--force-reinstall", "--no-build-isolation"),
+    *("--force-reinstall", "--no-build-isolation", "--index-url"),
     *("--user", "--scope"),
     "--node-ip-address",
 }
@@ -47,7 +47,8 @@ def strangers(text: str) -> list[str]:
     """
     told = " ".join(re.findall(r"pip3? install ([^`;#\n]*)", text)).split()
     words = [word.strip("'\",") for word in told if "{" not in word]
-    wrong = [word for word in words if not word.startswith("-") and word not in packages()]
+    ours = ("-", "dist/", "https://download.pytorch.org/")
+    wrong = [word for word in words if not word.startswith(ours) and word not in packages()]
     return wrong + re.findall(r"(?<![\w./])speq\[\w*\]", text)
 
 

@@ -53,7 +53,7 @@ def test_nothing_is_left_behind_of_single_texts(served: Rig, generator: Generato
 
 @pytest.mark.parametrize(
     "requests",
-    [pytest.param(60, marks=pytest.mark.wide), pytest.param(1000, marks=pytest.mark.full)],
+    [pytest.param(60, marks=pytest.mark.wide), pytest.param(300, marks=pytest.mark.full)],
 )
 def test_nothing_is_left_behind(side_by_side: Rig, batched: Generator, requests: int) -> None:
     check_nothing_is_left(side_by_side, batched, requests)
