@@ -35,7 +35,7 @@ def demo(output: Annotated[opt.Output, opt.ON_SCREEN]) -> None:
     generate(
         str(model),
         GenerateSettings(prompt=PROMPT, echo=True),
-        RunConfig(memory_budget="18MiB"),
+        RunConfig(memory_budget=18 << 20),
         AskedSampling({"max_new_tokens": 96, "temperature": 0.7, "top_p": 0.9, "seed": 1}),
         StagesSettings(),
         RaySettings(),

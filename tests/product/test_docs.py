@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from speq.cli import demo
+from speq.cli.demo import NEXT
 from speq.models.families import FAMILIES
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
 from tests.helpers.command import parse
@@ -57,8 +57,8 @@ def test_commands_parse(command: run_docs.Command) -> None:
 
 
 def test_commands_to_try_after_the_demonstration_parse() -> None:
-    assert len(demo.NEXT) >= 4
-    for command, arguments in demo.NEXT:
+    assert len(NEXT) >= 4
+    for command, arguments in NEXT:
         parse((*command.split(), "models/tiny-moe", *shlex.split(arguments)))
 
 

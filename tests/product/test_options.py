@@ -334,6 +334,7 @@ def test_json_and_trace_mean_one_thing() -> None:
         has = "json" in options
         none = (
             "chat",
+            "demo",
             "serve",
             "stage",
             "dashboard",
