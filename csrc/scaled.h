@@ -11,6 +11,12 @@
 //   mxfp4  codes   gate_up [2 expert_width, hidden_size], whose even rows are of gate and odd ones
 //                  of up, and down: e2m1, two to the byte, the first in its low half
 //          scales  a byte, of blocks of 32 columns of a row: the power of 2 less 127
+//   int4   codes   gate, up and down: numbers from 0 to 15, two to the byte, the first in its low
+//   half
+//          scales  BF16, of groups of neighbours of a row, whose size is a multiple of 32
+//          zeros   in some checkpoints: the code of each group that stands for 0, of eight rows in
+//          a
+//                  word, the first row in its lowest bits; in others it is 8
 //
 // Behind the codes there are at least 64 bytes in either, so that vectors of codes may be read
 // whole wherever one begins.
@@ -27,6 +33,17 @@ constexpr std::int64_t kFp8Block = 128;
 constexpr std::int64_t kMxfp4Block = 32;
 static_assert(kFp8Block % kBlockColumns == 0 && kFp8Block % kQuadRows == 0);
 static_assert(kBlockColumns % kMxfp4Block == 0);
+
+constexpr std::int64_t kInt4Columns = 32; // which sizes of groups are multiples of
+constexpr std::int64_t kZeroRows = 8;
+constexpr int kInt4Zero = 8;
+static_assert(kBlockColumns % kInt4Columns == 0);
+
+// Groups of INT4: their columns, and whether their zero points are in the record.
+struct Int4Groups {
+  std::int64_t size;
+  bool zeros;
+};
 
 // What a code of FP8 stands for.
 SPEQ_INLINE float e4m3_value(std::uint8_t code) {
@@ -60,6 +77,10 @@ SPEQ_INLINE BFloat16 mxfp4_word(int code, std::uint8_t scale) {
   return to_bfloat16(2.0f * e2m1_value(code) * e8m0_half(scale));
 }
 
+SPEQ_INLINE BFloat16 int4_word(int code, int zero, BFloat16 scale) {
+  return to_bfloat16(float(code - zero) * to_float(scale));
+}
+
 SPEQ_INLINE constexpr std::int64_t fp8_blocks(std::int64_t size) {
   return (size + kFp8Block - 1) / kFp8Block;
 }
@@ -69,6 +90,7 @@ struct ScaledLayout {
   std::int64_t rows[kExpertMatrices], columns[kExpertMatrices];
   std::int64_t first_quad[kExpertMatrices + 1];
   std::int64_t codes[kExpertMatrices], scales[kExpertMatrices], nbytes;
+  std::int64_t zeros[kExpertMatrices]; // of INT4 with zero points
 };
 
 SPEQ_INLINE ScaledLayout sized(std::int64_t hidden_size, std::int64_t expert_width) {
@@ -118,6 +140,28 @@ SPEQ_INLINE ScaledLayout mxfp4_layout(std::int64_t hidden_size, std::int64_t exp
   return layout;
 }
 
+// Both sizes must be multiples of a group's.
+SPEQ_INLINE ScaledLayout int4_layout(std::int64_t hidden_size, std::int64_t expert_width,
+                                     Int4Groups groups) {
+  ScaledLayout layout = sized(hidden_size, expert_width);
+  std::int64_t at = 0;
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    layout.codes[m] = at;
+    at += whole_lines(layout.rows[m] * layout.columns[m] / 2);
+  }
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    layout.scales[m] = at;
+    at += whole_lines(layout.rows[m] * (layout.columns[m] / groups.size) * sizeof(BFloat16));
+  }
+  for (int m = 0; groups.zeros && m < kExpertMatrices; ++m) {
+    layout.zeros[m] = at;
+    at += whole_lines((layout.rows[m] + kZeroRows - 1) / kZeroRows *
+                      (layout.columns[m] / groups.size) * sizeof(std::uint32_t));
+  }
+  layout.nbytes = at;
+  return layout;
+}
+
 // A matrix of FP8 codes, `columns` bytes to a row.
 struct Fp8Rows {
   std::int64_t rows, columns;
@@ -136,6 +180,36 @@ struct Mxfp4Rows {
   const std::uint8_t *codes, *scales;
   std::int64_t code_stride, scale_stride;
 };
+
+// A matrix of INT4 codes.
+struct Int4Rows {
+  std::int64_t rows, columns;
+  const std::uint8_t *codes;
+  const BFloat16 *scales;
+  const std::uint32_t *zeros; // null: all are kInt4Zero
+  std::int64_t group_size;
+
+  SPEQ_MEMBER std::int64_t row_groups() const { return columns / group_size; }
+  SPEQ_MEMBER BFloat16 scale(std::int64_t row, std::int64_t group) const {
+    return scales[row * row_groups() + group];
+  }
+  SPEQ_MEMBER int zero(std::int64_t row, std::int64_t group) const {
+    return zeros == nullptr
+               ? kInt4Zero
+               : int(zeros[row / kZeroRows * row_groups() + group] >> 4 * (row % kZeroRows) & 0xF);
+  }
+};
+
+SPEQ_INLINE Int4Rows int4_rows(const ScaledLayout &layout, const std::uint8_t *record,
+                               Int4Groups groups, int m) {
+  return {layout.rows[m],
+          layout.columns[m],
+          record + layout.codes[m],
+          reinterpret_cast<const BFloat16 *>(record + layout.scales[m]),
+          groups.zeros ? reinterpret_cast<const std::uint32_t *>(record + layout.zeros[m])
+                       : nullptr,
+          groups.size};
+}
 
 SPEQ_INLINE Fp8Rows fp8_rows(const ScaledLayout &layout, const std::uint8_t *record, int m) {
   return {layout.rows[m], layout.columns[m], record + layout.codes[m],

@@ -11,17 +11,29 @@ from speq.errors import OptionError
 from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.random_expert import random_expert
 from speq.files.alignment import align, allocate_aligned, prefer_huge_pages
+from speq.files.published_format import Int4Groups
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import ACTIVATIONS, Int4Slots, quantize_int4
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
+from speq.kernels.scaled_layout import (
+    Fp8Layout,
+    Int4GroupsLayout,
+    Mxfp4Layout,
+    ScaledLayout,
+)
 
 ACTIVATION = "silu"
 # Weights repeat after so many; caches go by address and do not notice.
 BLOCK_WEIGHTS = 1 << 20
 SEED = 0
+# Groups of the experts that are published in INT4.
+INT4_GROUPS = Int4Groups(32, False)
 # Forms of experts that are published so.
-SCALED: dict[str, Callable[[int, int], ScaledLayout]] = {"fp8": Fp8Layout, "mxfp4": Mxfp4Layout}
+SCALED: dict[str, Callable[[int, int], ScaledLayout]] = {
+    "fp8": Fp8Layout,
+    "mxfp4": Mxfp4Layout,
+    "published int4": lambda hidden, width: Int4GroupsLayout(hidden, width, *INT4_GROUPS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +97,8 @@ SHAPES = {
 class Layer:
     """The experts that are held, with random weights, in the forms that kernels need.
 
-    forms     of "exact", "int4", "lossless", "residual", "fp8", "mxfp4"; what is not needed is of
-              no experts
+    forms     of "exact", "int4", "lossless", "residual", and of SCALED; what is not needed is of no
+              experts
     places    [N]: expert n lies in slot n
     exact     gate_up_proj [N, 2F, H] and down_proj [N, H, F]
     bank      INT4
@@ -145,7 +157,10 @@ class Layer:
 
 def scaled_record(form: str, shape: LayerShape, generator: torch.Generator) -> Tensor:
     """The record of an expert of random weights, published in a form of SCALED."""
-    codec = own_codec(ExpertShape(shape.hidden_size, shape.expert_width, torch.bfloat16, form))
+    groups = INT4_GROUPS if form == "published int4" else None
+    published = form.removeprefix("published ")
+    sizes = shape.hidden_size, shape.expert_width
+    codec = own_codec(ExpertShape(*sizes, torch.bfloat16, published, groups))
     slot = allocate_aligned(1, codec.slot_bytes)[0]
     return slot[: codec.encode(random_expert(codec.shape, generator), None, slot)]
 

@@ -8,9 +8,20 @@ from typing import Any
 from speq.errors import OptionError
 from speq.files.checkpoint import locate_config
 from speq.files.json_file import read_json
-from speq.files.published_format import FP8, FP8_BLOCK, MXFP4, WORDS, format_of
+from speq.files.published_format import (
+    COMPRESSED_TENSORS,
+    FP8,
+    FP8_BLOCK,
+    INT4,
+    MXFP4,
+    PACK_QUANTIZED,
+    WORDS,
+    format_of,
+)
 
 PUBLISHED = "the published config.json"
+# Neighbours of INT4 that share a scale, as llm-compressor's `W4A16` has them.
+INT4_GROUP = 128
 # What words are in.
 BF16 = "bf16"
 BY_HAND = "put together by hand, and compared with no published file"
@@ -80,12 +91,19 @@ class PublishedShape:
             content["quantization_config"] = fp8 | {"weight_block_size": FP8_BLOCK}
         elif weights == MXFP4:
             content["quantization_config"] = {"quant_method": MXFP4}
+        elif weights == INT4:
+            int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": INT4_GROUP}
+            groups = {"group_0": {"targets": ["Linear"], "weights": int4 | {"symmetric": True}}}
+            content["quantization_config"] = {
+                **{"quant_method": COMPRESSED_TENSORS, "format": PACK_QUANTIZED},
+                **{"config_groups": groups, "ignore": ["lm_head"]},
+            }
         return content
 
 
 ROWS = (
     PublishedShape(
-        *("Qwen3-30B-A3B", PUBLISHED, 30.5, (BF16, FP8)),
+        *("Qwen3-30B-A3B", PUBLISHED, 30.5, (BF16, FP8, INT4)),
         """
 "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
 "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,

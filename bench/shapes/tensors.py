@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speq.bench.shapes.published import INT4_GROUP
 from speq.bench.shapes.routes import biases
 from speq.experts.expert_names import FUSED, PROJECTIONS
 from speq.files import published_format as form
@@ -31,6 +32,8 @@ ROUTED, SCORED = 1.5, 1.0
 FP8_SPREAD = 100.0
 # Root mean square of the values of MXFP4 codes, each as often as the others.
 MXFP4_SPREAD = 2.93
+# The same of INT4 codes less 8, and eight of those that stand for 0.
+INT4_SPREAD, INT4_ZEROS = 4.64, -0x77777778
 # Publishers leave these in 16 bits.
 PLAIN = re.compile(
     r"embed_tokens|lm_head|norm|router|\.gate\.|_gate\.|in_proj_[ab]\.|conv1d|\.bias$"
@@ -75,11 +78,13 @@ class WeightPool:
         words = torch.randn(WORD_POOL, generator=self._generator)
         codes = (words * FP8_SPREAD).clamp(-448, 448).to(form.FP8_DTYPE)
         nibbles = torch.randint(256, (WORD_POOL,), dtype=torch.uint8, generator=self._generator)
+        numbers = torch.randint(-(1 << 31), 1 << 31, (WORD_POOL,), generator=self._generator)
         self._pools = {
             torch.bfloat16: words.bfloat16(),
             torch.float32: words,
             form.FP8_DTYPE: codes,
             form.MXFP4_DTYPE: nibbles,
+            form.INT4_DTYPE: numbers.int(),
         }
 
     def draw(self, wanted: RandomTensor) -> Tensor:
@@ -94,9 +99,11 @@ class WeightPool:
             part = pool[at : at + len(flat) - done]
             flat[done : done + len(part)] = part
             done, at = done + len(part), 0
-        if wanted.dtype.itemsize > 1:
+        if wanted.dtype.is_floating_point and wanted.dtype.itemsize > 1:
             made *= wanted.spread
-        if wanted.row is not None:
+        if wanted.row is not None and wanted.dtype == form.INT4_DTYPE:
+            made[0] = INT4_ZEROS
+        elif wanted.row is not None:
             # Of MXFP4 [E, N, K / 32, 16], of others [..., N, K].
             made.select(1 if wanted.dtype == form.MXFP4_DTYPE else -2, 0).view(torch.uint8).zero_()
         if wanted.column is not None:
@@ -195,11 +202,26 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
 
 def coded(tensor: RandomTensor, weights: str) -> list[RandomTensor]:
     """Put a matrix into codes and scales where publishers do."""
-    if weights != form.FP8 or len(tensor.shape) != 2 or PLAIN.search(tensor.name):
+    scaled = weights in (form.FP8, form.INT4)
+    if not scaled or len(tensor.shape) != 2 or PLAIN.search(tensor.name):
         return [tensor]
+    if weights == form.INT4:
+        return packed(tensor)
     rows, columns = (
         -(-size // block) for size, block in zip(tensor.shape, form.FP8_BLOCK, strict=True)
     )
     scale = tensor.spread / FP8_SPREAD
     scales = RandomTensor(tensor.name + form.SCALES, (rows, columns), torch.float32, mean=scale)
     return [replace(tensor, dtype=form.FP8_DTYPE), scales]
+
+
+def packed(tensor: RandomTensor) -> list[RandomTensor]:
+    """Put a matrix into INT4 as compressed-tensors packs it, but for the tensor of its shape."""
+    rows, columns = tensor.shape
+    module = tensor.name.removesuffix(form.PLAIN)
+    codes = replace(tensor, name=module + form.PACKED, dtype=form.INT4_DTYPE)
+    shape, scale = (rows, columns // INT4_GROUP), tensor.spread / INT4_SPREAD
+    return [
+        replace(codes, shape=(rows, columns // form.INT4_CODES)),
+        RandomTensor(module + form.GROUP_SCALES, shape, torch.bfloat16, mean=scale),
+    ]

@@ -110,6 +110,7 @@ constexpr MicroKernels with_pairs() {
       dot_residual<PairProduct, dot_pairs, VectorResidual, Avx2Residual, PortableResidual>;
   kernels.fp8.dot_pairs = dot_coded<PairProduct, Avx2Fp8<false>, dot_pairs, Fp8Rows>;
   kernels.mxfp4.dot_pairs = dot_coded<PairProduct, Avx2Mxfp4<false>, dot_pairs, Mxfp4Rows>;
+  kernels.int4.dot_pairs = dot_coded<PairProduct, Avx2Int4<false>, dot_pairs, Int4Rows>;
   return kernels;
 }
 

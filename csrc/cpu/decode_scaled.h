@@ -32,7 +32,7 @@ private:
 
 // The words of all codes under each scale, low and high bytes apart: a decoder's tables.
 struct Mxfp4Tables {
-  struct alignas(16) Bytes {
+  struct alignas(32) Bytes {
     std::uint8_t low[16], high[16];
   };
   Bytes of_scale[256];
@@ -79,6 +79,35 @@ private:
   const Mxfp4Rows &matrix_;
   std::int64_t row_;
   const Mxfp4Tables &tables_;
+};
+
+class PortableInt4 {
+public:
+  using Block = WordBlock;
+
+  PortableInt4(const Int4Rows &matrix, std::int64_t quad)
+      : matrix_(matrix), row_(quad * kQuadRows) {}
+
+  void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    for (int n = 0; n < rows; ++n) {
+      const std::int64_t row = row_ + n;
+      const std::uint8_t *codes = matrix_.codes + row * (matrix_.columns / 2) + first / 2;
+      blocks[n] = {};
+      for (std::int64_t begin = 0; begin < present; begin += kInt4Columns) {
+        const std::int64_t group = (first + begin) / matrix_.group_size;
+        const BFloat16 scale = matrix_.scale(row, group);
+        const int zero = matrix_.zero(row, group);
+        for (std::int64_t i = begin; i < begin + kInt4Columns; ++i) {
+          const int code = i % 2 == 0 ? codes[i / 2] & 0xF : codes[i / 2] >> 4;
+          blocks[n].words[i] = int4_word(code, zero, scale);
+        }
+      }
+    }
+  }
+
+private:
+  const Int4Rows &matrix_;
+  std::int64_t row_;
 };
 
 } // namespace

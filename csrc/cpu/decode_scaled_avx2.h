@@ -145,6 +145,24 @@ private:
   __m256i low_, high_;  // bytes of the sixteen words, in both halves
 };
 
+// The words of 32 codes, two to the byte, which are sixteen: their low bytes are the lower half of
+// the table, the high ones its upper half.
+template <typename Word> SPEQ_MEMBER void store_codes(Word *words, __m128i packed, __m256i table) {
+  const __m128i nibble = _mm_set1_epi8(0xF);
+  const __m128i even = _mm_and_si128(packed, nibble);
+  const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+  const __m256i codes = _mm256_inserti128_si256(
+      _mm256_castsi128_si256(_mm_unpacklo_epi8(even, odd)), _mm_unpackhi_epi8(even, odd), 1);
+  const __m256i low = _mm256_permute2x128_si256(table, table, 0x00);
+  const __m256i high = _mm256_permute2x128_si256(table, table, 0x11);
+  if constexpr (std::is_same_v<Word, float>) {
+    const __m256i in_turns = dealt(codes);
+    store_dealt(words, _mm256_shuffle_epi8(low, in_turns), _mm256_shuffle_epi8(high, in_turns));
+  } else {
+    store_words(words, _mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
+  }
+}
+
 // MXFP4: a code's word is one of sixteen of its scale, whose bytes two shuffles find.
 template <bool kFloats> class Avx2Mxfp4 {
 public:
@@ -161,31 +179,18 @@ public:
     for (int n = 0; n < rows; ++n) {
       const std::uint8_t *codes = codes_ + n * matrix_.code_stride + first / 2;
       const std::uint8_t *scales = scales_ + n * matrix_.scale_stride + first / kMxfp4Block;
-      store(load16(codes), tables_.of_scale[scales[0]], blocks[n].words);
+      store_codes(blocks[n].words, load16(codes), table(scales[0]));
       if (present > kMxfp4Block) {
-        store(load16(codes + 16), tables_.of_scale[scales[1]], blocks[n].words + kMxfp4Block);
+        store_codes(blocks[n].words + kMxfp4Block, load16(codes + 16), table(scales[1]));
       }
       clear_behind(blocks[n], present);
     }
   }
 
 private:
-  // The words of 32 codes.
-  template <typename Word>
-  SPEQ_MEMBER static void store(__m128i packed, const Mxfp4Tables::Bytes &of_scale, Word *words) {
-    const __m128i nibble = _mm_set1_epi8(0xF);
-    const __m128i even = _mm_and_si128(packed, nibble);
-    const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
-    const __m256i codes = _mm256_inserti128_si256(
-        _mm256_castsi128_si256(_mm_unpacklo_epi8(even, odd)), _mm_unpackhi_epi8(even, odd), 1);
-    const __m256i low = _mm256_broadcastsi128_si256(load16(of_scale.low));
-    const __m256i high = _mm256_broadcastsi128_si256(load16(of_scale.high));
-    if constexpr (kFloats) {
-      const __m256i in_turns = dealt(codes);
-      store_dealt(words, _mm256_shuffle_epi8(low, in_turns), _mm256_shuffle_epi8(high, in_turns));
-    } else {
-      store_words(words, _mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
-    }
+  SPEQ_MEMBER __m256i table(std::uint8_t scale) const {
+    const Mxfp4Tables::Bytes &bytes = tables_.of_scale[scale];
+    return _mm256_load_si256(reinterpret_cast<const __m256i *>(bytes.low));
   }
 
   const Mxfp4Rows &matrix_;
@@ -193,7 +198,67 @@ private:
   const Mxfp4Tables &tables_;
 };
 
-using Avx2Scaled = Scaled<Avx2Fp8<true>, Avx2Mxfp4<true>>;
+// INT4: a table for each row of a quad, made where a group begins.
+template <bool kFloats> class Avx2Int4 {
+public:
+  using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
+  using OfWords = Avx2Int4<false>;
+
+  Avx2Int4(const Int4Rows &matrix, std::int64_t quad)
+      : matrix_(matrix), row_(quad * kQuadRows), stride_(matrix.columns / 2),
+        codes_(matrix.codes + row_ * stride_) {}
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    fetch_plane<kBlockColumns / 2>(codes_, stride_, first / 2);
+    for (std::int64_t at = 0; at < present; at += kInt4Columns) {
+      if (first + at == next_) {
+        for (int n = 0; n < rows; ++n) {
+          tables_[n] = table(matrix_.scale(row_ + n, group_), matrix_.zero(row_ + n, group_));
+        }
+        ++group_;
+        next_ += matrix_.group_size;
+      }
+      for (int n = 0; n < rows; ++n) {
+        store_codes(blocks[n].words + at, load16(codes_ + n * stride_ + (first + at) / 2),
+                    tables_[n]);
+      }
+    }
+    for (int n = 0; n < rows; ++n) {
+      clear_behind(blocks[n], present);
+    }
+  }
+
+private:
+  // The bytes of the words of all codes.
+  SPEQ_MEMBER static __m256i table(BFloat16 scale, int zero) {
+    const __m256i codes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i front = _mm256_sub_epi32(codes, _mm256_set1_epi32(zero));
+    const __m256 by = _mm256_set1_ps(to_float(scale));
+    const __m256i words = _mm256_packus_epi32(
+        rounded(front, by), rounded(_mm256_add_epi32(front, _mm256_set1_epi32(8)), by));
+    const __m256i in_order = _mm256_permute4x64_epi64(words, _MM_SHUFFLE(3, 1, 2, 0));
+    const __m256i low = _mm256_and_si256(in_order, _mm256_set1_epi16(0xFF));
+    const __m256i bytes = _mm256_packus_epi16(low, _mm256_srli_epi16(in_order, 8));
+    return _mm256_permute4x64_epi64(bytes, _MM_SHUFFLE(3, 1, 2, 0));
+  }
+
+  // Whole numbers times a scale, rounded to BF16. A product that is no number stays none: the bits
+  // that rounding looks at are zero in it.
+  SPEQ_MEMBER static __m256i rounded(__m256i numbers, __m256 scale) {
+    const __m256i bits = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(numbers), scale));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+    return _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
+  }
+
+  const Int4Rows &matrix_;
+  std::int64_t row_, stride_;
+  const std::uint8_t *codes_;
+  std::int64_t group_ = 0, next_ = 0; // the next group, and where it begins
+  __m256i tables_[kQuadRows] = {};
+};
+
+using Avx2Scaled = Scaled<Avx2Fp8<true>, Avx2Mxfp4<true>, Avx2Int4<true>>;
 
 } // namespace
 } // namespace speq::cpu

@@ -68,6 +68,25 @@ void Mxfp4Weights::dot(Projection projection, std::int64_t, std::int64_t slot, s
   dot_rows(rows(projection, slot), first, first + count, inputs, outs);
 }
 
+Int4Weights::Int4Weights(std::int64_t hidden_size, std::int64_t expert_width, Int4Groups groups,
+                         RecordSlots slots)
+    : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),
+      layout_(int4_layout(hidden_size, expert_width, groups)), groups_(groups), slots_(slots) {}
+
+std::int64_t Int4Weights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width,
+                                      Int4Groups groups) {
+  return int4_layout(hidden_size, expert_width, groups).nbytes;
+}
+
+Int4Rows Int4Weights::rows(Projection projection, std::int64_t slot) const {
+  return int4_rows(layout_, slots_.record(slot).bytes, groups_, int(projection));
+}
+
+void Int4Weights::dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
+                      std::int64_t count, const Inputs &inputs, float *const *outs) const {
+  dot_rows(rows(projection, slot), first, first + count, inputs, outs);
+}
+
 ResidualWeights::ResidualWeights(std::int64_t hidden_size, std::int64_t expert_width,
                                  RecordSlots slots, BaseExperts base)
     : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),

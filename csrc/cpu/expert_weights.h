@@ -106,6 +106,24 @@ private:
   RecordSlots slots_;
 };
 
+// Both sizes must be multiples of a group's.
+class Int4Weights : public ExpertWeights {
+public:
+  Int4Weights(std::int64_t hidden_size, std::int64_t expert_width, Int4Groups groups,
+              RecordSlots slots);
+
+  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width,
+                                  Int4Groups groups);
+  Int4Rows rows(Projection projection, std::int64_t slot) const;
+  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
+           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+
+private:
+  ScaledLayout layout_;
+  Int4Groups groups_;
+  RecordSlots slots_;
+};
+
 // The codes that records are residuals of: by expert, its base slot.
 struct BaseExperts {
   std::span<const std::int64_t> base_slots; // [E]

@@ -124,6 +124,7 @@ struct MicroKernels {
   float (*soften)(float *values, std::int64_t count, float scale, SoftmaxSum &total);
   CodedKernels<Fp8Rows> fp8;
   CodedKernels<Mxfp4Rows> mxfp4;
+  CodedKernels<Int4Rows> int4;
   DeltaStep delta_step;
 };
 

@@ -184,6 +184,8 @@ const MicroKernels portable_kernels = {
      decode_quad<PortableFp8, Fp8Rows>},
     {dot_coded<LaneProduct, PortableMxfp4, dot_exact<BFloat16>, Mxfp4Rows>, nullptr,
      decode_quad<PortableMxfp4, Mxfp4Rows>},
+    {dot_coded<LaneProduct, PortableInt4, dot_exact<BFloat16>, Int4Rows>, nullptr,
+     decode_quad<PortableInt4, Int4Rows>},
     delta_step,
 };
 

@@ -43,6 +43,9 @@ inline const CodedKernels<Fp8Rows> &coded_kernels(const Fp8Rows &) { return micr
 inline const CodedKernels<Mxfp4Rows> &coded_kernels(const Mxfp4Rows &) {
   return micro_kernels().mxfp4;
 }
+inline const CodedKernels<Int4Rows> &coded_kernels(const Int4Rows &) {
+  return micro_kernels().int4;
+}
 
 // Rows [begin, end) of a matrix by inputs; begin is a multiple of a quad.
 template <typename Rows>

@@ -312,6 +312,7 @@ constexpr MicroKernels kernels_over = {
     soften,
     {},
     {},
+    {},
     delta_step<V>,
 };
 

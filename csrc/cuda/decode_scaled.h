@@ -163,6 +163,70 @@ private:
   float half_scale_;
 };
 
+struct GroupedInt4Matrix : CompactMatrix {
+  Int4Rows rows_of;
+};
+
+// A segment has one scale, since groups are of whole segments.
+template <bool kWhole> class GroupedInt4Decoder {
+public:
+  static_assert(kSegment == int(kInt4Columns));
+  const GroupedInt4Matrix &matrix;
+  Segment<kWhole> segment;
+
+  SPEQ_DEVICE GroupedInt4Decoder(const GroupedInt4Matrix &matrix, int quad)
+      : matrix(matrix), segment(matrix, quad),
+        at_(matrix.bytes + segment.row * (matrix.columns / 2) + segment.lane.column() / 2),
+        codes_{}, scale_(0.0f), zero_(0) {}
+
+  SPEQ_DEVICE void prefetch(int ahead) const { segment.template prefetch_plane<4>(at_, ahead); }
+
+  SPEQ_DEVICE void begin() {
+    segment.advance();
+    if (segment.present > 0) {
+      if (kWhole) {
+        const uint4 codes = load_vector(at_);
+        codes_[0] = codes.x, codes_[1] = codes.y, codes_[2] = codes.z, codes_[3] = codes.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          codes_[i] = load_word(at_ + 4 * i);
+        }
+      }
+      const std::int64_t group = segment.column / matrix.rows_of.group_size;
+      scale_ = to_float(matrix.rows_of.scale(segment.row, group));
+      zero_ = matrix.rows_of.zero(segment.row, group);
+    }
+    at_ += kStepColumns / 2;
+  }
+
+  SPEQ_DEVICE void words(int vector, std::uint32_t (&pairs)[kLaneColumns / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns / 2; ++i) {
+      const std::uint32_t byte = codes_[vector] >> 8 * i;
+      pairs[i] = rounded_pair(float(int(byte & 0xF) - zero_) * scale_,
+                              float(int(byte >> 4 & 0xF) - zero_) * scale_);
+    }
+  }
+
+private:
+  const std::uint8_t *at_; // the next step's codes
+  std::uint32_t codes_[kVectors];
+  float scale_;
+  int zero_;
+};
+
+struct GroupedInt4Slots : ScaledSlots {
+  using Matrix = GroupedInt4Matrix;
+  template <bool kWhole> using Decoder = GroupedInt4Decoder<kWhole>;
+  Int4Groups groups;
+
+  SPEQ_DEVICE GroupedInt4Matrix matrix(int m, std::int64_t, std::int64_t slot) const {
+    const Int4Rows rows = int4_rows(layout, records + slot * stride, groups, m);
+    return {{rows.codes, nullptr, nullptr, int(rows.rows), int(rows.columns), 0}, rows};
+  }
+};
+
 struct Mxfp4Slots : ScaledSlots {
   using Matrix = Mxfp4Matrix;
   template <bool kWhole> using Decoder = Mxfp4Decoder<kWhole>;

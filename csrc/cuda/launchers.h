@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "activation.h"
+#include "scaled.h"
 
 namespace speq::cuda {
 
@@ -107,10 +108,17 @@ const char *moe_grouped_mxfp4(Values hidden_states, Route route, Records slots, 
                               Activation activation, ExpertBiases biases, void *out,
                               void *workspace, void *stream);
 
+const char *moe_grouped_int4(Values hidden_states, Route route, Records slots, ExpertShape shape,
+                             Int4Groups groups, Activation activation, ExpertBiases biases,
+                             void *out, void *workspace, void *stream);
+
 const char *decode_fp8(Records record, ExpertShape shape, void *gate_up, void *down, void *stream);
 
 const char *decode_mxfp4(Records record, ExpertShape shape, void *gate_up, void *down,
                          void *stream);
+
+const char *decode_int4(Records record, ExpertShape shape, Int4Groups groups, void *gate_up,
+                        void *down, void *stream);
 
 const char *decode_lossless(Records record, ExpertShape shape, void *gate_up, void *down,
                             void *stream);

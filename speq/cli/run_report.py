@@ -31,12 +31,12 @@ SUMMARY: tuple[tuple[str, str, Show], ...] = (
     ("time per output token (TPOT)", "tpot_ms", number("{:.1f} ms")),
     ("time to first token (TTFT)", "ttft_ms", number("{:.0f} ms")),
     ("draft length, mean", "draft_length_mean", number("{:.2f}")),
-    ("accept length, mean", "accept_length_mean", number("{:.2f}")),
+    ("tokens per step", "accept_length_mean", number("{:.2f}")),
     ("acceptance rate", "acceptance_rate", number("{:.1%}")),
-    ("route recall", "route_recall", number("{:.1%}")),
+    ("expert prediction recall", "route_recall", number("{:.1%}")),
     ("expert hit rate", "hit_rate", number("{:.1%}")),
     ("moved per token", "moved_bytes_per_token", format_bytes),
-    ("stall", "stall_s", number("{:.2f} s")),
+    ("waited for experts", "stall_s", number("{:.2f} s")),
 )
 # Of runs whose drafts branch.
 OF_TREES = (("branches, mean", "branches_mean"), ("given up, mean", "given_up_mean"))
@@ -74,13 +74,11 @@ def print_summary(stats: dict[str, Any]) -> None:
     for title, name in OF_TREES if stats["branches_mean"] else ():
         table.add_row(title, _shown(stats[name], number("{:.2f}")))
     if stats["side_steps"]:
-        table.add_row(
-            "drafted by prompt lookup", f"{stats['side_steps']} of {stats['steps']} steps"
-        )
-    experts = f"{memory['slots'] and format_bytes(memory['slots'])} of slots"
+        table.add_row("drafts by prompt lookup", f"{stats['side_steps']} of {stats['steps']} steps")
+    experts = f"{memory['slots'] and format_bytes(memory['slots'])} of it expert slots"
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
     held = format_bytes(memory["non_expert_weights"])
-    table.add_row("outside the experts", f"{held}, {stats['dense']}")
+    table.add_row("shared weights", f"{held}, {stats['dense']}")
     console(stderr=True).print(table)
 
 

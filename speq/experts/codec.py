@@ -20,7 +20,7 @@ from speq.errors import OptionError
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
-from speq.files.published_format import WORDS
+from speq.files.published_format import WORDS, Int4Groups
 from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import PlainExpert
@@ -38,12 +38,14 @@ class ExpertShape:
     dtype      of their weights
     published  format in which they were published: plain weights, or codes with scales, which have
                one codec only (`published_format`)
+    groups     of INT4; None for other formats
     """
 
     hidden_size: int
     expert_width: int
     dtype: torch.dtype
     published: str = WORDS
+    groups: Int4Groups | None = None
 
     @property
     def gate_up_shape(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from speq.errors import CheckpointError
+from speq.errors import CheckpointError, UnsupportedError
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, own_codec
 from speq.experts.expert_names import (
     FUSED,
@@ -25,6 +25,8 @@ from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
 from speq.files.published_format import (
     FP8,
+    INT4,
+    INT4_CODES,
     MXFP4,
     MXFP4_BLOCK,
     MXFP4_BLOCK_BYTES,
@@ -32,7 +34,7 @@ from speq.files.published_format import (
 )
 from speq.files.range_file import ENDS_BYTES
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
+from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout, ScaledLayout
 
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
@@ -40,10 +42,11 @@ Range = tuple[SafetensorsFile, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Location of an expert's matrix, and of its scales if it is codes."""
+    """Location of an expert's matrix, and of its scales and zero points if it is codes."""
 
     range: Range
     scales: Range | None = None
+    zeros: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,7 @@ class SafetensorsExpertStore:
                 )
             held = range(layout.num_experts) if matrix.expert is None else (matrix.expert,)
             nbytes = info.nbytes // len(held)
-            scales = checkpoint.scales_of(name)
+            scales, zeros = checkpoint.scales_of(name), checkpoint.zeros_of(name)
             if (scales is None) != (shape.published == WORDS):
                 raise CheckpointError(
                     f"{file.path}: tensor {name} is {info.dtype}, and other experts are published "
@@ -201,7 +204,8 @@ class SafetensorsExpertStore:
                 parts = found.setdefault((order[matrix.layer], expert), {})
                 place = file, info.offset + at * nbytes, nbytes
                 part = None if scales is None else part_of(*scales, at, len(held))
-                parts[matrix.projection] = Matrix(place, part)
+                of_zeros = None if zeros is None else part_of(*zeros, at, len(held))
+                parts[matrix.projection] = Matrix(place, part, of_zeros)
         complete = self._complete(found, checkpoint, layout)
         self._parts = [parts_of(shape, record, layout.transposed) for record in complete]
         self.reading_bytes = reading_bytes(shape, layout.transposed)
@@ -220,7 +224,9 @@ class SafetensorsExpertStore:
             matrix = layout.names.matrix(name)
             if matrix is not None and matrix.layer in layout.layers:
                 if checkpoint.scales_of(name) is not None:
-                    scaled = ExpertShape(*sizes, torch.bfloat16, checkpoint.format)
+                    form = checkpoint.format, checkpoint.groups
+                    scaled = ExpertShape(*sizes, torch.bfloat16, *form)
+                    check_groups(scaled, checkpoint.path)
                     return info.dtype, scaled
                 return info.dtype, ExpertShape(*sizes, info.dtype)
         raise CheckpointError(
@@ -339,6 +345,8 @@ def stored_shape(shape: tuple[int, ...], published: str, turned: bool) -> tuple[
 
     turned  whether weights are transposed on disk
     """
+    if published == INT4:
+        return *shape[:-1], shape[-1] // INT4_CODES
     if published != MXFP4:
         return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
     return *shape[:-1], shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK_BYTES
@@ -368,9 +376,17 @@ def parts_of(
             ]
         places = zip(matrices, ends, turned, strict=False)
         return [TensorPart(each.range, at, turned=turn) for each, at, turn in places]
-    layout: ScaledLayout = Mxfp4Layout(shape.hidden_size, shape.expert_width)
+    sizes, zeros = (shape.hidden_size, shape.expert_width), list[TensorPart]()
+    layout: ScaledLayout = Mxfp4Layout(*sizes)
     if shape.published == FP8:
-        layout = Fp8Layout(shape.hidden_size, shape.expert_width)
+        layout = Fp8Layout(*sizes)
+    if shape.groups is not None:
+        layout = grouped = Int4GroupsLayout(*sizes, *shape.groups)
+        zeros = [
+            TensorPart(each.zeros, section.at)
+            for each, section in zip(matrices, grouped.zeros, strict=False)
+            if each.zeros is not None
+        ]
     codes = [
         TensorPart(e.range, section.at) for e, section in zip(matrices, layout.codes, strict=True)
     ]
@@ -379,7 +395,17 @@ def parts_of(
         for each, section in zip(matrices, layout.scales, strict=True)
         if each.scales is not None
     ]
-    return codes + scales
+    return codes + scales + zeros
+
+
+def check_groups(shape: ExpertShape, where: Path) -> None:
+    """Raise SpeqError if experts' widths are not whole groups of INT4."""
+    sizes = shape.hidden_size, shape.expert_width
+    if shape.groups is not None and any(size % shape.groups.size for size in sizes):
+        raise UnsupportedError(
+            f"{where} has experts of {sizes[0]} by {sizes[1]} in groups of {shape.groups.size}, "
+            "and groups that are not whole are not read; give the original 16-bit checkpoint"
+        )
 
 
 def expert_slot(store: ExpertStore) -> Tensor:

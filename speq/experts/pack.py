@@ -110,6 +110,7 @@ def pack(
             draft=draft,
             checksums=checksums,
             dense=dense_records,
+            groups=codec.shape.groups,
         )
         manifest.check(out / EXPERTS_MANIFEST)
         check_unchanged(checkpoint, before)

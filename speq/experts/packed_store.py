@@ -26,7 +26,7 @@ from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.checksums import PACK_AGAIN, Checksums, check_seal, seal
 from speq.files.json_file import read_json
-from speq.files.published_format import FORMATS, WORDS
+from speq.files.published_format import FORMATS, WORDS, Int4Groups
 from speq.files.range_file import RangeFile
 from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
 from speq.kernels.checksum import crc32_of
@@ -54,6 +54,7 @@ class Manifest:
     source  fingerprint of the checkpoint that was packed
     draft   the draft that experts are decoded with, for a codec that needs one
     checksums  checksums of everything else; None in packs of earlier versions
+    groups  of INT4; None for other codecs
     dense   records in dense.bin, by tensor name; None for a matrix that packing would not make
             smaller
     """
@@ -69,6 +70,7 @@ class Manifest:
     draft: TiedDraft | None = None
     checksums: Checksums | None = None
     dense: dict[str, Record | None] = field(default_factory=dict)
+    groups: Int4Groups | None = None
     format: str = FORMAT
     alignment: int = ALIGNMENT
 
@@ -91,7 +93,8 @@ class Manifest:
     @property
     def shape(self) -> ExpertShape:
         published = self.codec if self.codec in FORMATS else WORDS
-        return ExpertShape(self.hidden_size, self.expert_width, DTYPES[self.dtype], published)
+        sizes, groups = (self.hidden_size, self.expert_width), self.groups
+        return ExpertShape(*sizes, DTYPES[self.dtype], published, groups)
 
     @property
     def end(self) -> int:
@@ -122,6 +125,10 @@ class Manifest:
                 name: None if entry is None else Record(*_sizes(entry, 3))
                 for name, entry in entries.get("dense", {}).items()
             }
+            groups = None
+            if entries.get("groups") is not None:
+                size, has_zeros = entries["groups"]
+                groups = Int4Groups(*_sizes([size], 1), bool(has_zeros))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileError(f"{path} is damaged ({error!r}); pack the model again") from error
         manifest = cls(
@@ -129,6 +136,7 @@ class Manifest:
             draft=draft,
             checksums=checksums,
             dense=dense,
+            groups=groups,
             **texts,  # type: ignore[arg-type]
             **sizes,  # type: ignore[arg-type]
         )

@@ -3,8 +3,15 @@
 import torch
 
 from speq.experts.codec import ExpertShape, Matrices
-from speq.files.published_format import FP8, MXFP4
-from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words
+from speq.files.published_format import FP8, INT4, MXFP4, Int4Groups
+from speq.kernels.scaled_words import (
+    fp8_codes,
+    fp8_words,
+    int4_codes,
+    int4_words,
+    mxfp4_codes,
+    mxfp4_words,
+)
 
 SPREAD = 0.02
 
@@ -20,4 +27,7 @@ def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
         return torch.cat([gate, up]), down
     if shape.published == MXFP4:
         return mxfp4_words(*mxfp4_codes(gate_up_proj)), mxfp4_words(*mxfp4_codes(down_proj))
+    if shape.published == INT4:
+        size, _ = shape.groups or Int4Groups(gate_up_proj.shape[1], False)
+        return int4_words(*int4_codes(gate_up_proj, size)), int4_words(*int4_codes(down_proj, size))
     return gate_up_proj, down_proj

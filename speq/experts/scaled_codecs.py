@@ -2,6 +2,8 @@
 
 fp8    e4m3 codes in blocks of 128 rows and columns, each with a float32 scale: 8 bits a weight
 mxfp4  e2m1 codes in blocks of 32 neighbours, each with a power of 2: 4.25 bits a weight
+int4   4-bit codes in groups of neighbours, each with a bfloat16 scale and perhaps a zero point: 4.5
+       bits a weight in groups of 32, 4.13 of 128
 """
 
 from collections.abc import Iterator
@@ -11,15 +13,21 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from speq.errors import OptionError
+from speq.errors import OptionError, present
 from speq.experts.codec import ExpertShape, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
+from speq.files.published_format import Int4Groups
 from speq.kernels import scaled_ops
 from speq.kernels.ops import PlainExpert
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
-from speq.kernels.scaled_words import fp8_codes, mxfp4_codes, part_of
+from speq.kernels.scaled_layout import (
+    Fp8Layout,
+    Int4GroupsLayout,
+    Mxfp4Layout,
+    ScaledLayout,
+)
+from speq.kernels.scaled_words import fp8_codes, int4_codes, mxfp4_codes, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,11 @@ class ScaledCodec:
     @property
     def layout(self) -> ScaledLayout:
         raise NotImplementedError
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments of the op that other formats lack."""
+        return ()
 
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
         """Nearest codes and scales of each matrix of the layout."""
@@ -100,7 +113,7 @@ class ScaledCodec:
         return matrices
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
-        held = slots, self.shape.expert_width
+        held = slots, self.shape.expert_width, *self.arguments
 
         def plain(layer: int) -> PlainWords:
             matrices = self.shape.empty(slots.device)
@@ -155,3 +168,36 @@ class Mxfp4Codec(ScaledCodec):
 
     def run(self, *arguments: Any) -> None:
         scaled_ops.moe_grouped_mxfp4(*arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Codec(ScaledCodec):
+    """INT4 codec, as compressed-tensors packs it: records are the published tensors."""
+
+    name: ClassVar[str] = "int4"
+    op: ClassVar[str] = "moe_grouped_int4"
+    takes: ClassVar[str] = "what was published in int4"
+
+    @property
+    def arguments(self) -> Int4Groups:
+        return present(self.shape.groups, "experts in INT4 have no groups")
+
+    @property
+    def layout(self) -> Int4GroupsLayout:
+        shape = self.shape
+        return scaled_ops.int4_layout(shape.hidden_size, shape.expert_width, *self.arguments)
+
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self.arguments.size
+        return (int4_codes(matrix, size) for matrix in (*exact[0].chunk(2), exact[1]))
+
+    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+        for section in self.layout.zeros:
+            part_of(slot, section).fill_(0x88)
+        return ScaledCodec.encode(self, exact, base, slot)
+
+    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        scaled_ops.decode_int4(record, *self.arguments, gate_up_proj, down_proj)
+
+    def run(self, *arguments: Any) -> None:
+        scaled_ops.moe_grouped_int4(*arguments)

@@ -14,19 +14,28 @@ from speq.files.checksums import Checksums, TensorCheck, check_seal, warn_unchec
 from speq.files.json_file import read_json
 from speq.files.model_folder import recognise
 from speq.files.published_format import (
-    BLOCK_SCALES,
     BLOCKS,
+    COLUMN_ORDER,
     FP8,
     FP8_BLOCK,
     FP8_DTYPE,
+    INT4,
+    INT4_CODES,
+    INT4_DTYPE,
     MXFP4,
     MXFP4_BLOCK_BYTES,
     MXFP4_DTYPE,
+    PACKED,
+    PACKED_SHAPE,
+    PLAIN,
     QUANTISERS_FILES,
     SCALE_DTYPES,
+    beside_codes,
     format_of,
+    int4_groups,
     scales_name,
     words_name,
+    zeros_name,
 )
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.files.shards import INDEX, SINGLE, Shards, read_weight_map
@@ -164,6 +173,7 @@ class Checkpoint:
 
     part    the text model's part of a multimodal checkpoint; None: the model is all of it
     format  published format: plain weights (WORDS), or one of `published_format.FORMATS`
+    groups  of INT4; None for other formats
 
     Raises SpeqError if a file is missing, damaged or not of an exact model.
     """
@@ -174,6 +184,7 @@ class Checkpoint:
         if os.path.lexists(path / "generation_config.json"):
             read_json(path / "generation_config.json")  # transformers ignores a damaged one
         self.format = format_of(self.config, path)
+        self.groups = int4_groups(self.config, path)
         if "transformers_weights" in self.config:
             raise UnsupportedError(
                 f"{path / 'config.json'} names its weights in transformers_weights, which is not "
@@ -244,7 +255,7 @@ class Checkpoint:
         for name, (file, info) in self.tensors.items():
             if self.is_coded(name):
                 self._check_scales(name, file, info)
-            elif info.dtype not in WORD_DTYPES and not self._is_scales(name):
+            elif info.dtype not in WORD_DTYPES and not self._is_beside_codes(name):
                 raise CheckpointError(
                     f"{file.path}: tensor {name} has dtype {info.dtype}; exact weights are "
                     "bfloat16, float16, float32 or float64: convert it to bfloat16, or download "
@@ -256,11 +267,15 @@ class Checkpoint:
         dtype = self.tensors[name][1].dtype
         if self.format == MXFP4:
             return dtype == MXFP4_DTYPE and name.endswith(BLOCKS)
+        if self.format == INT4:
+            return dtype == INT4_DTYPE and name.endswith(PACKED)
         return self.format == FP8 and dtype == FP8_DTYPE
 
-    def _is_scales(self, name: str) -> bool:
-        blocks = words_name(name) + BLOCKS
-        return name.endswith(BLOCK_SCALES) and blocks in self.tensors and self.is_coded(blocks)
+    def _is_beside_codes(self, name: str) -> bool:
+        """True if a tensor belongs to one of codes, whose other dtypes are words'."""
+        words = words_name(name)
+        codes = words.removesuffix(PLAIN) + PACKED if self.format == INT4 else words + BLOCKS
+        return codes in self.tensors and name in beside_codes(codes) and self.is_coded(codes)
 
     def _check_scales(self, name: str, file: SafetensorsFile, info: TensorInfo) -> None:
         """Raise SpeqError unless codes have scales for their blocks."""
@@ -271,7 +286,12 @@ class Checkpoint:
             )
         holder, scales = self.tensors[of_scales]
         dtypes: tuple[torch.dtype, ...]
-        if self.format == MXFP4:
+        if self.groups is not None:
+            self._check_int4(name, file, info)
+            rows, packed = info.shape
+            known, dtypes = True, (torch.bfloat16,)
+            wanted = [rows, packed * INT4_CODES // self.groups.size]
+        elif self.format == MXFP4:
             known = len(info.shape) > 1 and info.shape[-1] == MXFP4_BLOCK_BYTES
             wanted, dtypes = list(info.shape[:-1]), (MXFP4_DTYPE,)
         else:
@@ -284,6 +304,52 @@ class Checkpoint:
                 f"{self.format} codes {list(info.shape)} it must be {names} {wanted}; "
                 f"{OTHER_VERSION}"
             )
+
+    def _check_int4(self, name: str, file: SafetensorsFile, info: TensorInfo) -> None:
+        """Raise SpeqError unless INT4 codes are whole groups, with zero points where the config has
+        them, and in the order in which rows are multiplied.
+        """
+        size, has_zeros = self.groups or (1, False)
+        if len(info.shape) != 2 or info.shape[1] * INT4_CODES % size:
+            raise CheckpointError(
+                f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; of INT4 codes it "
+                f"must be of rows of whole groups of {size}, {INT4_CODES} to a number; "
+                f"{OTHER_VERSION}"
+            )
+        of_zeros = zeros_name(name)
+        if has_zeros != (of_zeros in self.tensors):
+            raise CheckpointError(
+                f"{file.path}: tensor {name} has {'no' if has_zeros else ''} zero points, "
+                f"{of_zeros}, and config.json says otherwise (symmetric); {OTHER_VERSION}"
+            )
+        if has_zeros:
+            holder, zeros = self.tensors[of_zeros]
+            wanted = [-(-info.shape[0] // INT4_CODES), info.shape[1] * INT4_CODES // size]
+            if list(zeros.shape) != wanted or zeros.dtype != INT4_DTYPE:
+                raise CheckpointError(
+                    f"{holder.path}: tensor {of_zeros} is {zeros.dtype} {list(zeros.shape)}; of "
+                    f"INT4 codes {list(info.shape)} it must be int32 {wanted}; {OTHER_VERSION}"
+                )
+        order = name.removesuffix(PACKED) + COLUMN_ORDER
+        if order in self.tensors:
+            raise UnsupportedError(
+                f"{file.path}: tensor {name} has columns in another order, {order}, which is not "
+                "read; give a checkpoint without actorder"
+            )
+        of_shape = name.removesuffix(PACKED) + PACKED_SHAPE
+        if of_shape in self.tensors:
+            holder, _ = self.tensors[of_shape]
+            said = holder.tensor(of_shape).tolist()
+            if said != [info.shape[0], info.shape[1] * INT4_CODES]:
+                raise CheckpointError(
+                    f"{holder.path}: tensor {of_shape} says {said}, and {name} is "
+                    f"{list(info.shape)} of {INT4_CODES} codes to a number; {OTHER_VERSION}"
+                )
+
+    def zeros_of(self, name: str) -> tuple[SafetensorsFile, TensorInfo] | None:
+        """Find the zero points of a tensor of codes; None where there are none."""
+        has_zeros = self.groups is not None and self.groups.zeros and self.is_coded(name)
+        return self.tensors[zeros_name(name)] if has_zeros else None
 
     def scales_of(self, name: str) -> tuple[SafetensorsFile, TensorInfo] | None:
         """Find the scales of a tensor of codes; None for plain weights."""

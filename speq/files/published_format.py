@@ -1,7 +1,7 @@
 """Published format of a checkpoint's weights: plain weights, or codes with scales."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +11,9 @@ from speq.files.json_file import read_json
 WORDS = "words"
 FP8 = "fp8"
 MXFP4 = "mxfp4"
+INT4 = "int4"
 # Quantized formats. Each has a codec of the same name.
-FORMATS = (FP8, MXFP4)
+FORMATS = (FP8, MXFP4, INT4)
 
 # Meaning of exact for each format. Publishers' own kernels are no reference: they differ.
 MEANINGS = {
@@ -20,6 +21,8 @@ MEANINGS = {
     "activations are not quantised",
     MXFP4: "weights are bfloat16 words, each the MXFP4 code times its block's power of 2; "
     "activations are not quantised",
+    INT4: "weights are bfloat16 words, each the INT4 code less its group's zero point, times its "
+    "group's scale, rounded once",
 }
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -29,6 +32,12 @@ SCALES = "_scale_inv"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 MXFP4_DTYPE, MXFP4_BLOCK, MXFP4_BLOCK_BYTES = torch.uint8, 32, 16
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
+# Ends of the names of INT4 codes and of what belongs to them, as compressed-tensors packs them.
+PLAIN, PACKED, GROUP_SCALES = ".weight", ".weight_packed", ".weight_scale"
+ZERO_POINTS, PACKED_SHAPE = ".weight_zero_point", ".weight_shape"
+COLUMN_ORDER = ".weight_g_idx"
+INT4_DTYPE, INT4_CODES, INT4_GROUP = torch.int32, 8, 32
+COMPRESSED_TENSORS, PACK_QUANTIZED = "compressed-tensors", "pack-quantized"
 FP8_BLOCK = [128, 128]
 E4M3_NAMES = (None, "e4m3", "float8_e4m3fn")
 ORIGINAL = "give the original 16- or 32-bit checkpoint, whose output is the one to reproduce"
@@ -40,6 +49,13 @@ QUANTISERS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_confi
 QUANTISED_FIELDS = ("quantization_config", "compression_config", "quantization")
 # Fields of these that name a format or the bits of a code; the first match counts.
 NAMING_FIELDS = ("quant_method", "quant_algo", "quant_type", "bits", "w_bit")
+
+
+class Int4Groups(NamedTuple):
+    """Groups of neighbours of INT4. zeros: whether each has a zero point of its own"""
+
+    size: int
+    zeros: bool
 
 
 def format_of(config: dict[str, Any], where: Path) -> str:
@@ -96,7 +112,10 @@ def _format_of(settings: Any, field: str, where: Path) -> str:
     if not isinstance(settings, dict):
         raise UnsupportedError(f"{where} is quantised ({settings}); {ORIGINAL}")
     method = _method(settings)
-    if field != QUANTISED_FIELDS[0] or method not in FORMATS:
+    if field == QUANTISED_FIELDS[0] and method == COMPRESSED_TENSORS:
+        _groups_of(settings, where)
+        return INT4
+    if field != QUANTISED_FIELDS[0] or method not in (FP8, MXFP4):
         raise UnsupportedError(f"{where} is quantised ({method or field}); {ORIGINAL}")
     if method == MXFP4:
         return MXFP4
@@ -114,8 +133,59 @@ def _format_of(settings: Any, field: str, where: Path) -> str:
     return FP8
 
 
+def int4_groups(config: dict[str, Any], where: Path) -> Int4Groups | None:
+    """Read the groups of a checkpoint in INT4; None for other formats. Raises SpeqError for groups
+    that are not supported.
+    """
+    for part in (config, config.get("text_config")):
+        settings = part.get(QUANTISED_FIELDS[0]) if isinstance(part, dict) else None
+        if isinstance(settings, dict) and settings.get("quant_method") == COMPRESSED_TENSORS:
+            return _groups_of(settings, where)
+    return None
+
+
+def _groups_of(settings: dict[str, Any], where: Path) -> Int4Groups:
+    """Read compressed-tensors' settings. Raises SpeqError for what is not `pack-quantized`."""
+    groups = settings.get("config_groups")
+    kinds = [group for group in groups.values()] if isinstance(groups, dict) else []
+    weights = [group.get("weights") for group in kinds if isinstance(group, dict)]
+    form = settings.get("format")
+    if form != PACK_QUANTIZED or len(weights) != 1 or not isinstance(weights[0], dict):
+        raise UnsupportedError(
+            f"{where} is quantised (compressed-tensors) in the format {form!r} with "
+            f"{len(weights)} groups of modules, and one group in {PACK_QUANTIZED!r} is read; "
+            f"{ORIGINAL}"
+        )
+    [given] = weights
+    size, symmetric = given.get("group_size"), given.get("symmetric", True)
+    wanted = {
+        "num_bits": (given.get("num_bits") == 4, 4),
+        "type": (given.get("type", "int") == "int", "int"),
+        "strategy": (given.get("strategy", "group") == "group", "group"),
+        "actorder": (given.get("actorder") in (None, "static", "weight"), None),
+        "group_size": (isinstance(size, int) and size > 0 and size % INT4_GROUP == 0, INT4_GROUP),
+        "symmetric": (isinstance(symmetric, bool), True),
+    }
+    for name, (known, value) in wanted.items():
+        if not known:
+            raise UnsupportedError(
+                f"{where} is quantised (compressed-tensors) with {name} {given.get(name)!r}, and "
+                f"it is read with {value!r}"
+                f"{' and multiples of it' if name == 'group_size' else ''}; {ORIGINAL}"
+            )
+    if kinds[0].get("input_activations") is not None:
+        raise UnsupportedError(
+            f"{where} is quantised (compressed-tensors) with activations in fewer bits, and only "
+            f"weights are; {ORIGINAL}"
+        )
+    return Int4Groups(size, not symmetric)
+
+
 def words_name(name: str) -> str:
-    """Name of the plain weights for a tensor of codes or scales."""
+    """Name of the plain weights for a tensor of codes, or of what belongs to codes."""
+    for ending in (PACKED, GROUP_SCALES, ZERO_POINTS, PACKED_SHAPE, COLUMN_ORDER):
+        if name.endswith(ending):
+            return name.removesuffix(ending) + PLAIN
     for ending in (SCALES, BLOCKS, BLOCK_SCALES):
         name = name.removesuffix(ending)
     return name
@@ -123,6 +193,21 @@ def words_name(name: str) -> str:
 
 def scales_name(name: str) -> str:
     """Name of the scales of a tensor of codes."""
+    if name.endswith(PACKED):
+        return name.removesuffix(PACKED) + GROUP_SCALES
     if name.endswith(BLOCKS):
         return name.removesuffix(BLOCKS) + BLOCK_SCALES
     return name + SCALES
+
+
+def zeros_name(name: str) -> str:
+    """Name of the zero points of a tensor of INT4 codes."""
+    return name.removesuffix(PACKED) + ZERO_POINTS
+
+
+def beside_codes(name: str) -> tuple[str, ...]:
+    """Names of the tensors that belong to a tensor of codes, of which some may be absent."""
+    if name.endswith(PACKED):
+        module = name.removesuffix(PACKED)
+        return scales_name(name), zeros_name(name), module + PACKED_SHAPE, module + COLUMN_ORDER
+    return (scales_name(name),)

@@ -120,6 +120,17 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference_scaled.moe_grouped_mxfp4_out),
     ),
+    "decode_int4": (
+        "(Tensor record, int group_size, bool has_zeros, Tensor(a!) gate_up_proj, "
+        "Tensor(b!) down_proj) -> ()",
+        reference_scaled.decode_int4_out,
+    ),
+    "moe_grouped_int4": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
+        "int expert_width, int group_size, bool has_zeros, int activation, Tensor(a!) out, "
+        f"{_BIASES}) -> ()",
+        _with_activation_number(reference_scaled.moe_grouped_int4_out),
+    ),
     "rms_norm": (
         "(Tensor inputs, Tensor? added, Tensor weight, float eps, Tensor(a!)? sums, "
         "Tensor(b!) out) -> ()",

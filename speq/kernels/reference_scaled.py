@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from speq.kernels.reference import check_ids, moe_grouped_out
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
-from speq.kernels.scaled_words import fp8_words, mxfp4_words, part_of
+from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout
+from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words, part_of
 
 
 def decode_fp8_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -33,6 +33,22 @@ def decode_mxfp4_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) ->
     )
     gate_up_proj.copy_(torch.cat([gate_up[0::2], gate_up[1::2]]))
     down_proj.copy_(down)
+
+
+def decode_int4_out(
+    record: Tensor, group_size: int, has_zeros: bool, gate_up_proj: Tensor, down_proj: Tensor
+) -> None:
+    """Decode an INT4 record of groups of that size; as `decode_fp8_out`."""
+    hidden_size, width = down_proj.shape
+    layout = Int4GroupsLayout(hidden_size, width, group_size, has_zeros)
+    zeros = [part_of(record, each).view(torch.int32).view(each.shape) for each in layout.zeros]
+    targets = *gate_up_proj.chunk(2), down_proj
+    for at, (target, codes, scales) in enumerate(
+        zip(targets, layout.codes, layout.scales, strict=True)
+    ):
+        of_groups = part_of(record, scales).view(torch.bfloat16).view(scales.shape)
+        packed = part_of(record, codes).view(codes.shape)
+        target.copy_(int4_words(packed, of_groups, zeros[at] if zeros else None))
 
 
 def moe_grouped_fp8_out(
@@ -70,6 +86,27 @@ def moe_grouped_mxfp4_out(
     for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
         words = _empty(hidden_states.shape[1], expert_width, slots)
         decode_mxfp4_out(slots[slot], *words)
+        _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
+
+
+def moe_grouped_int4_out(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    group_size: int,
+    has_zeros: bool,
+    activation: str,
+    out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> None:
+    """Run `moe_grouped_out` over INT4 records in slots [S, slot_bytes] uint8."""
+    biases = gate_up_bias, down_bias
+    for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
+        words = _empty(hidden_states.shape[1], expert_width, slots)
+        decode_int4_out(slots[slot], group_size, has_zeros, *words)
         _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of packed experts published as codes with scales: FP8 and MXFP4.
+"""Sizes of packed experts published as codes with scales: FP8, MXFP4 and INT4.
 
 csrc/scaled.h has their layout.
 """
@@ -11,6 +11,8 @@ LINE_BYTES = 64
 FP8_BLOCK = 128
 # Neighbours of a row of MXFP4 codes that share a scale.
 MXFP4_BLOCK = 32
+# INT4 has groups of multiples of so many neighbours, and zero points of so many rows in a word.
+INT4_COLUMNS, ZERO_ROWS = 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,48 @@ class Mxfp4Layout:
     @property
     def nbytes(self) -> int:
         return _end(self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4GroupsLayout:
+    """INT4 layout of gate, up [F, H] and down [H, F]: two codes per byte, the first in its low
+    half; a bfloat16 scale per group of a row; and, in some checkpoints, zero points of four bits,
+    those of eight rows in an int32. Both widths are multiples of a group.
+    """
+
+    code_bits: ClassVar[int] = 4
+    hidden_size: int
+    expert_width: int
+    group_size: int
+    has_zeros: bool = False
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        gate = self.expert_width, self.hidden_size
+        return gate, gate, (self.hidden_size, self.expert_width)
+
+    @property
+    def codes(self) -> tuple[Section, ...]:
+        return _sections(0, tuple((rows, columns // 2) for rows, columns in self.matrices), 1)
+
+    @property
+    def scales(self) -> tuple[Section, ...]:
+        shapes = tuple((rows, columns // self.group_size) for rows, columns in self.matrices)
+        return _sections(_end(self.codes), shapes, 2)
+
+    @property
+    def zeros(self) -> tuple[Section, ...]:
+        if not self.has_zeros:
+            return ()
+        shapes = tuple(
+            (blocks_of(rows, ZERO_ROWS), columns // self.group_size)
+            for rows, columns in self.matrices
+        )
+        return _sections(_end(self.scales), shapes, 4)
+
+    @property
+    def nbytes(self) -> int:
+        return _end(self.zeros or self.scales)
 
 
 def blocks_of(size: int, block: int) -> int:

@@ -3,8 +3,7 @@
 `speq.kernels.reference_scaled` defines what they compute.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +11,18 @@ from torch import Tensor
 from speq.kernels import library, reference_scaled
 from speq.kernels.checks import activation_code, check_rows, check_tensor
 from speq.kernels.ops import ExpertBiases, pair_of, row_blocks
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
+from speq.kernels.scaled_layout import (
+    INT4_COLUMNS,
+    Fp8Layout,
+    Int4GroupsLayout,
+    Mxfp4Layout,
+    ScaledLayout,
+)
 
 REFERENCES = {
     "fp8": reference_scaled.moe_grouped_fp8_out,
     "mxfp4": reference_scaled.moe_grouped_mxfp4_out,
+    "int4": reference_scaled.moe_grouped_int4_out,
 }
 
 
@@ -37,6 +43,15 @@ def decode_mxfp4(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Non
     library.call("decode_mxfp4", record, gate_up_proj, down_proj)
 
 
+def decode_int4(
+    record: Tensor, group_size: int, has_zeros: bool, gate_up_proj: Tensor, down_proj: Tensor
+) -> None:
+    """Decode an INT4 record of groups of that size; as `decode_fp8`."""
+    sizes = _sizes(gate_up_proj, down_proj)
+    _check_records("record", record, 1, int4_layout(*sizes, group_size, has_zeros))
+    library.call("decode_int4", record, group_size, has_zeros, gate_up_proj, down_proj)
+
+
 def moe_grouped_fp8(
     hidden_states: Tensor,
     topk_ids: Tensor,
@@ -51,7 +66,8 @@ def moe_grouped_fp8(
     `ops.moe_grouped`.
     """
     held = ScaledSlots(slot_table, slots, expert_width)
-    _moe_grouped("fp8", Fp8Layout, hidden_states, topk_ids, held, activation, out, biases)
+    layout = Fp8Layout(hidden_states.shape[-1], expert_width)
+    _moe_grouped("fp8", layout, hidden_states, topk_ids, held, (), activation, out, biases)
 
 
 def moe_grouped_mxfp4(
@@ -68,7 +84,29 @@ def moe_grouped_mxfp4(
     `ops.moe_grouped`.
     """
     held = ScaledSlots(slot_table, slots, expert_width)
-    _moe_grouped("mxfp4", mxfp4_layout, hidden_states, topk_ids, held, activation, out, biases)
+    layout = mxfp4_layout(hidden_states.shape[-1], expert_width)
+    _moe_grouped("mxfp4", layout, hidden_states, topk_ids, held, (), activation, out, biases)
+
+
+def moe_grouped_int4(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    group_size: int,
+    has_zeros: bool,
+    activation: str,
+    out: Tensor,
+    biases: ExpertBiases | None = None,
+) -> None:
+    """Run `reference_scaled.moe_grouped_int4_out`, with the blocks and errors of
+    `ops.moe_grouped`.
+    """
+    held = ScaledSlots(slot_table, slots, expert_width)
+    layout = int4_layout(hidden_states.shape[-1], expert_width, group_size, has_zeros)
+    groups = group_size, has_zeros
+    _moe_grouped("int4", layout, hidden_states, topk_ids, held, groups, activation, out, biases)
 
 
 class ScaledSlots(NamedTuple):
@@ -81,25 +119,39 @@ class ScaledSlots(NamedTuple):
 
 def _moe_grouped(
     form: str,
-    layout_of: Callable[[int, int], ScaledLayout],
+    layout: ScaledLayout,
     hidden_states: Tensor,
     topk_ids: Tensor,
     held: ScaledSlots,
+    groups: tuple[Any, ...],
     activation: str,
     out: Tensor,
     biases: ExpertBiases | None,
 ) -> None:
-    """Run the op `moe_grouped_*` of a format."""
+    """Run the op `moe_grouped_*` of a format. groups: arguments of its own"""
     check_rows(hidden_states, topk_ids, held.slot_table, out)
-    layout = layout_of(hidden_states.shape[1], held.expert_width)
     _check_records("slots", held.slots, 2, layout)
     code = activation_code(activation)
     added = pair_of(biases, hidden_states, held.slot_table, held.expert_width)
     if hidden_states.dtype == torch.float64:
-        REFERENCES[form](hidden_states, topk_ids, *held, activation, out, *added)
+        REFERENCES[form](hidden_states, topk_ids, *held, *groups, activation, out, *added)
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call(f"moe_grouped_{form}", part, ids, *held, code, target, *added)
+        library.call(f"moe_grouped_{form}", part, ids, *held, *groups, code, target, *added)
+
+
+def int4_layout(
+    hidden_size: int, expert_width: int, group_size: int, has_zeros: bool
+) -> Int4GroupsLayout:
+    """Layout of INT4 experts. Raises ValueError for groups that widths are no multiples of."""
+    if group_size < 1 or any(
+        size % group_size or group_size % INT4_COLUMNS for size in (hidden_size, expert_width)
+    ):
+        raise ValueError(
+            f"experts are {hidden_size} by {expert_width} in groups of {group_size}; of INT4 both "
+            f"are multiples of a group, and that is a multiple of {INT4_COLUMNS}"
+        )
+    return Int4GroupsLayout(hidden_size, expert_width, group_size, has_zeros)
 
 
 def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, Section, blocks_of
+from speq.kernels.scaled_layout import ZERO_ROWS, Fp8Layout, Mxfp4Layout, Section, blocks_of
 
 # Values of MXFP4 codes: e2m1, the highest bit is the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -20,6 +20,8 @@ ROWS = 512
 # Largest values of codes.
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
 E8M0_BIAS, E8M0_MOST = 127, 254
+# The INT4 code of 0 where there are no zero points, and the largest difference from it.
+INT4_ZERO, INT4_MOST = 8, 7
 
 
 def fp8_words(codes: Tensor, scales: Tensor, block: int = Fp8Layout.block) -> Tensor:
@@ -50,6 +52,28 @@ def mxfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
         doubled = 2 * values[pairs].unflatten(1, (scales.shape[1], -1))
         spread = doubled * e8m0_halves(exponents).unsqueeze(2)
         words.append(spread.flatten(1).bfloat16())
+    return torch.cat(words)
+
+
+def int4_words(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """Dequantize codes [N, K / 2] uint8, two per byte, the low half first, to [N, K] bfloat16.
+
+    scales  [N, K / G] bfloat16, of groups of G neighbours
+    zeros   [N / 8, K / G] int32, rounded up: codes that stand for 0, of eight rows, the first in
+            the lowest bits; None: all are 8
+    """
+    rows, words = codes.shape[0], []
+    for first in range(0, rows, ROWS):
+        part, of_rows = codes[first : first + ROWS], scales[first : first + ROWS]
+        values = torch.stack([part & 0xF, part >> 4], dim=2).flatten(1).float()
+        by_group = values.unflatten(1, (scales.shape[1], -1))
+        if zeros is None:
+            by_group -= INT4_ZERO
+        else:
+            at = torch.arange(first, first + len(part), device=codes.device)
+            shifts = (at % ZERO_ROWS * 4).unsqueeze(1)
+            by_group -= (zeros[at // ZERO_ROWS].long() >> shifts & 0xF).unsqueeze(2)
+        words.append((by_group * of_rows.float().unsqueeze(2)).flatten(1).bfloat16())
     return torch.cat(words)
 
 
@@ -93,6 +117,17 @@ def mxfp4_codes(words: Tensor) -> tuple[Tensor, Tensor]:
     for value, above in pairwise(E2M1_VALUES):
         codes += magnitudes > (value + above) / 2
     return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.to(torch.uint8)
+
+
+def int4_codes(words: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Quantize weights [N, K] to codes [N, K / 2] uint8, with powers of 2 as scales [N, K / G]
+    bfloat16; without zero points.
+    """
+    values = words.float().unflatten(1, (-1, group_size))
+    factors = power_of_2(values.abs().amax(2) / INT4_MOST)
+    codes = (values / factors.unsqueeze(2)).round() + INT4_ZERO
+    codes = codes.flatten(1).to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), factors.bfloat16()
 
 
 def power_of_2(values: Tensor) -> Tensor:

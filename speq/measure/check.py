@@ -20,7 +20,13 @@ from speq.errors import FileError, NoRoom
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
-from speq.files.published_format import MEANINGS, MXFP4_DTYPE, WORDS
+from speq.files.published_format import (
+    INT4_CODES,
+    INT4_DTYPE,
+    MEANINGS,
+    MXFP4_DTYPE,
+    WORDS,
+)
 from speq.generator import Generator
 from speq.host_memory import available_bytes
 from speq.measure import pack_check
@@ -204,7 +210,8 @@ def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> No
     for name, (_, info) in checkpoint.tensors.items():
         if part is None or not part.is_beside(name):
             found = LAYER.search(name)
-            count = info.nbytes // info.dtype.itemsize * (2 if info.dtype == MXFP4_DTYPE else 1)
+            codes = {MXFP4_DTYPE: 2, INT4_DTYPE: INT4_CODES}.get(info.dtype, 1)
+            count = info.nbytes // info.dtype.itemsize * codes
             by_layer[found and found[1]] += count
     weights, outside = by_layer.total(), by_layer.pop(None, 0)
     needed = weights * dtype.itemsize

@@ -11,7 +11,7 @@ from speq.experts.packed_dense import PackedDense
 from speq.experts.packed_store import PackedExpertStore, open_experts
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.files.json_file import read_json
-from speq.files.published_format import FP8_DTYPE
+from speq.files.published_format import FP8_DTYPE, INT4_CODES, INT4_DTYPE, PACKED
 from speq.models.bounds import check_weights
 from speq.models.families import Family, family_of
 from speq.models.layer_range import LayerRange
@@ -41,12 +41,13 @@ class Opened:
         family, count = self.family, self.checkpoint.model_config.get("num_hidden_layers")
         tensors = self.checkpoint.tensors.items()
         stored = [
-            info
+            (info.dtype, prod(info.shape) * (INT4_CODES if name.endswith(PACKED) else 1))
             for name, (_, info) in tensors
             if family.holds(name, count) and (self.part is None or self.part.holds(name))
         ]
-        kinds = ((torch.bfloat16 if e.dtype == FP8_DTYPE else e.dtype, e.shape) for e in stored)
-        return sum(kind.itemsize * prod(shape) for kind, shape in kinds if kind != dtype)
+        coded = (FP8_DTYPE, INT4_DTYPE)
+        kinds = ((torch.bfloat16 if kind in coded else kind, count) for kind, count in stored)
+        return sum(kind.itemsize * count for kind, count in kinds if kind != dtype)
 
     def packed_dense(self, dtype: torch.dtype) -> tuple[int | None, ...]:
         """Bytes of each matrix of `shape.dense` that the pack has in the form for `dtype`; None for

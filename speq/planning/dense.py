@@ -80,7 +80,7 @@ def some_matrix(checkpoint: Checkpoint, expert: Callable[[str], bool]) -> Tensor
     held = [
         (file, info)
         for name, (file, info) in checkpoint.tensors.items()
-        if len(info.shape) == 2 and not expert(name)
+        if len(info.shape) == 2 and info.dtype.is_floating_point and not expert(name)
     ]
     quick = [entry for entry in held if entry[1].nbytes <= MATRIX_BYTES]
     file, info = max(quick, key=lambda entry: entry[1].nbytes) if quick else held[0]

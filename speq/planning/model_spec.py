@@ -10,10 +10,10 @@ from speq.drafts.dense_draft import EXPERTS_ONLY, DenseDraft
 from speq.drafts.draft_source import dense_draft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
-from speq.experts.expert_store import reading_bytes
+from speq.experts.expert_store import check_groups, reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
-from speq.files.published_format import WORDS, format_of
+from speq.files.published_format import WORDS, format_of, int4_groups
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
@@ -75,7 +75,8 @@ class ModelSpec:
         words = words if published == WORDS else torch.bfloat16
         experts = shape.experts
         sizes = experts.hidden_size, experts.expert_width
-        stored = ExpertShape(*sizes, words, published)
+        stored = ExpertShape(*sizes, words, published, int4_groups(content, path))
+        check_groups(stored, path)
         codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)
         stored_bytes = shape.resident_weights * words.itemsize

@@ -7,6 +7,7 @@
 #include "cuda/moe_grouped.cu"
 #include "cuda/moe_int4.cu"
 #include "cuda/moe_lossless.cu"
+#include "cuda/moe_grouped_int4.cu"
 #include "cuda/moe_mxfp4.cu"
 #include "cuda/moe_residual.cu"
 #include "cuda/read_sum.cu"
