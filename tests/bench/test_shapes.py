@@ -34,7 +34,6 @@ FILES = {
     ("gpt-oss-20b", "mxfp4"): (459, 13_761_264_768),
     ("Gemma-4-26B-A4B", "bf16"): (657, None),
 }
-CODECS = {"Qwen3-30B-A3B": "fp8", "gpt-oss-20b": "mxfp4", "Qwen3.6-35B-A3B": "raw"}
 # In place of published sizes.
 THIN = {
     **{"hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128},
@@ -76,11 +75,16 @@ def test_tensors_are_as_many_as_published_files_have(name: str, weights: str) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "weights"),
-    [("Qwen3-30B-A3B", "fp8"), ("gpt-oss-20b", None), ("Qwen3.6-35B-A3B", None)],
+    ("name", "weights", "codec"),
+    [
+        ("Qwen3-30B-A3B", "fp8", "fp8"),
+        ("Qwen3-30B-A3B", "int4", "int4"),
+        ("gpt-oss-20b", None, "mxfp4"),
+        ("Qwen3.6-35B-A3B", None, "raw"),
+    ],
 )
 def test_checkpoints_are_read_as_they_are_written(
-    name: str, weights: str | None, tmp_path: Path
+    name: str, weights: str | None, codec: str, tmp_path: Path
 ) -> None:
     """Names, shapes and formats are those that the loaders ask for; shards are small here."""
     model = of(thin(name), weights)
@@ -96,9 +100,7 @@ def test_checkpoints_are_read_as_they_are_written(
         if tensor.spread and held.numel() > 10_000 and held.dtype == torch.bfloat16:
             assert held[..., 1:].float().std() == pytest.approx(tensor.spread, rel=0.1)
     opened_model = open_model(tmp_path / "made")
-    assert (
-        opened_model.store.codec.name == {None: "raw"}.get(weights, "fp8") or name == "gpt-oss-20b"
-    )
+    assert opened_model.store.codec.name == codec
     opened_model.close()
 
 
