@@ -269,7 +269,7 @@ def test_drafted_tokens_follow_the_exact_distribution(
         figures = generator.last_run.summary()
         generator.close()
         if drafter != "none":
-            assert figures["acceptance_rate"] > 0.02
+            assert 0 < figures["acceptance_rate"] < 1
         return drawn
 
     if on == "cpu":

@@ -56,11 +56,6 @@ TREES = ("none", "small", "pruned")
 # Two runs of different length, so that prompts end inside and at the end of a chunk.
 PROMPTS = ([*range(40, 60)], [(7 * i * i + 3 * i) % 256 for i in range(64)])
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-# All families, and two of them in float64 as well.
-IN_BOTH_DTYPES = [
-    *((family, "float32") for family in FAMILIES),
-    *((family, "float64") for family in ("qwen2_moe", "deepseek_v2")),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -252,15 +247,13 @@ def test_experts_in_slots_draft_what_stands_and_what_does_not(folders: Folders) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "dtype"), [each for each in IN_BOTH_DTYPES if each[0] in UNLIKE_IN_CACHES]
-)
-def test_experts_in_slots_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
+@pytest.mark.parametrize("family", UNLIKE_IN_CACHES)
+def test_experts_in_slots_in_every_cell(family: str, folders: Folders) -> None:
     for cell in CACHED:
-        plain = load_plain(folders.published(family, cell), DTYPES[dtype])
+        plain = load_plain(folders.published(family, cell))
         for prompt in PROMPTS:
-            expected = greedy_tokens(plain, prompt, NEW_TOKENS)
-            run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
+            expected = greedy_tokens(plain, prompt, FEWER_TOKENS)
+            run_cell(cell, *folders.of(family, cell), "float32", prompt, expected)
 
 
 # Drafts with a part of the INT4 copy, from none of it to all.
@@ -323,15 +316,13 @@ def test_heads_go_on_from_tokens_that_stand(trees: str, head: str, folders: Fold
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "dtype"), [each for each in IN_BOTH_DTYPES if each[0] in UNLIKE_IN_CACHES]
-)
-def test_heads_in_every_cell(family: str, dtype: str, folders: Folders) -> None:
-    plain = load_plain(folders.float32(family), DTYPES[dtype])
+@pytest.mark.parametrize("family", UNLIKE_IN_CACHES)
+def test_heads_in_every_cell(family: str, folders: Folders) -> None:
+    plain = load_plain(folders.float32(family))
     for prompt in PROMPTS:
-        expected = greedy_tokens(plain, prompt, NEW_TOKENS)
+        expected = greedy_tokens(plain, prompt, FEWER_TOKENS)
         for cell in HEADS:
-            run_cell(cell, *folders.of(family, cell), dtype, prompt, expected)
+            run_cell(cell, *folders.of(family, cell), "float32", prompt, expected)
 
 
 @pytest.mark.full
@@ -535,8 +526,7 @@ def test_bundled_model_on_three_prompts(bundled: Path) -> None:
 
 @pytest.mark.full
 def test_bundled_model_on_twenty_prompts(bundled: Path) -> None:
-    settings = [(0, "48MiB"), (1, "44MiB"), (3, "80MiB"), (8, "48MiB")]
-    compare_bundled(bundled, settings, 20)
+    compare_bundled(bundled, [(1, "44MiB"), (8, "48MiB")], 20)
 
 
 def compare_bundled(model: Path, settings: list[tuple[int, str]], count: int) -> None:

@@ -167,13 +167,15 @@ HEADS = [
     ],
 )
 def test_heads_leave_tokens_as_they_are(at: int, family: str, folders: Folders) -> None:
-    """Of a head that knows nothing, greedy and drawn."""
+    """Of a head that knows nothing, greedy; and drawn, of the first family."""
     cell, prompt = HEADS[at % 4], PROMPTS[at % 2]
     model, draft = folders.of(family, cell)
     plain = load_plain(folders.published(family, cell))
     result = run(cell, model, draft, prompt, order=at)
     assert result.token_ids == greedy_tokens(plain, prompt, NEW_TOKENS)
     assert result.stats["draft_length_mean"] > 0
+    if at:
+        return
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
     drawn = run(cell, model, draft, prompt, at, **options)
     expected = drawn_tokens(plain, prompt, NEW_TOKENS, SamplingParams(**options))
