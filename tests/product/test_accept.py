@@ -257,6 +257,7 @@ def test_chi_square_catches_noise_that_repeats() -> None:
     assert p_value(counts, JOINT) < WRONG
 
 
+@pytest.mark.wide
 def test_one_long_text_follows_the_target() -> None:
     """Over positions of one seed, as over seeds: tokens behind each token."""
     sampling = SamplingParams(max_new_tokens=DRAWS, temperature=1.0, seed=7)

@@ -336,6 +336,7 @@ def test_generate_samples_by_seed(command: Command, bundled: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs pipes and signals as POSIX has them")
+@pytest.mark.wide
 def test_generate_ends_when_nobody_reads_on(tiny: Folder) -> None:
     process = start(
         "generate", "--model", tiny("qwen2_moe"), "--prompt", "hello", "--memory-budget", "2MiB",
@@ -430,6 +431,7 @@ def reply(oracle: Oracle, text: str) -> str:
     return oracle.text(text, 12).split("###")[0]
 
 
+@pytest.mark.wide
 def test_chat_ends_with_its_input(bundled: Path, oracle: Oracle) -> None:
     first_prompt = f"### Instruction: {FIRST}\n### Response:"
     first = reply(oracle, first_prompt)

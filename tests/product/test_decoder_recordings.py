@@ -224,7 +224,13 @@ def test_a_pass_that_the_host_reads_stays_with_the_decoder(
 
 @pytest.mark.parametrize("draft_length", [0, 3])
 @pytest.mark.parametrize("budget", ["all", "half"])
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gpt_oss", "deepseek_v2"),
+        *(pytest.param(each, marks=pytest.mark.wide) for each in ("qwen2_moe", "qwen3_moe")),
+    ],
+)
 def test_runs_by_recordings_are_runs_without(
     family: str, budget: str, draft_length: int, tiny: Callable[[str], Path]
 ) -> None:

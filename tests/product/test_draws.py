@@ -127,6 +127,7 @@ def tailed(tail: int, mass: float) -> Tensor:
     return torch.cat([torch.zeros(8), torch.full((tail,), float(logprobs))])
 
 
+@pytest.mark.wide
 def test_a_tail_that_weighs_nothing_is_never_drawn() -> None:
     """A draw that is 0, or one of few small values, would bring it in."""
     logits = tailed(2**18, 1e-7)
@@ -145,6 +146,7 @@ def test_a_device_never_draws_such_a_tail() -> None:
             assert int(sampler.choose(there, request, [[]])) < 8
 
 
+@pytest.mark.wide
 def test_a_light_tail_is_drawn_as_often_as_it_weighs() -> None:
     logits = tailed(2**16, 0.01)
     drawn = [choose(logits, text(at, temperature=1.0, seed=9), []) for at in range(3000)]

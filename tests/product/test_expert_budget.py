@@ -380,6 +380,7 @@ def test_an_audit_finds_nothing_in_a_budget_of_all_experts(folders: Folders) -> 
     assert found["served"] == found["natural"] > 0
 
 
+@pytest.mark.wide
 def test_audited_verifications_emit_the_exact_tokens(folders: Folders) -> None:
     """Where all are audited, the text is the exact model's, however small the budget."""
     family = "qwen2_moe"

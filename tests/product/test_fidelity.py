@@ -38,6 +38,7 @@ def test_bundled_model_against_transformers_and_its_draft(bundled: Path) -> None
     assert 0.90 < mean("same_route_sets") < 1
 
 
+@pytest.mark.wide
 def test_a_poor_draft_is_told_from_a_good_one(bundled: Path, tmp_path: Path) -> None:
     poor = write_perturbed(tmp_path / "poor", bundled, noise=1.0)
     report, verdict = check.run(

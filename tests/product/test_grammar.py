@@ -483,7 +483,11 @@ LONG_NAMES = {
 }
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, pytest.param({"temperature": 0.9, "seed": 5}, marks=pytest.mark.wide)],
+    ids=str,
+)
 def test_forced_tokens_are_drafts(sampling: dict[str, Any]) -> None:
     """Alone, and beside a request of the same form and one of no form: the same tokens as plainly,
     in fewer steps than without.

@@ -338,7 +338,7 @@ def test_a_store_that_only_measures_holds_nothing(
     assert store.codec.slot_bytes == align(max(sizes.values()))
 
 
-@pytest.mark.parametrize("codec", ["raw", "lossless"])
+@pytest.mark.parametrize("codec", ["raw", pytest.param("lossless", marks=pytest.mark.wide)])
 def test_a_run_brings_experts_from_both(codec: str, tmp_path: Path) -> None:
     """The whole engine, on a device of the host's making."""
     sizes = {"num_experts": 32, "num_experts_per_tok": 4}

@@ -509,6 +509,7 @@ def test_tables_fit_the_terminal(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs descriptors as POSIX has them")
+@pytest.mark.wide
 def test_output_that_nobody_takes_is_one_sentence(tmp_path: Path) -> None:
     folder = tmp_path / "[bold]" / "x[/nope]"
     shutil.copytree(ROOT / "tests" / "data" / "configs" / "DeepSeek-V2-Lite", folder)

@@ -182,6 +182,7 @@ def test_small_models_leave_no_files(model: Path, monkeypatch: pytest.MonkeyPatc
     assert not kept_at(model).exists()
 
 
+@pytest.mark.wide
 def test_a_process_ends_in_the_midst_of_a_copy(model: Path, tmp_path: Path) -> None:
     """Without closing what it loaded; the copy goes on the next time."""
     script = (

@@ -84,6 +84,7 @@ def test_peak_of_a_context_that_grows(large: Path) -> None:
     assert peak.resident_bytes <= (512 << 20) + PROCESS_BYTES
 
 
+@pytest.mark.wide
 def test_what_a_process_takes_without_a_model(tmp_path: Path) -> None:
     """The constant beside the budget is what Python and torch take, not slack for a model."""
     model = write_model(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16)

@@ -358,6 +358,7 @@ def test_a_run_on_a_device_with_streams(tiny: Callable[[str], Path], tmp_path: P
     assert {"draft", "verify", "verify by layer", "copy stream 0"} <= lanes
 
 
+@pytest.mark.wide
 def test_experts_from_the_disk_on_a_device_with_streams(tmp_path: Path) -> None:
     sizes = {"num_experts": 32, "num_experts_per_tok": 4}
     model = write_model(tmp_path / "model", "olmoe", torch.bfloat16, **sizes)
