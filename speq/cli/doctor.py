@@ -1,18 +1,19 @@
-"""`speq doctor`: what runs on this machine, how fast its memory is, and what is missing."""
+"""`speq doctor`: this machine's memory and disk, what runs our kernels, and what is missing."""
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from speq.cli import options as opt
 from speq.config import Device
+from speq.errors import SpeqError
 from speq.host_memory import HOST_SHARE
 from speq.options.declared import Options
-from speq.units import Progress, format_bytes
+from speq.units import Progress, format_bytes, format_rate
 
 if TYPE_CHECKING:
     from speq.devices.card import CardReading
@@ -45,7 +46,9 @@ class DoctorSettings(Options):
 
 
 def doctor(settings: DoctorSettings, output: opt.Output) -> None:
-    """Say what runs our kernels on this machine, how fast its memory is, and what is missing."""
+    """Say how much memory this machine has and how fast it and the disk are, what runs our kernels,
+    and what is missing.
+    """
     from speq.devices.named import find_device
 
     output.check()
@@ -54,9 +57,14 @@ def doctor(settings: DoctorSettings, output: opt.Output) -> None:
     output.write(asdict(report))
     if output.printed:
         return
-    report.print(COLUMNS)
     for line in findings(report):
         typer.echo(line)
+    slow = [row for row in report.rows if row["runs_on"] == REFERENCE]
+    if slow:
+        replace(report, rows=slow).print(COLUMNS)
+        typer.echo(advice(report, slow))
+    else:
+        typer.echo("Everything is in place. `speq plan OWNER/NAME` says whether a model runs here.")
 
 
 def examine(
@@ -90,9 +98,23 @@ def examine(
         "default_host_bytes": default_host_bytes(),
         "read_bytes": read.nbytes,
         "read_gb_per_s": read_gb_per_s(read, device, READS, clock, progress),
+        "disk_bytes_per_s": disk_bytes_per_s(progress),
         "card": None if (card := card_reading(on)) is None else asdict(card),
     }
     return Report("doctor", device.type, settings, rows)
+
+
+def disk_bytes_per_s(progress: Progress | None) -> float | None:
+    """Rate of the disk of the cache folder, kept or measured now; None, said why, where it cannot
+    be measured.
+    """
+    from speq.measure.this_machine import machine_rates
+
+    try:
+        return machine_rates(progress).disk_bytes_per_s
+    except SpeqError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def card_reading(on: "Processor | Accelerator") -> "CardReading | None":
@@ -108,12 +130,14 @@ def card_reading(on: "Processor | Accelerator") -> "CardReading | None":
 
 
 def findings(report: "Report") -> list[str]:
-    """Lines under the table: the machine, its memory, its libraries, and what to do."""
+    """Lines of the machine, its memory and its disk, and the libraries."""
     found, machine = report.settings, report.machine
     missing: dict[str, str | None] = found["missing"]
     slow = [row["op"] for row in report.rows if row["runs_on"] == REFERENCE]
     by = f", by the {REFERENCE}" if "read_sum" in slow else ""
-    lines = [
+    disk = found["disk_bytes_per_s"]
+    native = f"native for {len(report.rows) - len(slow)} of {len(report.rows)} ops"
+    return [
         f"processor:     {machine['processor']}, {machine['cores']} cores, "
         f"{format_bytes(machine['memory_bytes'])} of memory",
         f"free memory:   {format_bytes(found['available_bytes'])}; on a GPU experts take "
@@ -121,20 +145,24 @@ def findings(report: "Report") -> list[str]:
         "--host-budget says",
         f"GPU:           {machine['gpu'] or 'none that torch sees'}",
         *_card(found["card"]),
-        f"torch:         {machine['torch']}, {machine['torch_threads']} threads; "
-        f"Python {machine['python']}, {machine['system']}",
+        f"disk speed:    {'not known' if disk is None else format_rate(disk)}, of reads past the "
+        "page cache on the disk of the cache folder",
         f"memory speed:  {found['read_gb_per_s']:.1f} GB/s: a plain read of "
         f"{format_bytes(found['read_bytes'])} on {found['device']}, median of {READS}{by}",
-        f"instructions:  {_instructions(found)}",
+        f"torch:         {machine['torch']}, {machine['torch_threads']} threads; "
+        f"Python {machine['python']}, {machine['system']}",
+        f"kernels:       {native}; {_instructions(found)}",
         f"CPU library:   {_library(missing['cpu'])}",
         f"CUDA library:  {_library(missing['cuda'])}",
     ]
-    if slow:
-        lines.append(
-            f"{', '.join(slow)} on {found['device']}: the {REFERENCE}, exact but no measure of "
-            f"speed.{_advice(found['device'], missing)}"
-        )
-    return lines
+
+
+def advice(report: "Report", slow: list[dict[str, Any]]) -> str:
+    """A sentence on ops without native kernels, and what to do about a library that is missing."""
+    device, missing = report.settings["device"], report.settings["missing"]
+    ops = ", ".join(row["op"] for row in slow)
+    do = "" if missing[device] is None else f" To have them fast, {ADVICE[device]}."
+    return f"{ops} on {device}: the {REFERENCE}, exact but no measure of speed.{do}"
 
 
 def _card(found: dict[str, Any] | None) -> list[str]:
@@ -155,8 +183,3 @@ def _instructions(found: dict[str, Any]) -> str:
 
 def _library(missing: str | None) -> str:
     return "built, and loads" if missing is None else f"not in use: {missing}"
-
-
-def _advice(device: str, missing: dict[str, str | None]) -> str:
-    """What to do about ops on the reference; nothing where a library has no such op."""
-    return "" if missing[device] is None else f" To have them fast, {ADVICE[device]}."
