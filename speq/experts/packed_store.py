@@ -128,7 +128,7 @@ class Manifest:
             groups = None
             if entries.get("groups") is not None:
                 size, has_zeros = entries["groups"]
-                groups = Int4Groups(*_sizes([size], 1), bool(has_zeros))
+                groups = Int4Groups(_sizes([size], 1)[0], bool(has_zeros))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileError(f"{path} is damaged ({error!r}); pack the model again") from error
         manifest = cls(

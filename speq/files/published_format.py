@@ -147,17 +147,17 @@ def int4_groups(config: dict[str, Any], where: Path) -> Int4Groups | None:
 def _groups_of(settings: dict[str, Any], where: Path) -> Int4Groups:
     """Read compressed-tensors' settings. Raises SpeqError for what is not `pack-quantized`."""
     groups = settings.get("config_groups")
-    kinds = [group for group in groups.values()] if isinstance(groups, dict) else []
-    weights = [group.get("weights") for group in kinds if isinstance(group, dict)]
-    form = settings.get("format")
-    if form != PACK_QUANTIZED or len(weights) != 1 or not isinstance(weights[0], dict):
+    groups = groups if isinstance(groups, dict) else {}
+    kinds = [each for each in groups.values() if isinstance(each, dict)]
+    form, given = settings.get("format"), kinds[0].get("weights") if kinds else None
+    if form != PACK_QUANTIZED or len(kinds) != 1 or not isinstance(given, dict):
         raise UnsupportedError(
             f"{where} is quantised (compressed-tensors) in the format {form!r} with "
-            f"{len(weights)} groups of modules, and one group in {PACK_QUANTIZED!r} is read; "
+            f"{len(kinds)} groups of modules, and one group in {PACK_QUANTIZED!r} is read; "
             f"{ORIGINAL}"
         )
-    [given] = weights
-    size, symmetric = given.get("group_size"), given.get("symmetric", True)
+    size: Any = given.get("group_size")
+    symmetric = given.get("symmetric", True)
     wanted = {
         "num_bits": (given.get("num_bits") == 4, 4),
         "type": (given.get("type", "int") == "int", "int"),

@@ -3,6 +3,7 @@
 `speq.kernels.reference_scaled` defines what they compute.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from speq.kernels.scaled_layout import (
     ScaledLayout,
 )
 
-REFERENCES = {
+REFERENCES: dict[str, Callable[..., None]] = {
     "fp8": reference_scaled.moe_grouped_fp8_out,
     "mxfp4": reference_scaled.moe_grouped_mxfp4_out,
     "int4": reference_scaled.moe_grouped_int4_out,
