@@ -1,6 +1,8 @@
 """`speq demo`: text from a small model, in less memory than the model takes."""
 
 import shlex
+import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -42,9 +44,10 @@ def demo(output: Annotated[opt.Output, opt.ON_SCREEN]) -> None:
         output,
     )
     output.note("\nNext:")
+    program = called()
     for command, arguments in NEXT:
-        output.note(f"  speq {command} {shlex.quote(shown(model))} {arguments}")
-    output.note("  speq plan OWNER/NAME   whether a model of the hub runs here, and how fast")
+        output.note(f"  {program} {command} {shlex.quote(shown(model))} {arguments}")
+    output.note(f"  {program} plan OWNER/NAME   whether a model of the hub runs here, and how fast")
 
 
 def demo_model() -> Path:
@@ -59,6 +62,12 @@ def demo_model() -> Path:
         "the demonstration's model is not installed; install the package speq-moe-demo (27 MB), or "
         "run a model that you have: speq generate FOLDER --prompt TEXT"
     )
+
+
+def called() -> str:
+    """This program as a reader would call it: by its name, or by its place if it is not found."""
+    own = Path(sys.argv[0])
+    return "speq" if own.name != "speq" or shutil.which("speq") else shown(own.absolute())
 
 
 def shown(path: Path) -> str:
