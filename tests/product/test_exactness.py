@@ -601,7 +601,7 @@ def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> 
         Cell(8, "half", "gptq", "packed", codec="residual", drafter="ngram"),
         Cell(3, "half", "own", "plain", 2, "entropy", codec="residual", drafter="ngram"),
     ]
-    check_family(family, cells, folders, "float32", FEWER_TOKENS)
+    check_family(family, cells, folders, "float32", 100)
 
 
 @pytest.mark.parametrize("family", BY_FAMILY)
