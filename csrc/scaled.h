@@ -11,12 +11,10 @@
 //   mxfp4  codes   gate_up [2 expert_width, hidden_size], whose even rows are of gate and odd ones
 //                  of up, and down: e2m1, two to the byte, the first in its low half
 //          scales  a byte, of blocks of 32 columns of a row: the power of 2 less 127
-//   int4   codes   gate, up and down: numbers from 0 to 15, two to the byte, the first in its low
-//   half
+//   int4   codes   gate, up and down: 0 to 15, two to the byte, the first in its low half
 //          scales  BF16, of groups of neighbours of a row, whose size is a multiple of 32
-//          zeros   in some checkpoints: the code of each group that stands for 0, of eight rows in
-//          a
-//                  word, the first row in its lowest bits; in others it is 8
+//          zeros   in some checkpoints: the code of each group that stands for 0, of eight rows
+//                  in a word, the first row in its lowest bits; in others it is 8
 //
 // Behind the codes there are at least 64 bytes in either, so that vectors of codes may be read
 // whole wherever one begins.

@@ -319,7 +319,7 @@ class Checkpoint:
         of_zeros = zeros_name(name)
         if has_zeros != (of_zeros in self.tensors):
             raise CheckpointError(
-                f"{file.path}: tensor {name} has {'no' if has_zeros else ''} zero points, "
+                f"{file.path}: tensor {name} has {'no ' if has_zeros else ''}zero points, "
                 f"{of_zeros}, and config.json says otherwise (symmetric); {OTHER_VERSION}"
             )
         if has_zeros:
