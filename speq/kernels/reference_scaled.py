@@ -3,6 +3,8 @@
 csrc/scaled.h has the layout of records, speq/kernels/scaled_layout.py their sizes.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -63,11 +65,8 @@ def moe_grouped_fp8_out(
     down_bias: Tensor | None = None,
 ) -> None:
     """Run `moe_grouped_out` over FP8 records in slots [S, slot_bytes] uint8."""
-    biases = gate_up_bias, down_bias
-    for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
-        words = _empty(hidden_states.shape[1], expert_width, slots)
-        decode_fp8_out(slots[slot], *words)
-        _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
+    rows = hidden_states, topk_ids, slot_table, slots, expert_width
+    _run_slots(decode_fp8_out, *rows, activation, out, gate_up_bias, down_bias)
 
 
 def moe_grouped_mxfp4_out(
@@ -82,11 +81,8 @@ def moe_grouped_mxfp4_out(
     down_bias: Tensor | None = None,
 ) -> None:
     """Run `moe_grouped_out` over MXFP4 records in slots [S, slot_bytes] uint8."""
-    biases = gate_up_bias, down_bias
-    for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
-        words = _empty(hidden_states.shape[1], expert_width, slots)
-        decode_mxfp4_out(slots[slot], *words)
-        _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
+    rows = hidden_states, topk_ids, slot_table, slots, expert_width
+    _run_slots(decode_mxfp4_out, *rows, activation, out, gate_up_bias, down_bias)
 
 
 def moe_grouped_int4_out(
@@ -103,10 +99,29 @@ def moe_grouped_int4_out(
     down_bias: Tensor | None = None,
 ) -> None:
     """Run `moe_grouped_out` over INT4 records in slots [S, slot_bytes] uint8."""
-    biases = gate_up_bias, down_bias
+
+    def decode(record: Tensor, *words: Tensor) -> None:
+        decode_int4_out(record, group_size, has_zeros, *words)
+
+    rows = hidden_states, topk_ids, slot_table, slots, expert_width
+    _run_slots(decode, *rows, activation, out, gate_up_bias, down_bias)
+
+
+def _run_slots(
+    decode: Callable[..., None],
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    activation: str,
+    out: Tensor,
+    *biases: Tensor | None,
+) -> None:
+    """Decode the experts of a route that are in slots, one after another, and run each."""
     for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
         words = _empty(hidden_states.shape[1], expert_width, slots)
-        decode_int4_out(slots[slot], group_size, has_zeros, *words)
+        decode(slots[slot], *words)
         _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
 

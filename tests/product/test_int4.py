@@ -178,7 +178,6 @@ def test_parts_that_are_absent_or_wrong(
     damage: Callable[[dict[str, Any]], None],
     sentence: str,
     tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     source = write_model(
         tmp_path / "16", "qwen3_moe", torch.bfloat16, hidden_size=128, moe_intermediate_size=64
