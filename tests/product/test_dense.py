@@ -263,7 +263,7 @@ def test_auto_saves_memory_where_it_is_short(small: ModelSpec) -> None:
 def test_auto_keeps_words_without_a_fast_kernel(
     small: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "speq")
+    caplog.set_level("DEBUG", "speq")
     monkeypatch.setitem(library.MISSING, "cuda", "torch sees no CUDA device")
     made = choose_dense_form(small, "auto", room(SCARCE, on_cpu=False), refused)
     assert made.dense.name == "raw"
