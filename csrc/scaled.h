@@ -12,7 +12,8 @@
 //                  of up, and down: e2m1, two to the byte, the first in its low half
 //          scales  a byte, of blocks of 32 columns of a row: the power of 2 less 127
 //   int4   codes   gate, up and down: 0 to 15, two to the byte, the first in its low half
-//          scales  BF16, of groups of neighbours of a row, whose size is a multiple of 32
+//          scales  BF16, or float16 as some publish them, of groups of neighbours of a row, whose
+//                  size is a multiple of 32
 //          zeros   in some checkpoints: the code of each group that stands for 0, of eight rows
 //                  in a word, the first row in its lowest bits; in others it is 8
 //
@@ -37,10 +38,11 @@ constexpr std::int64_t kZeroRows = 8;
 constexpr int kInt4Zero = 8;
 static_assert(kBlockColumns % kInt4Columns == 0);
 
-// Groups of INT4: their columns, and whether their zero points are in the record.
+// Groups of INT4: their columns, whether their zero points are in the record, and whether scales
+// are float16.
 struct Int4Groups {
   std::int64_t size;
-  bool zeros;
+  bool zeros, halves;
 };
 
 // What a code of FP8 stands for.
@@ -75,8 +77,8 @@ SPEQ_INLINE BFloat16 mxfp4_word(int code, std::uint8_t scale) {
   return to_bfloat16(2.0f * e2m1_value(code) * e8m0_half(scale));
 }
 
-SPEQ_INLINE BFloat16 int4_word(int code, int zero, BFloat16 scale) {
-  return to_bfloat16(float(code - zero) * to_float(scale));
+SPEQ_INLINE BFloat16 int4_word(int code, int zero, float scale) {
+  return to_bfloat16(float(code - zero) * scale);
 }
 
 SPEQ_INLINE constexpr std::int64_t fp8_blocks(std::int64_t size) {
@@ -149,7 +151,7 @@ SPEQ_INLINE ScaledLayout int4_layout(std::int64_t hidden_size, std::int64_t expe
   }
   for (int m = 0; m < kExpertMatrices; ++m) {
     layout.scales[m] = at;
-    at += whole_lines(layout.rows[m] * (layout.columns[m] / groups.size) * sizeof(BFloat16));
+    at += whole_lines(layout.rows[m] * (layout.columns[m] / groups.size) * sizeof(std::uint16_t));
   }
   for (int m = 0; groups.zeros && m < kExpertMatrices; ++m) {
     layout.zeros[m] = at;
@@ -183,13 +185,19 @@ struct Mxfp4Rows {
 struct Int4Rows {
   std::int64_t rows, columns;
   const std::uint8_t *codes;
-  const BFloat16 *scales;
+  const std::uint16_t *scales;
   const std::uint32_t *zeros; // null: all are kInt4Zero
   std::int64_t group_size;
+  bool halves; // whether scales are float16
 
   SPEQ_MEMBER std::int64_t row_groups() const { return columns / group_size; }
-  SPEQ_MEMBER BFloat16 scale(std::int64_t row, std::int64_t group) const {
-    return scales[row * row_groups() + group];
+  // Its lowest 16 bits are zero in every NaN, so that sums of bits for rounding keep one.
+  SPEQ_MEMBER float scale(std::int64_t row, std::int64_t group) const {
+    const std::uint16_t bits = scales[row * row_groups() + group];
+    if (!halves) {
+      return to_float(BFloat16{bits});
+    }
+    return (bits & 0x7FFF) > 0x7C00 ? bits_as<float>(0x7FC00000u) : to_float(Float16{bits});
   }
   SPEQ_MEMBER int zero(std::int64_t row, std::int64_t group) const {
     return zeros == nullptr
@@ -203,10 +211,11 @@ SPEQ_INLINE Int4Rows int4_rows(const ScaledLayout &layout, const std::uint8_t *r
   return {layout.rows[m],
           layout.columns[m],
           record + layout.codes[m],
-          reinterpret_cast<const BFloat16 *>(record + layout.scales[m]),
+          reinterpret_cast<const std::uint16_t *>(record + layout.scales[m]),
           groups.zeros ? reinterpret_cast<const std::uint32_t *>(record + layout.zeros[m])
                        : nullptr,
-          groups.size};
+          groups.size,
+          groups.halves};
 }
 
 SPEQ_INLINE Fp8Rows fp8_rows(const ScaledLayout &layout, const std::uint8_t *record, int m) {

@@ -11,7 +11,7 @@ from speq.errors import OptionError
 from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.random_expert import random_expert
 from speq.files.alignment import align, allocate_aligned, prefer_huge_pages
-from speq.files.published_format import Int4Groups
+from speq.files.int4_packing import Int4Groups
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import ACTIVATIONS, Int4Slots, quantize_int4

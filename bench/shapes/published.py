@@ -7,16 +7,17 @@ from typing import Any
 
 from speq.errors import OptionError
 from speq.files.checkpoint import locate_config
+from speq.files.int4_packing import COMPRESSED
+from speq.files.int4_settings import PACK_QUANTIZED
 from speq.files.json_file import read_json
 from speq.files.published_format import (
-    COMPRESSED_TENSORS,
     FP8,
     FP8_BLOCK,
     INT4,
     MXFP4,
-    PACK_QUANTIZED,
     WORDS,
     format_of,
+    int4_settings,
 )
 
 PUBLISHED = "the published config.json"
@@ -95,7 +96,7 @@ class PublishedShape:
             int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": INT4_GROUP}
             groups = {"group_0": {"targets": ["Linear"], "weights": int4 | {"symmetric": True}}}
             content["quantization_config"] = {
-                **{"quant_method": COMPRESSED_TENSORS, "format": PACK_QUANTIZED},
+                **{"quant_method": COMPRESSED.name, "format": PACK_QUANTIZED},
                 **{"config_groups": groups, "ignore": ["lm_head"]},
             }
         return content
@@ -196,7 +197,13 @@ def shape_named(given: str) -> PublishedShape:
         )
     folder = locate_config(path.parent if path.name == "config.json" else path)
     content = read_json(folder / "config.json")
-    kind = format_of(content, folder)
+    kind, int4 = format_of(content, folder), int4_settings(content, folder)
+    if int4 is not None and int4.packing is not COMPRESSED:
+        raise OptionError(
+            f"shapes are {given!r}, in INT4 as {int4.packing.name} packs it, and random weights in "
+            f"INT4 are packed as by {COMPRESSED.name} only; give a checkpoint of that, or the "
+            "original"
+        )
     formats = (BF16 if kind == WORDS else kind,)
     name = folder.resolve().name
     return PublishedShape(

@@ -18,6 +18,7 @@ from speq.bench.shapes.published import INT4_GROUP
 from speq.bench.shapes.routes import biases
 from speq.experts.expert_names import FUSED, PROJECTIONS
 from speq.files import published_format as form
+from speq.files.int4_packing import COMPRESSED
 from speq.models.bounds import LAYER
 from speq.models.families import Family
 from speq.models.shape import SKELETON_DTYPE, ModelShape, skeleton
@@ -219,9 +220,9 @@ def packed(tensor: RandomTensor) -> list[RandomTensor]:
     """Put a matrix into INT4 as compressed-tensors packs it, but for the tensor of its shape."""
     rows, columns = tensor.shape
     module = tensor.name.removesuffix(form.PLAIN)
-    codes = replace(tensor, name=module + form.PACKED, dtype=form.INT4_DTYPE)
+    codes = replace(tensor, name=module + COMPRESSED.codes, dtype=form.INT4_DTYPE)
     shape, scale = (rows, columns // INT4_GROUP), tensor.spread / INT4_SPREAD
     return [
-        replace(codes, shape=(rows, columns // form.INT4_CODES)),
-        RandomTensor(module + form.GROUP_SCALES, shape, torch.bfloat16, mean=scale),
+        replace(codes, shape=COMPRESSED.codes_shape(rows, columns)),
+        RandomTensor(module + COMPRESSED.scales, shape, torch.bfloat16, mean=scale),
     ]

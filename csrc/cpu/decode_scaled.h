@@ -95,7 +95,7 @@ public:
       blocks[n] = {};
       for (std::int64_t begin = 0; begin < present; begin += kInt4Columns) {
         const std::int64_t group = (first + begin) / matrix_.group_size;
-        const BFloat16 scale = matrix_.scale(row, group);
+        const float scale = matrix_.scale(row, group);
         const int zero = matrix_.zero(row, group);
         for (std::int64_t i = begin; i < begin + kInt4Columns; ++i) {
           const int code = i % 2 == 0 ? codes[i / 2] & 0xF : codes[i / 2] >> 4;

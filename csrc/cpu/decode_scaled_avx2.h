@@ -230,10 +230,10 @@ public:
 
 private:
   // The bytes of the words of all codes.
-  SPEQ_MEMBER static __m256i table(BFloat16 scale, int zero) {
+  SPEQ_MEMBER static __m256i table(float scale, int zero) {
     const __m256i codes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i front = _mm256_sub_epi32(codes, _mm256_set1_epi32(zero));
-    const __m256 by = _mm256_set1_ps(to_float(scale));
+    const __m256 by = _mm256_set1_ps(scale);
     const __m256i words = _mm256_packus_epi32(
         rounded(front, by), rounded(_mm256_add_epi32(front, _mm256_set1_epi32(8)), by));
     const __m256i in_order = _mm256_permute4x64_epi64(words, _MM_SHUFFLE(3, 1, 2, 0));

@@ -61,19 +61,19 @@ void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_ta
 
 // Groups of a size that both widths are multiples of.
 Int4Groups groups_of(std::int64_t hidden_size, std::int64_t expert_width, std::int64_t group_size,
-                     bool zeros) {
+                     bool zeros, bool halves) {
   STD_TORCH_CHECK(group_size > 0 && group_size % kInt4Columns == 0 &&
                       hidden_size % group_size == 0 && expert_width % group_size == 0,
                   "experts of INT4 must have sizes that are multiples of group_size, and that of ",
                   kInt4Columns);
-  return {group_size, zeros};
+  return {group_size, zeros, halves};
 }
 
-void decode_int4_out(Tensor record, std::int64_t group_size, bool zeros, Tensor gate_up_proj,
-                     Tensor down_proj) {
+void decode_int4_out(Tensor record, std::int64_t group_size, bool zeros, bool halves,
+                     Tensor gate_up_proj, Tensor down_proj) {
   const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
   const std::int64_t hidden_size = expert.hidden_size, width = expert.expert_width;
-  const Int4Groups groups = groups_of(hidden_size, width, group_size, zeros);
+  const Int4Groups groups = groups_of(hidden_size, width, group_size, zeros, halves);
   const Int4Weights weights(
       hidden_size, width, groups,
       only_slot(record, Int4Weights::fixed_bytes(hidden_size, width, groups)));
@@ -83,12 +83,12 @@ void decode_int4_out(Tensor record, std::int64_t group_size, bool zeros, Tensor 
 
 void moe_grouped_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                           std::int64_t expert_width, std::int64_t group_size, bool zeros,
-                          std::int64_t activation, Tensor out, std::optional<Tensor> gate_up_bias,
-                          std::optional<Tensor> down_bias) {
+                          bool halves, std::int64_t activation, Tensor out,
+                          std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   STD_TORCH_CHECK(hidden_states.dim() == 2 && expert_width > 0,
                   "hidden_states must be [T, H] and expert_width above 0");
   const std::int64_t hidden_size = hidden_states.size(1);
-  const Int4Groups groups = groups_of(hidden_size, expert_width, group_size, zeros);
+  const Int4Groups groups = groups_of(hidden_size, expert_width, group_size, zeros, halves);
   const RecordSlots records =
       record_slots(slots, Int4Weights::fixed_bytes(hidden_size, expert_width, groups));
   run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},

@@ -194,7 +194,7 @@ public:
         }
       }
       const std::int64_t group = segment.column / matrix.rows_of.group_size;
-      scale_ = to_float(matrix.rows_of.scale(segment.row, group));
+      scale_ = matrix.rows_of.scale(segment.row, group);
       zero_ = matrix.rows_of.zero(segment.row, group);
     }
     at_ += kStepColumns / 2;

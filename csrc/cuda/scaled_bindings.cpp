@@ -9,6 +9,74 @@
 namespace {
 
 using namespace speq::cuda;
+using OptionalTensor = std::optional<Tensor>;
+
+// Decodes a record of at least nbytes. launch: takes it, two places for words and a stream.
+template <typename Launch>
+void decode_record(const char *op, const Tensor &record, std::int64_t nbytes, Tensor &gate_up_proj,
+                   Tensor &down_proj, const Launch &launch) {
+  STD_TORCH_CHECK(record.dim() == 1 && same_device({&record, &gate_up_proj, &down_proj}), op,
+                  ": arguments are on different devices, or many records");
+  const Records records = records_of(op, record, nbytes);
+  const Call call(record);
+  check(op, launch(records, gate_up_proj.mutable_data_ptr(), down_proj.mutable_data_ptr(),
+                   call.stream()));
+}
+
+// Arguments that the ops of all formats have.
+struct GroupedTensors {
+  Tensor hidden_states, topk_ids, slot_table, slots;
+  std::int64_t activation;
+  Tensor out;
+  OptionalTensor gate_up_bias, down_bias;
+};
+
+ExpertShape expert_shape(const char *op, const Tensor &hidden_states, std::int64_t expert_width) {
+  STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
+  return shape_of(op, hidden_states.size(1), expert_width);
+}
+
+// Runs experts in slots of at least nbytes. launch: takes rows and their route, the slots, an
+// activation, biases, a place for products, a workspace and a stream.
+template <typename Launch>
+void run_grouped(const char *op, const GroupedTensors &given, const ExpertShape &shape,
+                 std::int64_t nbytes, const Launch &launch) {
+  const Records records = records_of(op, given.slots, nbytes);
+  const Grouped grouped = grouped_of(op, given.hidden_states, given.topk_ids, given.slot_table,
+                                     given.slots, shape.hidden_size, given.out);
+  const ExpertBiases biases =
+      same_biases_of(op, given.gate_up_bias, given.down_bias, given.hidden_states,
+                     grouped.route.experts, shape.expert_width);
+  if (grouped.route.num_rows * grouped.route.top_k == 0) {
+    return;
+  }
+  const Call call(given.hidden_states);
+  Tensor memory = workspace(given.hidden_states, moe_compact_workspace(grouped.route, shape));
+  check(op,
+        launch(grouped.hidden_states, grouped.route, records, activation_of(op, given.activation),
+               biases, grouped.out, memory.mutable_data_ptr(), call.stream()));
+}
+
+void decode_fp8_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
+  constexpr const char *op = "decode_fp8";
+  const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
+  const std::int64_t nbytes = speq::fp8_layout(shape.hidden_size, shape.expert_width).nbytes;
+  decode_record(op, record, nbytes, gate_up_proj, down_proj,
+                [&](const Records &held, auto... to) { return decode_fp8(held, shape, to...); });
+}
+
+void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
+                         std::int64_t expert_width, std::int64_t activation, Tensor out,
+                         OptionalTensor gate_up_bias, OptionalTensor down_bias) {
+  constexpr const char *op = "moe_grouped_fp8";
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
+  const std::int64_t nbytes = speq::fp8_layout(shape.hidden_size, shape.expert_width).nbytes;
+  run_grouped(
+      op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
+      shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
+        return moe_grouped_fp8(rows, route, held, shape, to...);
+      });
+}
 
 void check_blocks(const char *op, const ExpertShape &shape) {
   STD_TORCH_CHECK(shape.hidden_size % speq::kMxfp4Block == 0 &&
@@ -16,124 +84,65 @@ void check_blocks(const char *op, const ExpertShape &shape) {
                   op, ": experts must have sizes that are multiples of ", speq::kMxfp4Block);
 }
 
-void decode_fp8_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
-  constexpr const char *op = "decode_fp8";
-  const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
-  STD_TORCH_CHECK(record.dim() == 1 && same_device({&record, &gate_up_proj, &down_proj}), op,
-                  ": arguments are on different devices, or many records");
-  const std::int64_t nbytes = speq::fp8_layout(shape.hidden_size, shape.expert_width).nbytes;
-  const Records records = records_of(op, record, nbytes);
-  const Call call(record);
-  check(op, decode_fp8(records, shape, gate_up_proj.mutable_data_ptr(),
-                       down_proj.mutable_data_ptr(), call.stream()));
-}
-
-void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                         std::int64_t expert_width, std::int64_t activation, Tensor out,
-                         std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
-  constexpr const char *op = "moe_grouped_fp8";
-  STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
-  const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width);
-  const std::int64_t nbytes = speq::fp8_layout(shape.hidden_size, shape.expert_width).nbytes;
-  const Records records = records_of(op, slots, nbytes);
-  const Grouped grouped =
-      grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
-  const ExpertBiases biases = same_biases_of(op, gate_up_bias, down_bias, hidden_states,
-                                             grouped.route.experts, shape.expert_width);
-  if (grouped.route.num_rows * grouped.route.top_k == 0) {
-    return;
-  }
-  const Call call(hidden_states);
-  Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
-  check(op, moe_grouped_fp8(grouped.hidden_states, grouped.route, records, shape,
-                            activation_of(op, activation), biases, grouped.out,
-                            memory.mutable_data_ptr(), call.stream()));
-}
-
 void decode_mxfp4_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
   constexpr const char *op = "decode_mxfp4";
   const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
   check_blocks(op, shape);
-  STD_TORCH_CHECK(record.dim() == 1 && same_device({&record, &gate_up_proj, &down_proj}), op,
-                  ": arguments are on different devices, or many records");
   const std::int64_t nbytes = speq::mxfp4_layout(shape.hidden_size, shape.expert_width).nbytes;
-  const Records records = records_of(op, record, nbytes);
-  const Call call(record);
-  check(op, decode_mxfp4(records, shape, gate_up_proj.mutable_data_ptr(),
-                         down_proj.mutable_data_ptr(), call.stream()));
+  decode_record(op, record, nbytes, gate_up_proj, down_proj,
+                [&](const Records &held, auto... to) { return decode_mxfp4(held, shape, to...); });
 }
 
 void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                            std::int64_t expert_width, std::int64_t activation, Tensor out,
-                           std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
+                           OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_mxfp4";
-  STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
-  const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
   check_blocks(op, shape);
   const std::int64_t nbytes = speq::mxfp4_layout(shape.hidden_size, shape.expert_width).nbytes;
-  const Records records = records_of(op, slots, nbytes);
-  const Grouped grouped =
-      grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
-  const ExpertBiases biases = same_biases_of(op, gate_up_bias, down_bias, hidden_states,
-                                             grouped.route.experts, shape.expert_width);
-  if (grouped.route.num_rows * grouped.route.top_k == 0) {
-    return;
-  }
-  const Call call(hidden_states);
-  Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
-  check(op, moe_grouped_mxfp4(grouped.hidden_states, grouped.route, records, shape,
-                              activation_of(op, activation), biases, grouped.out,
-                              memory.mutable_data_ptr(), call.stream()));
+  run_grouped(
+      op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
+      shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
+        return moe_grouped_mxfp4(rows, route, held, shape, to...);
+      });
 }
 
 // Groups of a size that both widths are multiples of.
 speq::Int4Groups groups_of(const char *op, const ExpertShape &shape, std::int64_t group_size,
-                           bool zeros) {
+                           bool zeros, bool halves) {
   STD_TORCH_CHECK(group_size > 0 && group_size % speq::kInt4Columns == 0 &&
                       shape.hidden_size % group_size == 0 && shape.expert_width % group_size == 0,
                   op, ": experts must have sizes that are multiples of group_size, and that of ",
                   speq::kInt4Columns);
-  return {group_size, zeros};
+  return {group_size, zeros, halves};
 }
 
-void decode_int4_out(Tensor record, std::int64_t group_size, bool zeros, Tensor gate_up_proj,
-                     Tensor down_proj) {
+void decode_int4_out(Tensor record, std::int64_t group_size, bool zeros, bool halves,
+                     Tensor gate_up_proj, Tensor down_proj) {
   constexpr const char *op = "decode_int4";
   const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
-  const speq::Int4Groups groups = groups_of(op, shape, group_size, zeros);
-  STD_TORCH_CHECK(record.dim() == 1 && same_device({&record, &gate_up_proj, &down_proj}), op,
-                  ": arguments are on different devices, or many records");
+  const speq::Int4Groups groups = groups_of(op, shape, group_size, zeros, halves);
   const std::int64_t nbytes =
       speq::int4_layout(shape.hidden_size, shape.expert_width, groups).nbytes;
-  const Records records = records_of(op, record, nbytes);
-  const Call call(record);
-  check(op, decode_int4(records, shape, groups, gate_up_proj.mutable_data_ptr(),
-                        down_proj.mutable_data_ptr(), call.stream()));
+  decode_record(op, record, nbytes, gate_up_proj, down_proj, [&](const Records &held, auto... to) {
+    return decode_int4(held, shape, groups, to...);
+  });
 }
 
 void moe_grouped_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                           std::int64_t expert_width, std::int64_t group_size, bool zeros,
-                          std::int64_t activation, Tensor out, std::optional<Tensor> gate_up_bias,
-                          std::optional<Tensor> down_bias) {
+                          bool halves, std::int64_t activation, Tensor out,
+                          OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_int4";
-  STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
-  const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width);
-  const speq::Int4Groups groups = groups_of(op, shape, group_size, zeros);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
+  const speq::Int4Groups groups = groups_of(op, shape, group_size, zeros, halves);
   const std::int64_t nbytes =
       speq::int4_layout(shape.hidden_size, shape.expert_width, groups).nbytes;
-  const Records records = records_of(op, slots, nbytes);
-  const Grouped grouped =
-      grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
-  const ExpertBiases biases = same_biases_of(op, gate_up_bias, down_bias, hidden_states,
-                                             grouped.route.experts, shape.expert_width);
-  if (grouped.route.num_rows * grouped.route.top_k == 0) {
-    return;
-  }
-  const Call call(hidden_states);
-  Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
-  check(op, moe_grouped_int4(grouped.hidden_states, grouped.route, records, shape, groups,
-                             activation_of(op, activation), biases, grouped.out,
-                             memory.mutable_data_ptr(), call.stream()));
+  run_grouped(
+      op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
+      shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
+        return moe_grouped_int4(rows, route, held, shape, groups, to...);
+      });
 }
 
 void bind(torch::stable::detail::StableLibrary &m) {

@@ -20,7 +20,8 @@ from speq.errors import OptionError
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
-from speq.files.published_format import WORDS, Int4Groups
+from speq.files.int4_packing import Int4Groups
+from speq.files.published_format import WORDS
 from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import PlainExpert

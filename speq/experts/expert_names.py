@@ -30,8 +30,8 @@ class ExpertNames:
 
     An expert's matrix is `layers.L.BLOCK.EXPERTS.E.PROJECTION.weight`, that of all experts of a
     layer `layers.L.BLOCK.EXPERTS.FUSED`, a router's `layers.L.BLOCK.ROUTER.weight`. Quantised
-    checkpoints use the same names; MXFP4 appends `_blocks` or `_scales`, INT4 `_packed` to that of
-    codes.
+    checkpoints use the same names; MXFP4 appends `_blocks` or `_scales`, INT4 has `weight_packed`
+    or `qweight` for codes.
 
     blocks       names of a layer's block with the router and the experts; empty: the layer itself
                  has them
@@ -85,7 +85,7 @@ class ExpertNames:
     def _expert_pattern(self) -> re.Pattern[str]:
         projection = _any(tuple(self.projection_of))
         return re.compile(
-            rf"(?:^|\.){self.within_layer}(?P<expert>\d+)\.(?P<projection>{projection})\.weight(?:_packed)?$"
+            rf"(?:^|\.){self.within_layer}(?P<expert>\d+)\.(?P<projection>{projection})\.(?:weight|weight_packed|qweight)$"
         )
 
     @cached_property

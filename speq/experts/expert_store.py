@@ -23,10 +23,9 @@ from speq.experts.expert_names import (
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.checkpoint import OTHER_VERSION, Checkpoint
+from speq.files.int4_packing import Int4Groups, Int4Packing, Turned
 from speq.files.published_format import (
     FP8,
-    INT4,
-    INT4_CODES,
     MXFP4,
     MXFP4_BLOCK,
     MXFP4_BLOCK_BYTES,
@@ -54,40 +53,13 @@ class TensorPart:
     """A range of a shard, and its place in a packed expert.
 
     widened  whether it is bfloat16 and the packed expert has float32
-    turned   how to transpose it, if the matrix is transposed on disk
+    turned   how to transpose it, if it is transposed on disk
     """
 
     range: Range
     at: int
     widened: bool = False
-    turned: "Turned | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class Turned:
-    """A matrix [N, K] stored as [K, N].
-
-    interleaved  whether rows of gate and of up are interleaved there
-    """
-
-    rows: int
-    columns: int
-    dtype: torch.dtype
-    interleaved: bool
-
-    def put(self, stored: Tensor, room: Tensor) -> None:
-        """Write the bytes of the matrix into `room`; both [rows * columns * itemsize] uint8.
-
-        `stored` may be overwritten.
-        """
-        given, made = stored.view(self.dtype), room.view(self.dtype).view(self.rows, self.columns)
-        # torch is fast at transposing whole matrices and at copying rows.
-        made.copy_(given.view(self.columns, self.rows).t())
-        if self.interleaved:
-            ordered = given.view(self.rows, self.columns)
-            for first, half in enumerate(ordered.chunk(2)):
-                half.copy_(made[first::2])
-            made.copy_(ordered)
+    turned: Turned | None = None
 
 
 class ExpertStore(Protocol):
@@ -185,8 +157,7 @@ class SafetensorsExpertStore:
             matrix = layout.names.matrix(name)
             if matrix is None or matrix.layer not in order:
                 continue
-            turned = layout.transposed and matrix.expert is None
-            wanted = stored_shape(layout.shape(matrix), shape.published, turned)
+            wanted = stored_shape(layout, matrix, shape.published, checkpoint.packing)
             if info.shape != wanted or info.dtype != stored:
                 raise CheckpointError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
@@ -207,10 +178,11 @@ class SafetensorsExpertStore:
                 of_zeros = None if zeros is None else part_of(*zeros, at, len(held))
                 parts[matrix.projection] = Matrix(place, part, of_zeros)
         complete = self._complete(found, checkpoint, layout)
-        self._parts = [parts_of(shape, record, layout.transposed) for record in complete]
-        self.reading_bytes = reading_bytes(shape, layout.transposed)
+        order_on_disk = layout.transposed, checkpoint.packing
+        self._parts = [parts_of(shape, record, *order_on_disk) for record in complete]
+        self.reading_bytes = reading_bytes(shape, *order_on_disk)
         self._buffers: SimpleQueue[Buffers] = SimpleQueue()
-        self._turned_bytes = turned_bytes(shape, layout.transposed)
+        self._turned_bytes = turned_bytes(shape, *order_on_disk)
 
     @staticmethod
     def _common_shape(
@@ -327,29 +299,32 @@ class Buffers(NamedTuple):
         return cls(allocate_aligned(1, ENDS_BYTES)[0], turned)
 
 
-def turned_bytes(shape: ExpertShape, transposed: bool) -> int:
+def turned_bytes(shape: ExpertShape, transposed: bool, packing: Int4Packing | None) -> int:
     """Bytes of a reading thread's buffer for a matrix that is transposed on disk."""
-    if not transposed or shape.published != WORDS:
-        return 0
-    return max(prod(shape.gate_up_shape), prod(shape.down_shape)) * shape.dtype.itemsize
+    weights = max(prod(shape.gate_up_shape), prod(shape.down_shape))
+    if packing is not None:
+        return prod(shape.down_shape) // 2 if packing.turned else 0
+    return weights * shape.dtype.itemsize if transposed and shape.published == WORDS else 0
 
 
-def reading_bytes(shape: ExpertShape, transposed: bool) -> int:
+def reading_bytes(shape: ExpertShape, transposed: bool, packing: Int4Packing | None) -> int:
     """Bytes of a reading thread's buffers for published experts, besides the slot it fills."""
-    turned = turned_bytes(shape, transposed)
-    return ENDS_BYTES + ALIGNMENT + (align(turned) + ALIGNMENT if turned else 0)
+    turned = turned_bytes(shape, transposed, packing)
+    while_turning = 0 if packing is None else turned * (packing.room - 1)
+    return ENDS_BYTES + ALIGNMENT + (align(turned) + ALIGNMENT + while_turning if turned else 0)
 
 
-def stored_shape(shape: tuple[int, ...], published: str, turned: bool) -> tuple[int, ...]:
-    """Shape on disk of a tensor of experts' matrices; shape: that of its plain weights.
-
-    turned  whether weights are transposed on disk
-    """
-    if published == INT4:
-        return *shape[:-1], shape[-1] // INT4_CODES
-    if published != MXFP4:
-        return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
-    return *shape[:-1], shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK_BYTES
+def stored_shape(
+    layout: ExpertLayout, matrix: ExpertMatrix, published: str, packing: Int4Packing | None
+) -> tuple[int, ...]:
+    """Shape on disk of a tensor of experts' matrices, plain weights or codes."""
+    shape = layout.shape(matrix)
+    if packing is not None and len(shape) == 2:
+        return packing.codes_shape(*shape)
+    if published == MXFP4:
+        return *shape[:-1], shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK_BYTES
+    turned = layout.transposed and matrix.expert is None
+    return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
 
 
 def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Range:
@@ -359,11 +334,14 @@ def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Ran
 
 
 def parts_of(
-    shape: ExpertShape, matrices: list[Matrix], transposed: bool = False
+    shape: ExpertShape,
+    matrices: list[Matrix],
+    transposed: bool = False,
+    packing: Int4Packing | None = None,
 ) -> list[TensorPart]:
     """Places of an expert's matrices, and of their scales, in the packed expert.
 
-    transposed  see `ExpertLayout`
+    transposed  see `ExpertLayout`; packing: of INT4
     """
     if shape.published == WORDS:
         ends = accumulate((each.range[2] for each in matrices), initial=0)
@@ -372,21 +350,15 @@ def parts_of(
             dtype = shape.dtype
             turned = [
                 Turned(*shape.gate_up_shape, dtype, interleaved=True),
-                Turned(*shape.down_shape, dtype, interleaved=False),
+                Turned(*shape.down_shape, dtype),
             ]
         places = zip(matrices, ends, turned, strict=False)
         return [TensorPart(each.range, at, turned=turn) for each, at, turn in places]
-    sizes, zeros = (shape.hidden_size, shape.expert_width), list[TensorPart]()
-    layout: ScaledLayout = Mxfp4Layout(*sizes)
-    if shape.published == FP8:
-        layout = Fp8Layout(*sizes)
-    if shape.groups is not None:
-        layout = grouped = Int4GroupsLayout(*sizes, *shape.groups)
-        zeros = [
-            TensorPart(each.zeros, section.at)
-            for each, section in zip(matrices, grouped.zeros, strict=False)
-            if each.zeros is not None
-        ]
+    sizes = shape.hidden_size, shape.expert_width
+    if shape.groups is not None and packing is not None:
+        grouped = Int4GroupsLayout(shape.hidden_size, shape.expert_width, *shape.groups)
+        return int4_parts(grouped, matrices, shape.groups, packing)
+    layout: ScaledLayout = Fp8Layout(*sizes) if shape.published == FP8 else Mxfp4Layout(*sizes)
     codes = [
         TensorPart(e.range, section.at) for e, section in zip(matrices, layout.codes, strict=True)
     ]
@@ -395,7 +367,25 @@ def parts_of(
         for each, section in zip(matrices, layout.scales, strict=True)
         if each.scales is not None
     ]
-    return codes + scales + zeros
+    return codes + scales
+
+
+def int4_parts(
+    layout: Int4GroupsLayout, matrices: list[Matrix], groups: Int4Groups, packing: Int4Packing
+) -> list[TensorPart]:
+    """Places of codes, scales and zero points of an expert in INT4 in the packed expert."""
+    parts = []
+    for at, (matrix, (rows, columns)) in enumerate(zip(matrices, layout.matrices, strict=True)):
+        count = columns // groups.size
+        turned = packing.turn_codes(rows, columns)
+        parts.append(TensorPart(matrix.range, layout.codes[at].at, turned=turned))
+        if matrix.scales is not None:
+            turned = packing.turn_scales(rows, count, groups.dtype)
+            parts.append(TensorPart(matrix.scales, layout.scales[at].at, turned=turned))
+        if matrix.zeros is not None:
+            turned = packing.turn_zeros(rows, count)
+            parts.append(TensorPart(matrix.zeros, layout.zeros[at].at, turned=turned))
+    return parts
 
 
 def check_groups(shape: ExpertShape, where: Path) -> None:

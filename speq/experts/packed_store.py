@@ -25,8 +25,9 @@ from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.checksums import PACK_AGAIN, Checksums, check_seal, seal
+from speq.files.int4_packing import Int4Groups
 from speq.files.json_file import read_json
-from speq.files.published_format import FORMATS, WORDS, Int4Groups
+from speq.files.published_format import FORMATS, WORDS
 from speq.files.range_file import RangeFile
 from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
 from speq.kernels.checksum import crc32_of
@@ -127,8 +128,9 @@ class Manifest:
             }
             groups = None
             if entries.get("groups") is not None:
-                size, has_zeros = entries["groups"]
-                groups = Int4Groups(_sizes([size], 1)[0], bool(has_zeros))
+                # Packs of earlier versions have no third entry: their scales are bfloat16.
+                size, *flags = entries["groups"]
+                groups = Int4Groups(_sizes([size], 1)[0], *map(bool, flags))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileError(f"{path} is damaged ({error!r}); pack the model again") from error
         manifest = cls(

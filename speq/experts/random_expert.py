@@ -3,7 +3,7 @@
 import torch
 
 from speq.experts.codec import ExpertShape, Matrices
-from speq.files.published_format import FP8, INT4, MXFP4, Int4Groups
+from speq.files.published_format import FP8, INT4, MXFP4
 from speq.kernels.scaled_words import (
     fp8_codes,
     fp8_words,
@@ -28,6 +28,6 @@ def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
     if shape.published == MXFP4:
         return mxfp4_words(*mxfp4_codes(gate_up_proj)), mxfp4_words(*mxfp4_codes(down_proj))
     if shape.published == INT4:
-        size, _ = shape.groups or Int4Groups(gate_up_proj.shape[1], False)
+        size = gate_up_proj.shape[1] if shape.groups is None else shape.groups.size
         return int4_words(*int4_codes(gate_up_proj, size)), int4_words(*int4_codes(down_proj, size))
     return gate_up_proj, down_proj

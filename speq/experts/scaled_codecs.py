@@ -2,7 +2,7 @@
 
 fp8    e4m3 codes in blocks of 128 rows and columns, each with a float32 scale: 8 bits a weight
 mxfp4  e2m1 codes in blocks of 32 neighbours, each with a power of 2: 4.25 bits a weight
-int4   4-bit codes in groups of neighbours, each with a bfloat16 scale and perhaps a zero point: 4.5
+int4   4-bit codes in groups of neighbours, each with a 16-bit scale and perhaps a zero point: 4.5
        bits a weight in groups of 32, 4.13 of 128
 """
 
@@ -18,7 +18,7 @@ from speq.experts.codec import ExpertShape, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
-from speq.files.published_format import Int4Groups
+from speq.files.int4_packing import Int4Groups
 from speq.kernels import scaled_ops
 from speq.kernels.ops import PlainExpert
 from speq.kernels.scaled_layout import (
@@ -172,7 +172,9 @@ class Mxfp4Codec(ScaledCodec):
 
 @dataclass(frozen=True, slots=True)
 class Int4Codec(ScaledCodec):
-    """INT4 codec, as compressed-tensors packs it: records are the published tensors."""
+    """INT4 codec: records are tensors as compressed-tensors packs them, and GPTQ's and AWQ's in
+    their order.
+    """
 
     name: ClassVar[str] = "int4"
     op: ClassVar[str] = "moe_grouped_int4"
@@ -188,8 +190,9 @@ class Int4Codec(ScaledCodec):
         return scaled_ops.int4_layout(shape.hidden_size, shape.expert_width, *self.arguments)
 
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.arguments.size
-        return (int4_codes(matrix, size) for matrix in (*exact[0].chunk(2), exact[1]))
+        for matrix in (*exact[0].chunk(2), exact[1]):
+            codes, scales = int4_codes(matrix, self.arguments.size)
+            yield codes, scales.to(self.arguments.dtype)
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         for section in self.layout.zeros:

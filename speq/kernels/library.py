@@ -121,14 +121,14 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         _with_activation_number(reference_scaled.moe_grouped_mxfp4_out),
     ),
     "decode_int4": (
-        "(Tensor record, int group_size, bool has_zeros, Tensor(a!) gate_up_proj, "
-        "Tensor(b!) down_proj) -> ()",
+        "(Tensor record, int group_size, bool has_zeros, bool has_halves, "
+        "Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
         reference_scaled.decode_int4_out,
     ),
     "moe_grouped_int4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        "int expert_width, int group_size, bool has_zeros, int activation, Tensor(a!) out, "
-        f"{_BIASES}) -> ()",
+        "int expert_width, int group_size, bool has_zeros, bool has_halves, int activation, "
+        f"Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference_scaled.moe_grouped_int4_out),
     ),
     "rms_norm": (

@@ -38,17 +38,23 @@ def decode_mxfp4_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) ->
 
 
 def decode_int4_out(
-    record: Tensor, group_size: int, has_zeros: bool, gate_up_proj: Tensor, down_proj: Tensor
+    record: Tensor,
+    group_size: int,
+    has_zeros: bool,
+    has_halves: bool,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
 ) -> None:
     """Decode an INT4 record of groups of that size; as `decode_fp8_out`."""
     hidden_size, width = down_proj.shape
+    dtype = torch.float16 if has_halves else torch.bfloat16
     layout = Int4GroupsLayout(hidden_size, width, group_size, has_zeros)
     zeros = [part_of(record, each).view(torch.int32).view(each.shape) for each in layout.zeros]
     targets = *gate_up_proj.chunk(2), down_proj
     for at, (target, codes, scales) in enumerate(
         zip(targets, layout.codes, layout.scales, strict=True)
     ):
-        of_groups = part_of(record, scales).view(torch.bfloat16).view(scales.shape)
+        of_groups = part_of(record, scales).view(dtype).view(scales.shape)
         packed = part_of(record, codes).view(codes.shape)
         target.copy_(int4_words(packed, of_groups, zeros[at] if zeros else None))
 
@@ -93,6 +99,7 @@ def moe_grouped_int4_out(
     expert_width: int,
     group_size: int,
     has_zeros: bool,
+    has_halves: bool,
     activation: str,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
@@ -101,7 +108,7 @@ def moe_grouped_int4_out(
     """Run `moe_grouped_out` over INT4 records in slots [S, slot_bytes] uint8."""
 
     def decode(record: Tensor, *words: Tensor) -> None:
-        decode_int4_out(record, group_size, has_zeros, *words)
+        decode_int4_out(record, group_size, has_zeros, has_halves, *words)
 
     rows = hidden_states, topk_ids, slot_table, slots, expert_width
     _run_slots(decode, *rows, activation, out, gate_up_bias, down_bias)

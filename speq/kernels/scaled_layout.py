@@ -114,8 +114,8 @@ class Mxfp4Layout:
 @dataclass(frozen=True, slots=True)
 class Int4GroupsLayout:
     """INT4 layout of gate, up [F, H] and down [H, F]: two codes per byte, the first in its low
-    half; a bfloat16 scale per group of a row; and, in some checkpoints, zero points of four bits,
-    those of eight rows in an int32. Both widths are multiples of a group.
+    half; a scale per group of a row, bfloat16 or float16; and, in some checkpoints, zero points of
+    four bits, those of eight rows in an int32. Both widths are multiples of a group.
     """
 
     code_bits: ClassVar[int] = 4
@@ -123,6 +123,7 @@ class Int4GroupsLayout:
     expert_width: int
     group_size: int
     has_zeros: bool = False
+    has_halves: bool = False
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:

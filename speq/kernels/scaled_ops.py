@@ -45,12 +45,21 @@ def decode_mxfp4(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Non
 
 
 def decode_int4(
-    record: Tensor, group_size: int, has_zeros: bool, gate_up_proj: Tensor, down_proj: Tensor
+    record: Tensor,
+    group_size: int,
+    has_zeros: bool,
+    has_halves: bool,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
 ) -> None:
-    """Decode an INT4 record of groups of that size; as `decode_fp8`."""
-    sizes = _sizes(gate_up_proj, down_proj)
-    _check_records("record", record, 1, int4_layout(*sizes, group_size, has_zeros))
-    library.call("decode_int4", record, group_size, has_zeros, gate_up_proj, down_proj)
+    """Decode an INT4 record of groups of that size; as `decode_fp8`.
+
+    has_zeros  whether it has zero points; has_halves: whether scales are float16, not bfloat16
+    """
+    groups = group_size, has_zeros, has_halves
+    hidden_size, width = _sizes(gate_up_proj, down_proj)
+    _check_records("record", record, 1, int4_layout(hidden_size, width, *groups))
+    library.call("decode_int4", record, *groups, gate_up_proj, down_proj)
 
 
 def moe_grouped_fp8(
@@ -97,6 +106,7 @@ def moe_grouped_int4(
     expert_width: int,
     group_size: int,
     has_zeros: bool,
+    has_halves: bool,
     activation: str,
     out: Tensor,
     biases: ExpertBiases | None = None,
@@ -105,8 +115,8 @@ def moe_grouped_int4(
     `ops.moe_grouped`.
     """
     held = ScaledSlots(slot_table, slots, expert_width)
-    layout = int4_layout(hidden_states.shape[-1], expert_width, group_size, has_zeros)
-    groups = group_size, has_zeros
+    groups = group_size, has_zeros, has_halves
+    layout = int4_layout(hidden_states.shape[-1], expert_width, *groups)
     _moe_grouped("int4", layout, hidden_states, topk_ids, held, groups, activation, out, biases)
 
 
@@ -142,7 +152,7 @@ def _moe_grouped(
 
 
 def int4_layout(
-    hidden_size: int, expert_width: int, group_size: int, has_zeros: bool
+    hidden_size: int, expert_width: int, group_size: int, has_zeros: bool, has_halves: bool
 ) -> Int4GroupsLayout:
     """Layout of INT4 experts. Raises ValueError for groups that widths are no multiples of."""
     if group_size < 1 or any(
@@ -152,7 +162,7 @@ def int4_layout(
             f"experts are {hidden_size} by {expert_width} in groups of {group_size}; of INT4 both "
             f"are multiples of a group, and that is a multiple of {INT4_COLUMNS}"
         )
-    return Int4GroupsLayout(hidden_size, expert_width, group_size, has_zeros)
+    return Int4GroupsLayout(hidden_size, expert_width, group_size, has_zeros, has_halves)
 
 
 def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:

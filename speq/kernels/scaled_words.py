@@ -58,7 +58,7 @@ def mxfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
 def int4_words(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
     """Dequantize codes [N, K / 2] uint8, two per byte, the low half first, to [N, K] bfloat16.
 
-    scales  [N, K / G] bfloat16, of groups of G neighbours
+    scales  [N, K / G] bfloat16 or float16, of groups of G neighbours
     zeros   [N / 8, K / G] int32, rounded up: codes that stand for 0, of eight rows, the first in
             the lowest bits; None: all are 8
     """

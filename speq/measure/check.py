@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.files.published_format import (
-    INT4_CODES,
-    INT4_DTYPE,
     MEANINGS,
     MXFP4_DTYPE,
     WORDS,
@@ -210,8 +209,8 @@ def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> No
     for name, (_, info) in checkpoint.tensors.items():
         if part is None or not part.is_beside(name):
             found = LAYER.search(name)
-            codes = {MXFP4_DTYPE: 2, INT4_DTYPE: INT4_CODES}.get(info.dtype, 1)
-            count = info.nbytes // info.dtype.itemsize * codes
+            codes = 2 if info.dtype == MXFP4_DTYPE else 1
+            count = prod(checkpoint.matrix_shape(name)) * codes
             by_layer[found and found[1]] += count
     weights, outside = by_layer.total(), by_layer.pop(None, 0)
     needed = weights * dtype.itemsize

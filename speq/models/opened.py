@@ -11,7 +11,6 @@ from speq.experts.packed_dense import PackedDense
 from speq.experts.packed_store import PackedExpertStore, open_experts
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.files.json_file import read_json
-from speq.files.published_format import FP8_DTYPE, INT4_CODES, INT4_DTYPE, PACKED
 from speq.models.bounds import check_weights
 from speq.models.families import Family, family_of
 from speq.models.layer_range import LayerRange
@@ -38,16 +37,17 @@ class Opened:
         """Bytes of the tensors outside the experts that are stored in another dtype. Codes are
         dequantized to bfloat16 first.
         """
-        family, count = self.family, self.checkpoint.model_config.get("num_hidden_layers")
-        tensors = self.checkpoint.tensors.items()
-        stored = [
-            (info.dtype, prod(info.shape) * (INT4_CODES if name.endswith(PACKED) else 1))
-            for name, (_, info) in tensors
-            if family.holds(name, count) and (self.part is None or self.part.holds(name))
-        ]
-        coded = (FP8_DTYPE, INT4_DTYPE)
-        kinds = ((torch.bfloat16 if kind in coded else kind, count) for kind, count in stored)
-        return sum(kind.itemsize * count for kind, count in kinds if kind != dtype)
+        checkpoint = self.checkpoint
+        family, layers = self.family, checkpoint.model_config.get("num_hidden_layers")
+        stored = (
+            (
+                torch.bfloat16 if checkpoint.is_coded(name) else info.dtype,
+                prod(checkpoint.matrix_shape(name)),
+            )
+            for name, (_, info) in checkpoint.tensors.items()
+            if family.holds(name, layers) and (self.part is None or self.part.holds(name))
+        )
+        return sum(kind.itemsize * count for kind, count in stored if kind != dtype)
 
     def packed_dense(self, dtype: torch.dtype) -> tuple[int | None, ...]:
         """Bytes of each matrix of `shape.dense` that the pack has in the form for `dtype`; None for

@@ -13,7 +13,7 @@ from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
 from speq.experts.expert_store import check_groups, reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
-from speq.files.published_format import WORDS, format_of, int4_groups
+from speq.files.published_format import WORDS, format_of, int4_settings
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
@@ -75,7 +75,8 @@ class ModelSpec:
         words = words if published == WORDS else torch.bfloat16
         experts = shape.experts
         sizes = experts.hidden_size, experts.expert_width
-        stored = ExpertShape(*sizes, words, published, int4_groups(content, path))
+        packing, groups = int4_settings(content, path) or (None, None)
+        stored = ExpertShape(*sizes, words, published, groups)
         check_groups(stored, path)
         codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)
@@ -89,7 +90,7 @@ class ModelSpec:
             published=True,
             draft=useful_draft(Int4Layout(*sizes), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
-            reading_bytes=reading_bytes(stored, experts.transposed),
+            reading_bytes=reading_bytes(stored, experts.transposed, packing),
             converted_bytes=0 if computed == words else stored_bytes,
             dense=DenseForm.raw(shape.dense, computed.itemsize),
         )

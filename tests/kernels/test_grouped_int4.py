@@ -20,16 +20,16 @@ from tests.helpers.pairwise import covering
 from tests.reference import packed_int4
 
 SEED, EXPERTS = 11, 5
-Shape = tuple[int, int, int, bool]
-# Hidden size, expert width, group, zero points: halves of blocks, groups that end within a block
-# and groups of many, rows that are no whole quads.
+Shape = tuple[int, int, int, bool, bool]
+# Hidden size, expert width, group, zero points, scales in float16: halves of blocks, groups that
+# end within a block and groups of many, rows that are no whole quads.
 SHAPES: tuple[Shape, ...] = (
-    (64, 64, 32, False),
-    (32, 96, 32, True),
-    (256, 64, 64, False),
-    (192, 96, 96, True),
-    (256, 128, 128, True),
-    (160, 32, 32, False),
+    (64, 64, 32, False, False),
+    (32, 96, 32, True, True),
+    (256, 64, 64, False, True),
+    (192, 96, 96, True, False),
+    (256, 128, 128, True, True),
+    (160, 32, 32, False, False),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,9 +57,12 @@ def same_words(found: Tensor, wanted: np.ndarray) -> bool:
     return bool((same & (found.isnan() == nan)).all())
 
 
-# The least and the largest of all kinds of bfloat16, and some that are no numbers.
+# The least and the largest of all kinds of bfloat16 and of float16, and some that are no numbers.
 EDGES = (0.0, -0.0, 1.0, -1.0, 1 / 3, 3e38, -3e38, 1e-40, 1.1754944e-38, 9.2e-41)
+HALF_EDGES = (65504.0, -65504.0, 6.1e-5, 5.96e-8, -2e-5)
 NO_NUMBERS = (float("inf"), float("-inf"), float("nan"))
+# NaNs of float16, of all signs and payloads.
+HALF_NANS = (0x7FFF, 0x7E00, 0x7C01, -1, -0x03FF)
 
 
 @dataclass(frozen=True)
@@ -71,16 +74,20 @@ class Record:
 
     @classmethod
     def of(cls, shape: Shape, seed: int, any_scale: bool = False) -> "Record":
-        group, has_zeros = shape[2:]
+        group, has_zeros, has_halves = shape[2:]
+        dtype = torch.float16 if has_halves else torch.bfloat16
         layout = Int4GroupsLayout(*shape)
         rng = np.random.default_rng(seed)
         record = torch.full((layout.nbytes,), 0x7F, dtype=torch.uint8)
         words = []
         for at, (rows, columns) in enumerate(layout.matrices):
             codes = rng.integers(16, size=(rows, columns))
-            scales = torch.from_numpy(rng.normal(size=(rows, columns // group)) * 0.01).bfloat16()
+            scales = torch.from_numpy(rng.normal(size=(rows, columns // group)) * 0.01).to(dtype)
             if any_scale:
-                edges = torch.tensor(rng.choice((*EDGES, *NO_NUMBERS), scales.shape)).bfloat16()
+                kinds = (*EDGES, *NO_NUMBERS, *(HALF_EDGES if has_halves else ()))
+                edges = torch.tensor(rng.choice(kinds, scales.shape)).to(dtype)
+                if has_halves:
+                    edges.view(torch.int16)[0] = torch.tensor(rng.choice(HALF_NANS, edges.shape[1]))
                 scales = torch.where(
                     torch.from_numpy(rng.random(scales.shape) < 0.7), edges, scales
                 )
@@ -225,10 +232,10 @@ def test_words_of_codes_have_those_codes(group: int) -> None:
 @pytest.mark.parametrize("group", [0, -32, 16, 48, 128])
 def test_groups_are_whole(group: int) -> None:
     with pytest.raises(ValueError, match=rf"experts are 64 by 96 in groups of {group}; of INT4"):
-        scaled_ops.int4_layout(64, 96, group, False)
-    record, found = torch.zeros(1 << 16, dtype=torch.uint8), empty((64, 96, 32, False))
+        scaled_ops.int4_layout(64, 96, group, False, False)
+    record, found = torch.zeros(1 << 16, dtype=torch.uint8), empty((64, 96, 32, False, False))
     with pytest.raises(RuntimeError, match="multiples of group_size"):
-        torch.ops.speq.decode_int4_out(record, group, False, *found)
+        torch.ops.speq.decode_int4_out(record, group, False, False, *found)
 
 
 def test_records_that_are_too_short() -> None:
@@ -237,6 +244,6 @@ def test_records_that_are_too_short() -> None:
     with pytest.raises(ValueError, match=r"^record has \d+ bytes to a record"):
         scaled_ops.decode_int4(record[:-1], *shape[2:], *found)
     with pytest.raises(ValueError, match=r"^record has \d+ bytes to a record"):
-        scaled_ops.decode_int4(record, shape[2], True, *found)
+        scaled_ops.decode_int4(record, shape[2], True, False, *found)
     with pytest.raises(RuntimeError, match="at least"):
         torch.ops.speq.decode_int4_out(record[:-1].clone(), *shape[2:], *found)

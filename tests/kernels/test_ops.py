@@ -286,9 +286,9 @@ SCALED_ARGUMENTS: dict[str, list[Any]] = {
     "moe_grouped_fp8": [*ROUTED, SCALED["fp8"].unsqueeze(0), 8, 0, torch.zeros(3, 2, 64)],
     "decode_mxfp4": [SCALED["mxfp4"], *OF_MXFP4],
     "moe_grouped_mxfp4": [*ROUTED, SCALED["mxfp4"].unsqueeze(0), 32, 0, torch.zeros(3, 2, 64)],
-    "decode_int4": [SCALED["int4"], 32, False, *OF_MXFP4],
+    "decode_int4": [SCALED["int4"], 32, False, False, *OF_MXFP4],
     "moe_grouped_int4": [
-        *(*ROUTED, SCALED["int4"].unsqueeze(0), 32, 32, False, 0),
+        *(*ROUTED, SCALED["int4"].unsqueeze(0), 32, 32, False, False, 0),
         torch.zeros(3, 2, 64),
     ],
 }

@@ -233,8 +233,8 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     ),
     "no context": (config(max_position_embeddings=0), "allows a context of 0 tokens; it must be"),
     "quantised": (
-        config(quantization_config={"quant_method": "gptq"}),
-        r"is quantised \(gptq\); give the original 16- or 32-bit checkpoint",
+        config(quantization_config={"quant_method": "eetq"}),
+        r"is quantised \(eetq\); give the original 16- or 32-bit checkpoint",
     ),
     "weights under another name": (
         config(transformers_weights="other.safetensors"),
@@ -522,9 +522,9 @@ def test_a_single_file_beside_shards(
 
 def test_quantised_whatever_the_form(tiny: Folder, tmp_path: Path) -> None:
     model = copied(tiny("qwen2_moe"), tmp_path / "model")
-    for settings in ("gptq", {"quant_method": "gptq"}):
+    for settings in ("eetq", {"quant_method": "eetq"}):
         config(quantization_config=settings)(model)
-        with pytest.raises(SpeqError, match=r"is quantised \(gptq\); give the original"):
+        with pytest.raises(SpeqError, match=r"is quantised \(eetq\); give the original"):
             Checkpoint(model)
     config(quantization_config=None)(model)
     Checkpoint(model).close()

@@ -1,5 +1,5 @@
-"""Checkpoints published in INT4 as compressed-tensors packs it: the output is that of the words
-that they stand for.
+"""Checkpoints in INT4 by compressed-tensors, GPTQ and AWQ: the output is that of the words which
+they stand for.
 """
 
 import json
@@ -15,36 +15,45 @@ from safetensors.torch import load_file, save_file
 
 from speq import Generator, SpeqError
 from speq.experts.expert_store import expert_slot, read_matrices
+from speq.files.published_format import format_of
 from speq.models.dequantised import load_dequantized
 from speq.models.opened import open_model
 from speq.planning.model_spec import ModelSpec
 from speq.quantizing.models import pack
 from tests.helpers.cells import Cell, loaded, outcomes
-from tests.helpers.int4_files import quantization_config, write_int4
+from tests.helpers.int4_files import Int4Kind, quantization_config, write_int4
 from tests.helpers.tiny_models import experts_alone, greedy_tokens, load_plain, write_model
 
 NEW_TOKENS = 60
 PROMPT = [*range(40, 60)]
-# Groups, whether without zero points, and whether dense layers are in INT4 as well.
 KINDS = {
-    "qwen3_moe": (32, True, False),
-    "deepseek_v3": (32, True, True),
-    "qwen2_moe": (64, False, True),
-    "mixtral": (128, False, False),
+    "qwen3_moe": Int4Kind(32, True, False),
+    "deepseek_v3": Int4Kind(32, True, True),
+    "qwen2_moe": Int4Kind(64, False, True, halves=True),
+    "mixtral": Int4Kind(128, False, False),
+    "qwen3_moe by gptq": Int4Kind(128, True, True, "gptq"),
+    "deepseek_v3 by gptq": Int4Kind(64, False, True, "gptq"),
+    "mixtral by gptq_v2": Int4Kind(32, False, False, "gptq_v2"),
+    "qwen3_moe by awq": Int4Kind(128, False, True, "awq"),
+    "qwen2_moe by awq": Int4Kind(32, False, True, "awq"),
 }
 WIDTHS = {"mixtral": "intermediate_size"}
 Made = tuple[Path, Path, Path]
 
 
+def family_in(name: str) -> str:
+    return name.split()[0]
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A model in INT4, packed, and the words that it stands for."""
-    root, family = tmp_path_factory.mktemp("int4"), request.param
-    group, symmetric, dense = KINDS[family]
+    root, kind = tmp_path_factory.mktemp("int4"), KINDS[request.param]
+    family = family_in(request.param)
     width = WIDTHS.get(family, "moe_intermediate_size")
-    sizes = {"hidden_size": max(128, group), width: max(64, group)}
+    sizes = {"hidden_size": max(128, kind.group), width: max(64, kind.group)}
     source = write_model(root / "16", family, torch.bfloat16, **sizes)
-    model = write_int4(root / "model", root / "words", source, group, symmetric, dense)
+    model = write_int4(root / "model", root / "words", source, kind)
     pack(model, root / "packed")
     return model, root / "packed", root / "words"
 
@@ -97,6 +106,7 @@ def test_words_of_experts_are_those_of_the_format(made: Made) -> None:
         opened.close()
 
 
+@pytest.mark.parametrize("made", ["qwen3_moe", "deepseek_v3", "mixtral"], indirect=True)
 def test_words_are_those_of_compressed_tensors(made: Made) -> None:
     """The library that defines the format unpacks the published tensors of some modules."""
     model, _, words = made
@@ -135,6 +145,7 @@ def test_a_plan_knows_the_size_before_the_weights(made: Made, tmp_path: Path) ->
     spec = ModelSpec.of_config("model", tmp_path, "auto")
     opened = open_model(model)
     assert spec.codec.record_range == opened.store.codec.record_range
+    assert spec.reading_bytes == opened.store.reading_bytes
     assert (spec.codec.name, spec.draft) == ("int4", None)
     opened.close()
 
@@ -148,41 +159,66 @@ def copied(model: Path, path: Path) -> dict[str, Any]:
     return load_file(path / "model.safetensors")
 
 
-FIRST = "model.layers.1.mlp.experts.0.down_proj.weight"
+FIRST = "model.layers.1.mlp.experts.0.down_proj."
+Tensors = dict[str, Any]
 
 
-def cut(tensors: dict[str, Any], end: str) -> None:
-    tensors[FIRST + end] = tensors[FIRST + end][:-1].contiguous()
+def cut(end: str) -> Callable[[Tensors], None]:
+    def run(tensors: Tensors) -> None:
+        tensors[FIRST + end] = tensors[FIRST + end][:-1].contiguous()
+
+    return run
 
 
-def change(end: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def run(tensors: dict[str, Any]) -> None:
+def change(end: str, value: Any) -> Callable[[Tensors], None]:
+    def run(tensors: Tensors) -> None:
         tensors[FIRST + end] = value
 
     return run
 
 
+def drop(end: str) -> Callable[[Tensors], None]:
+    def run(tensors: Tensors) -> None:
+        tensors.pop(FIRST + end)
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("packing", "damage", "sentence"),
     [
-        (lambda tensors: tensors.pop(FIRST + "_scale"), "lacks its scales, .*down_proj.weight_sc"),
-        (lambda tensors: tensors.pop(FIRST + "_packed"), "lacks down_proj of expert 0|has dtype"),
-        (lambda tensors: cut(tensors, "_scale"), r"of int4 codes \[\d+, \d+\] it must be bfloat16"),
-        (change("_scale", torch.ones(128, 2).half()), "it must be bfloat16"),
-        (change("_shape", torch.tensor([1, 2])), r"says \[1, 2\], and .*_packed is"),
-        (change("_zero_point", torch.zeros(16, 2).int()), "and config.json says otherwise"),
-        (change("_g_idx", torch.zeros(64).int()), "has columns in another order"),
+        ("compressed-tensors", drop("weight_scale"), "lacks its scales, .*down_proj.weight_sc"),
+        ("compressed-tensors", drop("weight_packed"), "lacks down_proj of expert 0|has dtype"),
+        ("compressed-tensors", cut("weight_scale"), r"of int4 codes \[\d+, \d+\] .* be bfloat16"),
+        ("compressed-tensors", change("weight_scale", torch.ones(128, 2).half()), "be bfloat16"),
+        (
+            "compressed-tensors",
+            change("weight_shape", torch.tensor([1, 2])),
+            r"says \[1, 2\], and ",
+        ),
+        ("compressed-tensors", change("weight_zero_point", torch.zeros(16, 2).int()), "otherwise"),
+        ("compressed-tensors", change("weight_g_idx", torch.zeros(64).int()), "in another order"),
+        ("gptq", drop("scales"), "lacks its scales, .*down_proj.scales"),
+        ("gptq", drop("qzeros"), "has no zero points, .*down_proj.qzeros, and config.json says"),
+        ("gptq", cut("qzeros"), r"of INT4 codes \[8, 128\] it must be int32 \[2, 16\]"),
+        ("gptq", change("scales", torch.ones(2, 128)), "must be float16|must be bfloat16"),
+        ("gptq", cut("qweight"), "must be of rows of whole groups of 32"),
+        ("awq", drop("qzeros"), "has no zero points, .*down_proj.qzeros"),
+        (
+            "awq",
+            change("qweight", torch.zeros(64, 8).int()),
+            r"be int32 \[2, 8\]",
+        ),
+        ("awq", change("qweight", torch.zeros(64).int()), "must be of rows of whole groups of 32"),
     ],
 )
 def test_parts_that_are_absent_or_wrong(
-    damage: Callable[[dict[str, Any]], None],
-    sentence: str,
-    tmp_path: Path,
+    packing: str, damage: Callable[[Tensors], None], sentence: str, tmp_path: Path
 ) -> None:
-    source = write_model(
-        tmp_path / "16", "qwen3_moe", torch.bfloat16, hidden_size=128, moe_intermediate_size=64
-    )
-    write_int4(tmp_path / "model", tmp_path / "words", source, 32, True, False)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
+    source = write_model(tmp_path / "16", "qwen3_moe", torch.bfloat16, **sizes)
+    kind = Int4Kind(32, True, False, packing)
+    write_int4(tmp_path / "model", tmp_path / "words", source, kind)
     tensors = copied(tmp_path / "model", tmp_path / "damaged")
     damage(tensors)
     save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
@@ -190,57 +226,89 @@ def test_parts_that_are_absent_or_wrong(
         open_model(tmp_path / "damaged")
 
 
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "eight bits": ({"num_bits": 8}, "with num_bits 8, and it is read with 4"),
-    "floats": ({"type": "float"}, "with type 'float'"),
-    "by channel": ({"strategy": "channel"}, "with strategy 'channel'"),
-    "in another order": ({"actorder": "group"}, "with actorder 'group'"),
-    "small groups": ({"group_size": 16}, "with group_size 16, and it is read with 32 and mult"),
-    "no groups": ({"group_size": None}, "with group_size None"),
+WEIGHTS = {"num_bits": 4, "group_size": 32}
+CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "eight bits": ("weights", {"num_bits": 8}, "with num_bits 8, and it is read with 4"),
+    "floats": ("weights", {"type": "float"}, "with type 'float'"),
+    "by channel": ("weights", {"strategy": "channel"}, "with strategy 'channel'"),
+    "in another order": ("weights", {"actorder": "group"}, "with actorder 'group'"),
+    "small groups": ("weights", {"group_size": 16}, "with group_size 16, and it is read with 32 "),
+    "no groups": ("weights", {"group_size": None}, "with group_size None"),
+    "nvfp4": (
+        *("compressed-tensors", {"format": "nvfp4-pack-quantized"}),
+        "in the format 'nvfp4-pack-quantized' with 1 groups",
+    ),
+    "no modules": ("compressed-tensors", {"config_groups": {}}, "with 0 groups of modules"),
+    "two kinds": (
+        *("compressed-tensors", {"config_groups": {"a": {"weights": WEIGHTS}, "b": {}}}),
+        "with 2 groups of modules",
+    ),
+    "activations": (
+        "compressed-tensors",
+        {"config_groups": {"a": {"weights": WEIGHTS, "input_activations": {"num_bits": 8}}}},
+        "with activations in fewer bits",
+    ),
+    "gptq in eight bits": ("gptq", {"bits": 8}, "with bits 8, and it is read with 4"),
+    "gptq by activation": ("gptq", {"desc_act": True}, "with desc_act True, and it is read with"),
+    "gptq for marlin": ("gptq", {"checkpoint_format": "marlin"}, "with checkpoint_format 'marlin'"),
+    "marlin by a flag": ("gptq", {"is_marlin_format": True}, "with checkpoint_format 'marlin'"),
+    "gptq of whole rows": ("gptq", {"group_size": -1}, "with group_size -1, and it is read with"),
+    "gptq in bytes": ("gptq", {"pack_dtype": "int8"}, "with pack_dtype 'int8'"),
+    "gptq rotated": ("gptq", {"rotation": "hadamard"}, "with rotation 'hadamard'"),
+    "gptq mixed": ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"with dynamic \{'\+:"),
+    "awq in eight bits": ("awq", {"bits": 8}, "with bits 8, and it is read with 4"),
+    "awq for gemv": ("awq", {"version": "gemv"}, "with version 'gemv', and it is read with 'gemm'"),
+    "awq without zeros": ("awq", {"zero_point": False}, "with zero_point False"),
+    "awq of whole rows": ("awq", {"group_size": -1}, "with group_size -1"),
+    "another quantiser": ("awq", {"quant_method": "eetq"}, r"is quantised \(eetq\)"),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_kinds_that_are_not_read(name: str, made: Made, tmp_path: Path) -> None:
-    changed, sentence = CONFIGS[name]
+@pytest.mark.parametrize("nested", [False, True])
+def test_kinds_that_are_not_read(name: str, nested: bool, tmp_path: Path) -> None:
+    packing, changed, sentence = CONFIGS[name]
+    packed_by = "compressed-tensors" if packing == "weights" else packing
+    settings = quantization_config(Int4Kind(32, True, False, packed_by))
+    of = settings["config_groups"]["group_0"]["weights"] if packing == "weights" else settings
+    of |= changed
+    config: dict[str, Any] = {"quantization_config": settings}
+    with pytest.raises(SpeqError, match=sentence):
+        format_of({"text_config": config} if nested else config, tmp_path)
+
+
+def test_a_generator_says_what_is_not_read(made: Made, tmp_path: Path) -> None:
     copied(made[0], tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= changed
+    config["quantization_config"] = quantization_config(Int4Kind(48, True, False))
     path.write_text(json.dumps(config))
-    with pytest.raises(SpeqError, match=sentence):
+    with pytest.raises(SpeqError, match="with group_size 48, and it is read with 32 and multiples"):
         Generator.from_pretrained(tmp_path / "model", "64MiB")
 
 
 @pytest.mark.parametrize(
-    ("changed", "sentence"),
+    ("packing", "file", "beside", "agrees"),
     [
-        ({"format": "nvfp4-pack-quantized"}, "in the format 'nvfp4-pack-quantized' with 1 groups"),
-        ({"config_groups": {}}, "with 0 groups of modules"),
-        (
-            {"config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 32}}} | {"b": {}}},
-            "with 2 groups of modules",
-        ),
-        (
-            {
-                "config_groups": {
-                    "a": {
-                        "weights": {"num_bits": 4, "group_size": 32},
-                        "input_activations": {"num_bits": 8},
-                    }
-                }
-            },
-            "with activations in fewer bits",
-        ),
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}, True),
+        ("gptq", "quantize_config.json", {"quant_method": "gptq", "sym": True, "bits": 4}, True),
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 128}, False),
+        ("gptq", "quantize_config.json", {"bits": 4, "desc_act": True}, False),
+        ("gptq", "quantize_config.json", {"bits": 4, "checkpoint_format": "gptq_v2"}, False),
+        ("gptq_v2", "quantize_config.json", {"bits": 4, "checkpoint_format": "gptq_v2"}, True),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM"}, True),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "version": "GEMM"}, False),
+        ("awq", "quantize_config.json", {"bits": 4, "quant_method": "gptq"}, False),
+        ("awq", "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, False),
     ],
 )
-def test_other_formats_of_compressed_tensors(
-    changed: dict[str, Any], sentence: str, made: Made, tmp_path: Path
+def test_a_quantisers_file_agrees_or_is_refused(
+    packing: str, file: str, beside: dict[str, Any], agrees: bool, tmp_path: Path
 ) -> None:
-    copied(made[0], tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] = quantization_config(32, True, []) | changed
-    path.write_text(json.dumps(config))
-    with pytest.raises(SpeqError, match=sentence):
-        open_model(tmp_path / "model")
+    (tmp_path / file).write_text(json.dumps(beside))
+    config = {"quantization_config": quantization_config(Int4Kind(32, True, False, packing))}
+    if agrees:
+        assert format_of(config, tmp_path) == "int4"
+        return
+    with pytest.raises(SpeqError, match=f"as {file} says and config.json does not"):
+        format_of(config, tmp_path)

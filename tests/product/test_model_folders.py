@@ -133,7 +133,7 @@ def test_a_quantised_cache_is_no_quantised_model(copied: Path) -> None:
     [
         ("compression_config", {"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ("quantization", {"bits": 4, "group_size": 64}, "4 bits"),
-        ("quantization_config", {"quant_method": "awq"}, "awq"),
+        ("quantization_config", {"quant_method": "eetq"}, "eetq"),
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])

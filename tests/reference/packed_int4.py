@@ -1,7 +1,9 @@
-"""What INT4 stands for as compressed-tensors packs it (`pack-quantized`), in numpy.
+"""What INT4 stands for, and how publishers pack it, in numpy.
 
-A number of 32 bits holds eight codes, the first in its lowest bits. Codes are signed numbers of 4
-bits plus 8. Zero points are packed likewise along the rows.
+A number of 32 bits holds eight codes, the first in its lowest bits. Codes of compressed-tensors
+(`pack-quantized`) are signed numbers of 4 bits plus 8. Zero points are packed likewise along the
+rows. GPTQ has all of it transposed, and in its first format 1 less in each zero point. AWQ packs
+codes along the rows as well, and eight of them in an order of its own (`gemm`).
 """
 
 import numpy as np
@@ -9,6 +11,8 @@ import numpy as np
 from tests.reference.scaled import bfloat16_bits
 
 CODES, OFFSET = 8, 8
+# From https://github.com/casper-hansen/AutoAWQ: what is in each four bits, from the lowest up.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def packed(codes: np.ndarray) -> np.ndarray:
@@ -21,6 +25,26 @@ def packed(codes: np.ndarray) -> np.ndarray:
     return numbers.view(np.int32)
 
 
+def packed_gptq(codes: np.ndarray, zeros: np.ndarray, less: int) -> tuple[np.ndarray, np.ndarray]:
+    """qweight [K / 8, N] and qzeros [G, N / 8] of codes [N, K] and zero points [N, G].
+
+    less  what each zero point is stored less; whole numbers are subtracted, with their borrows
+    """
+    words = packed(zeros.T).view(np.uint32).astype(np.int64) - less * 0x11111111
+    return packed(codes).T.copy(), (words % (1 << 32)).astype(np.uint32).view(np.int32)
+
+
+def packed_awq(codes: np.ndarray, zeros: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """qweight [K, N / 8] and qzeros [G, N / 8] of codes [N, K] and zero points [N, G]."""
+    made = []
+    for each in (codes.T, zeros.T):
+        words = np.zeros((len(each), each.shape[1] // CODES), dtype=np.uint32)
+        for place, output in enumerate(AWQ_ORDER):
+            words |= each[:, output::CODES].astype(np.uint32) << np.uint32(4 * place)
+        made.append(words.view(np.int32))
+    return made[0], made[1]
+
+
 def unpacked(numbers: np.ndarray, columns: int) -> np.ndarray:
     """The codes [N, columns] of numbers [N, columns / 8] int32."""
     shifts = 4 * np.arange(CODES, dtype=np.uint32)
@@ -31,7 +55,7 @@ def unpacked(numbers: np.ndarray, columns: int) -> np.ndarray:
 def words(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
     """The bfloat16 words, uint16, of codes [N, K].
 
-    scales  [N, G] float32 that bfloat16 holds, of groups of K / G neighbours
+    scales  [N, G] float32 that 16 bits hold, of groups of K / G neighbours
     zeros   [N, G]: codes that stand for 0; None: all are 8
     """
     group = codes.shape[1] // scales.shape[1]

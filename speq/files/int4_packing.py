@@ -1,0 +1,216 @@
+"""INT4 as publishers pack it: names, shapes and order of the tensors of a matrix [N, K].
+
+N outputs, K inputs in groups of G, eight codes of four bits to an int32. A weight is its code less
+the group's zero point, times the group's scale. Records of experts have codes [N, K / 8] of
+neighbouring inputs, scales [N, K / G] and zero points [N / 8, K / G] of neighbouring outputs, the
+first in the lowest bits. compressed-tensors publishes them so; from others they are turned as they
+are read:
+
+    gptq  qweight [K / 8, N], scales [K / G, N], qzeros [K / G, N / 8]. The checkpoint format gptq
+          has 0x11111111 subtracted from each int32 of qzeros, gptq_v2 has not
+    awq   qweight [K, N / 8], scales [K / G, N], qzeros [K / G, N / 8]. An int32 has eight outputs,
+          from the lowest bits 0, 2, 4, 6, 1, 3, 5, 7 (`gemm`)
+
+Sources: https://github.com/vllm-project/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ,
+https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CODES_PER_WORD = 8
+# A 1 in each zero point of an int32.
+ONES = 0x11111111
+# Place in an int32 of AWQ of each of eight outputs.
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# Lower and upper halves of the bytes of an int32, and its highest byte.
+LOW_HALVES, HIGH_HALVES, TOP = 0x0F0F0F0F, -0x0F0F0F10, -0x01000000
+
+
+class Int4Groups(NamedTuple):
+    """Groups of neighbouring inputs.
+
+    zeros   whether each has a zero point of its own
+    halves  whether scales are float16; otherwise they are bfloat16
+    """
+
+    size: int
+    zeros: bool
+    halves: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of scales."""
+        return torch.float16 if self.halves else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """A tensor [N, K] stored as [K, N].
+
+    interleaved  whether rows of gate and of up are interleaved there
+    before       what to do with the stored bytes first
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    interleaved: bool = False
+    before: Callable[[Tensor], Tensor] | None = None
+
+    def put(self, stored: Tensor, room: Tensor) -> None:
+        """Write the bytes of the tensor into `room`; both [rows * columns * itemsize] uint8.
+
+        `stored` may be overwritten.
+        """
+        stored = stored if self.before is None else self.before(stored)
+        given, made = stored.view(self.dtype), room.view(self.dtype).view(self.rows, self.columns)
+        # torch is fast at transposing whole matrices and at copying rows.
+        made.copy_(given.view(self.columns, self.rows).t())
+        if self.interleaved:
+            ordered = given.view(self.rows, self.columns)
+            for first, half in enumerate(ordered.chunk(2)):
+                half.copy_(made[first::2])
+            made.copy_(ordered)
+
+    def of(self, stored: Tensor) -> Tensor:
+        """Turn a tensor; [rows, columns]."""
+        made = torch.empty(self.rows, self.columns, dtype=self.dtype)
+        given = stored.contiguous().flatten().view(torch.uint8).clone()
+        self.put(given, made.flatten().view(torch.uint8))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Packing:
+    """What a publisher's tensors of a matrix are called, and how they lie.
+
+    codes, scales, zeros  ends of names; others: of what belongs to a matrix besides
+    turned   whether inputs come first
+    by_output  whether an int32 of codes has eight outputs of an input, as AWQ's
+    zeros_less  what zero points are stored less
+    room     bytes that turning takes, for each byte of codes
+    """
+
+    name: str
+    codes: str
+    scales: str
+    zeros: str
+    others: tuple[str, ...]
+    turned: bool = True
+    by_output: bool = False
+    zeros_less: int = 0
+    room: int = 1
+
+    def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the codes of a matrix."""
+        if not self.turned:
+            return rows, columns // CODES_PER_WORD
+        if self.by_output:
+            return columns, rows // CODES_PER_WORD
+        return columns // CODES_PER_WORD, rows
+
+    def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, int]:
+        """Shape [N, K] of the matrix of codes of that shape."""
+        first, second = codes
+        if not self.turned:
+            return first, second * CODES_PER_WORD
+        if self.by_output:
+            return second * CODES_PER_WORD, first
+        return second, first * CODES_PER_WORD
+
+    def scales_shape(self, rows: int, groups: int) -> tuple[int, int]:
+        return (groups, rows) if self.turned else (rows, groups)
+
+    def zeros_shape(self, rows: int, groups: int) -> tuple[int, int]:
+        return self.scales_shape(-(-rows // CODES_PER_WORD), groups)
+
+    def turn_codes(self, rows: int, columns: int) -> Turned | None:
+        """How to bring codes into a record's order; None: they are in it."""
+        if not self.turned:
+            return None
+        if self.by_output:
+            words = rows // CODES_PER_WORD
+            return Turned(rows, columns // 2, torch.uint8, before=partial(_pair_inputs, words))
+        return Turned(rows, columns // CODES_PER_WORD, torch.int32)
+
+    def turn_scales(self, rows: int, groups: int, dtype: torch.dtype) -> Turned | None:
+        return Turned(rows, groups, dtype) if self.turned else None
+
+    def turn_zeros(self, rows: int, groups: int) -> Turned | None:
+        if not self.turned:
+            return None
+        before = _awq_in_order if self.by_output else partial(_add, self.zeros_less)
+        return Turned(-(-rows // CODES_PER_WORD), groups, torch.int32, before=before)
+
+    def unpack(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Bring a matrix's tensors into a record's order: codes [N, K / 2] uint8, scales [N, K / G]
+        and zero points [N / 8, K / G] int32.
+        """
+        rows, columns = self.matrix_shape(tuple(codes.shape))
+        groups = scales.numel() // rows
+        of_codes = self.turn_codes(rows, columns)
+        of_scales = self.turn_scales(rows, groups, scales.dtype)
+        of_zeros = self.turn_zeros(rows, groups)
+        return (
+            (codes if of_codes is None else of_codes.of(codes)).view(torch.uint8),
+            scales if of_scales is None else of_scales.of(scales),
+            zeros if of_zeros is None or zeros is None else of_zeros.of(zeros),
+        )
+
+
+def _add(number: int, stored: Tensor) -> Tensor:
+    """Add to each int32, as whole words: a zero point of 0 borrowed from its neighbour."""
+    stored.view(torch.int32).add_(number)
+    return stored
+
+
+def _awq_in_order(stored: Tensor) -> Tensor:
+    """Order the codes of each int32 from AWQ's order."""
+    words = stored.view(torch.int32)
+    made = torch.zeros_like(words)
+    for at, place in enumerate(AWQ_PLACES):
+        made |= (words >> 4 * place & 0xF) << 4 * at
+    return made.view(torch.uint8)
+
+
+def _pair_inputs(words: int, stored: Tensor) -> Tensor:
+    """Bring AWQ's codes [K, N / 8] int32 to bytes [K / 2, N] of two inputs of an output each.
+
+    words  N / 8
+    """
+    even, odd = stored.view(torch.int32).view(-1, 2, words).unbind(1)
+    # Bytes of outputs 0, 4, 1, 5 and 2, 6, 3, 7.
+    first = (even & LOW_HALVES) | ((odd & LOW_HALVES) << 4)
+    second = (even >> 4 & LOW_HALVES) | (odd & HIGH_HALVES)
+    made = torch.empty(*first.shape, 2, dtype=torch.int32)
+    front, back = made.unbind(2)
+    front.copy_(first & 0xFF)
+    front |= first >> 8 & 0xFF00
+    front |= (second & 0xFF) << 16
+    front |= second << 8 & TOP
+    back.copy_(first >> 8 & 0xFF)
+    back |= first >> 16 & 0xFF00
+    back |= second << 8 & 0xFF0000
+    back |= second & TOP
+    return made.flatten().view(torch.uint8)
+
+
+COMPRESSED = Int4Packing(
+    "compressed-tensors",
+    *(".weight_packed", ".weight_scale", ".weight_zero_point"),
+    (".weight_shape", ".weight_g_idx"),
+    turned=False,
+    room=0,
+)
+GPTQ_V2 = Int4Packing("gptq_v2", ".qweight", ".scales", ".qzeros", (".g_idx",))
+GPTQ = Int4Packing("gptq", ".qweight", ".scales", ".qzeros", (".g_idx",), zeros_less=ONES)
+AWQ = Int4Packing("awq", ".qweight", ".scales", ".qzeros", (), by_output=True, room=5)
+PACKINGS = (COMPRESSED, GPTQ_V2, GPTQ, AWQ)
