@@ -33,7 +33,7 @@ class Int4Settings(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Whether a setting is one that is read, and what it would have to be."""
+    """A setting: whether it is one that is read, and what it would have to be."""
 
     known: bool
     value: object
