@@ -220,7 +220,7 @@ class ShapesSettings(Options):
         str | None,
         Option(
             "What weights are in; default: the first form that the model is published in.",
-            Choice(("bf16", "fp8", "mxfp4", "int4")),
+            Choice(("bf16", "fp8", "mxfp4", "int4", "nvfp4")),
         ),
     ] = None
     folder: Annotated[

@@ -30,7 +30,7 @@ enable_language(CUDA)
 add_library(speq_cuda SHARED csrc/cuda/bindings.cpp csrc/cuda/compact_bindings.cpp
   csrc/cuda/dense_bindings.cpp csrc/cuda/architectures.cpp csrc/cuda/dense_lossless.cu
   csrc/cuda/dense_residual.cu csrc/cuda/float_rows.cu csrc/cuda/linear_int4.cu csrc/cuda/moe_grouped.cu csrc/cuda/moe_grouped_int4.cu csrc/cuda/moe_int4.cu
-  csrc/cuda/moe_fp8.cu csrc/cuda/moe_lossless.cu csrc/cuda/moe_mxfp4.cu csrc/cuda/moe_residual.cu
+  csrc/cuda/moe_fp8.cu csrc/cuda/moe_lossless.cu csrc/cuda/moe_mxfp4.cu csrc/cuda/moe_nvfp4.cu csrc/cuda/moe_residual.cu
   csrc/cuda/read_sum.cu csrc/cuda/scaled_bindings.cpp)
 target_link_libraries(speq_cuda PRIVATE speq_options)
 target_compile_definitions(speq_cuda PRIVATE USE_CUDA)

@@ -16,6 +16,9 @@
 //                  size is a multiple of 32
 //          zeros   in some checkpoints: the code of each group that stands for 0, of eight rows
 //                  in a word, the first row in its lowest bits; in others it is 8
+//   nvfp4  codes   gate, up and down: e2m1, as in mxfp4
+//          scales  e4m3, of blocks of 16 columns of a row
+//          matrix  a float32 of each matrix, by which its scales are multiplied or divided
 //
 // Behind the codes there are at least 64 bytes in either, so that vectors of codes may be read
 // whole wherever one begins.
@@ -44,6 +47,10 @@ struct Int4Groups {
   std::int64_t size;
   bool zeros, halves;
 };
+
+constexpr std::int64_t kNvfp4Block = 16;
+constexpr std::int64_t kNvfp4Columns = 2 * kNvfp4Block; // which sizes are multiples of
+static_assert(kBlockColumns % kNvfp4Columns == 0);
 
 // What a code of FP8 stands for.
 SPEQ_INLINE float e4m3_value(std::uint8_t code) {
@@ -81,6 +88,15 @@ SPEQ_INLINE BFloat16 int4_word(int code, int zero, float scale) {
   return to_bfloat16(float(code - zero) * scale);
 }
 
+// What codes of a block of NVFP4 are multiplied by.
+SPEQ_INLINE float nvfp4_scale(std::uint8_t scale, float of_matrix, bool divides) {
+  return divides ? e4m3_value(scale) / of_matrix : e4m3_value(scale) * of_matrix;
+}
+
+SPEQ_INLINE BFloat16 nvfp4_word(int code, float scale) {
+  return to_bfloat16(e2m1_value(code) * scale);
+}
+
 SPEQ_INLINE constexpr std::int64_t fp8_blocks(std::int64_t size) {
   return (size + kFp8Block - 1) / kFp8Block;
 }
@@ -90,7 +106,7 @@ struct ScaledLayout {
   std::int64_t rows[kExpertMatrices], columns[kExpertMatrices];
   std::int64_t first_quad[kExpertMatrices + 1];
   std::int64_t codes[kExpertMatrices], scales[kExpertMatrices], nbytes;
-  std::int64_t zeros[kExpertMatrices]; // of INT4 with zero points
+  std::int64_t third[kExpertMatrices]; // zero points of INT4, the matrix's scale of NVFP4
 };
 
 SPEQ_INLINE ScaledLayout sized(std::int64_t hidden_size, std::int64_t expert_width) {
@@ -154,9 +170,29 @@ SPEQ_INLINE ScaledLayout int4_layout(std::int64_t hidden_size, std::int64_t expe
     at += whole_lines(layout.rows[m] * (layout.columns[m] / groups.size) * sizeof(std::uint16_t));
   }
   for (int m = 0; groups.zeros && m < kExpertMatrices; ++m) {
-    layout.zeros[m] = at;
+    layout.third[m] = at;
     at += whole_lines((layout.rows[m] + kZeroRows - 1) / kZeroRows *
                       (layout.columns[m] / groups.size) * sizeof(std::uint32_t));
+  }
+  layout.nbytes = at;
+  return layout;
+}
+
+// Both sizes must be multiples of kNvfp4Columns.
+SPEQ_INLINE ScaledLayout nvfp4_layout(std::int64_t hidden_size, std::int64_t expert_width) {
+  ScaledLayout layout = sized(hidden_size, expert_width);
+  std::int64_t at = 0;
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    layout.codes[m] = at;
+    at += whole_lines(layout.rows[m] * layout.columns[m] / 2);
+  }
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    layout.scales[m] = at;
+    at += whole_lines(layout.rows[m] * (layout.columns[m] / kNvfp4Block));
+  }
+  for (int m = 0; m < kExpertMatrices; ++m) {
+    layout.third[m] = at;
+    at += whole_lines(sizeof(float));
   }
   layout.nbytes = at;
   return layout;
@@ -212,10 +248,30 @@ SPEQ_INLINE Int4Rows int4_rows(const ScaledLayout &layout, const std::uint8_t *r
           layout.columns[m],
           record + layout.codes[m],
           reinterpret_cast<const std::uint16_t *>(record + layout.scales[m]),
-          groups.zeros ? reinterpret_cast<const std::uint32_t *>(record + layout.zeros[m])
+          groups.zeros ? reinterpret_cast<const std::uint32_t *>(record + layout.third[m])
                        : nullptr,
           groups.size,
           groups.halves};
+}
+
+// A matrix of NVFP4 codes.
+struct Nvfp4Rows {
+  std::int64_t rows, columns;
+  const std::uint8_t *codes, *scales;
+  float of_matrix;
+  bool divides; // whether of_matrix divides scales
+
+  SPEQ_MEMBER float scale(std::uint8_t code) const { return nvfp4_scale(code, of_matrix, divides); }
+};
+
+SPEQ_INLINE Nvfp4Rows nvfp4_rows(const ScaledLayout &layout, const std::uint8_t *record,
+                                 bool divides, int m) {
+  return {layout.rows[m],
+          layout.columns[m],
+          record + layout.codes[m],
+          record + layout.scales[m],
+          *reinterpret_cast<const float *>(record + layout.third[m]),
+          divides};
 }
 
 SPEQ_INLINE Fp8Rows fp8_rows(const ScaledLayout &layout, const std::uint8_t *record, int m) {
@@ -229,5 +285,49 @@ SPEQ_INLINE Mxfp4Rows mxfp4_rows(const ScaledLayout &layout, const std::uint8_t 
           record + layout.codes[m], record + layout.scales[m],
           apart * (columns / 2),    apart * (columns / kMxfp4Block)};
 }
+
+// The formats: layouts of records, and the matrices in them. Both sizes of experts must be
+// multiples of `columns`.
+struct Fp8Format {
+  static constexpr std::int64_t columns = 1;
+  ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
+    return fp8_layout(hidden_size, expert_width);
+  }
+  Fp8Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
+    return fp8_rows(layout, record, m);
+  }
+};
+
+struct Mxfp4Format {
+  static constexpr std::int64_t columns = kMxfp4Block;
+  ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
+    return mxfp4_layout(hidden_size, expert_width);
+  }
+  Mxfp4Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
+    return mxfp4_rows(layout, record, m);
+  }
+};
+
+struct Int4Format {
+  Int4Groups groups;
+  std::int64_t columns = groups.size;
+  ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
+    return int4_layout(hidden_size, expert_width, groups);
+  }
+  Int4Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
+    return int4_rows(layout, record, groups, m);
+  }
+};
+
+struct Nvfp4Format {
+  static constexpr std::int64_t columns = kNvfp4Columns;
+  bool divides;
+  ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
+    return nvfp4_layout(hidden_size, expert_width);
+  }
+  Nvfp4Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
+    return nvfp4_rows(layout, record, divides, m);
+  }
+};
 
 } // namespace speq

@@ -97,6 +97,7 @@ CODECS = Registry(
     residual=("speq.experts.codec:ResidualCodec", "about 9 bits, read over the draft's codes"),
     fp8=("speq.experts.scaled_codecs:Fp8Codec", "8 bits, as published in FP8"),
     mxfp4=("speq.experts.scaled_codecs:Mxfp4Codec", "4.25 bits, as published in MXFP4"),
+    nvfp4=("speq.experts.scaled_codecs:Nvfp4Codec", "4.5 bits, as published in NVFP4"),
     int4=("speq.experts.scaled_codecs:Int4Codec", "4 bits and scales, as published in INT4"),
 )
 DRAFTERS = Registry(

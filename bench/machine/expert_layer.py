@@ -11,7 +11,7 @@ from speq.errors import OptionError
 from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.random_expert import random_expert
 from speq.files.alignment import align, allocate_aligned, prefer_huge_pages
-from speq.files.int4_packing import Int4Groups
+from speq.files.packing import Int4Groups
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import ACTIVATIONS, Int4Slots, quantize_int4
@@ -19,6 +19,7 @@ from speq.kernels.scaled_layout import (
     Fp8Layout,
     Int4GroupsLayout,
     Mxfp4Layout,
+    Nvfp4Layout,
     ScaledLayout,
 )
 
@@ -32,6 +33,7 @@ INT4_GROUPS = Int4Groups(32, False)
 SCALED: dict[str, Callable[[int, int], ScaledLayout]] = {
     "fp8": Fp8Layout,
     "mxfp4": Mxfp4Layout,
+    "nvfp4": Nvfp4Layout,
     "published int4": lambda hidden, width: Int4GroupsLayout(hidden, width, *INT4_GROUPS),
 }
 

@@ -15,7 +15,7 @@ top_k distinct experts for every row, uniformly and with a fixed seed. Real rout
                       rows in blocks here. A run has its long prompts multiplied by torch.
     moe_grouped_lossless, moe_grouped_residual
                       the same out of compact records; a residual's bytes include its codes
-    moe_grouped_fp8, moe_grouped_mxfp4, moe_grouped_int4
+    moe_grouped_fp8, moe_grouped_mxfp4, moe_grouped_int4, moe_grouped_nvfp4
                       the same out of codes with scales, of experts that were published so
     torch             the exact experts as transformers' eager loop runs them, in bfloat16
 
@@ -63,6 +63,7 @@ KERNELS: dict[str, str | None] = {
     "moe_grouped_fp8": "moe_grouped_fp8",
     "moe_grouped_mxfp4": "moe_grouped_mxfp4",
     "moe_grouped_int4": "moe_grouped_int4",
+    "moe_grouped_nvfp4": "moe_grouped_nvfp4",
     "torch": None,
 }
 # What each reads of a layer.
@@ -75,13 +76,14 @@ FORMS: dict[str, frozenset[str]] = {
     "moe_grouped_fp8": frozenset({"fp8"}),
     "moe_grouped_mxfp4": frozenset({"mxfp4"}),
     "moe_grouped_int4": frozenset({"published int4"}),
+    "moe_grouped_nvfp4": frozenset({"nvfp4"}),
     "torch": frozenset({"exact"}),
 }
 # Those whose calls a CUDA graph can hold.
 CAPTURED = frozenset(
     {
         *("moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"),
-        *("moe_grouped_fp8", "moe_grouped_mxfp4", "moe_grouped_int4"),
+        *("moe_grouped_fp8", "moe_grouped_mxfp4", "moe_grouped_int4", "moe_grouped_nvfp4"),
     }
 )
 # Those whose records are complete in themselves: the op, and the form it reads.
@@ -90,7 +92,10 @@ COMPLETE: dict[str, tuple[Callable[..., None], str]] = {
     "moe_grouped_fp8": (scaled_ops.moe_grouped_fp8, "fp8"),
     "moe_grouped_mxfp4": (scaled_ops.moe_grouped_mxfp4, "mxfp4"),
     "moe_grouped_int4": (scaled_ops.moe_grouped_int4, "published int4"),
+    "moe_grouped_nvfp4": (scaled_ops.moe_grouped_nvfp4, "nvfp4"),
 }
+# Arguments of their own; of NVFP4: matrices' scales do not divide.
+OWN: dict[str, tuple[Any, ...]] = {"published int4": INT4_GROUPS, "nvfp4": (False,)}
 # Calls of a kernel in one round.
 MIN_CALLS, MAX_CALLS = 2, 32
 
@@ -309,8 +314,8 @@ def call(
         return out
     if kernel in COMPLETE:
         run, form = COMPLETE[kernel]
-        groups = INT4_GROUPS if form == "published int4" else ()
-        run(*rows, layer.slots[form], layer.shape.expert_width, *groups, ACTIVATION, out)
+        own = OWN.get(form, ())
+        run(*rows, layer.slots[form], layer.shape.expert_width, *own, ACTIVATION, out)
         return out
     if kernel == "moe_grouped_residual":
         places = layer.places

@@ -7,17 +7,18 @@ from typing import Any
 
 from speq.errors import OptionError
 from speq.files.checkpoint import locate_config
-from speq.files.int4_packing import COMPRESSED
-from speq.files.int4_settings import PACK_QUANTIZED
 from speq.files.json_file import read_json
+from speq.files.packed_settings import PACK_QUANTIZED
+from speq.files.packing import COMPRESSED, MODELOPT
 from speq.files.published_format import (
     FP8,
     FP8_BLOCK,
     INT4,
     MXFP4,
+    NVFP4,
     WORDS,
     format_of,
-    int4_settings,
+    packed_settings,
 )
 
 PUBLISHED = "the published config.json"
@@ -92,6 +93,9 @@ class PublishedShape:
             content["quantization_config"] = fp8 | {"weight_block_size": FP8_BLOCK}
         elif weights == MXFP4:
             content["quantization_config"] = {"quant_method": MXFP4}
+        elif weights == NVFP4:
+            nvfp4 = {"quant_method": MODELOPT.name, "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+            content["quantization_config"] = nvfp4
         elif weights == INT4:
             int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": INT4_GROUP}
             groups = {"group_0": {"targets": ["Linear"], "weights": int4 | {"symmetric": True}}}
@@ -104,7 +108,7 @@ class PublishedShape:
 
 ROWS = (
     PublishedShape(
-        *("Qwen3-30B-A3B", PUBLISHED, 30.5, (BF16, FP8, INT4)),
+        *("Qwen3-30B-A3B", PUBLISHED, 30.5, (BF16, FP8, INT4, NVFP4)),
         """
 "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
 "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
@@ -197,12 +201,12 @@ def shape_named(given: str) -> PublishedShape:
         )
     folder = locate_config(path.parent if path.name == "config.json" else path)
     content = read_json(folder / "config.json")
-    kind, int4 = format_of(content, folder), int4_settings(content, folder)
-    if int4 is not None and int4.packing is not COMPRESSED:
+    kind, packed = format_of(content, folder), packed_settings(content, folder)
+    if packed is not None and packed.packing is not COMPRESSED:
         raise OptionError(
-            f"shapes are {given!r}, in INT4 as {int4.packing.name} packs it, and random weights in "
-            f"INT4 are packed as by {COMPRESSED.name} only; give a checkpoint of that, or the "
-            "original"
+            f"shapes are {given!r}, in {kind} as {packed.packing.name} packs it; of codes of four "
+            f"bits random weights are in {INT4} by {COMPRESSED.name} only: give a checkpoint of "
+            "that, or the original"
         )
     formats = (BF16 if kind == WORDS else kind,)
     name = folder.resolve().name

@@ -18,7 +18,7 @@ from speq.bench.shapes.published import INT4_GROUP
 from speq.bench.shapes.routes import biases
 from speq.experts.expert_names import FUSED, PROJECTIONS
 from speq.files import published_format as form
-from speq.files.int4_packing import COMPRESSED
+from speq.files.packing import COMPRESSED, MODELOPT, NVFP4_BLOCK
 from speq.models.bounds import LAYER
 from speq.models.families import Family
 from speq.models.shape import SKELETON_DTYPE, ModelShape, skeleton
@@ -106,7 +106,7 @@ class WeightPool:
             made[0] = INT4_ZEROS
         elif wanted.row is not None:
             # Of MXFP4 [E, N, K / 32, 16], of others [..., N, K].
-            made.select(1 if wanted.dtype == form.MXFP4_DTYPE else -2, 0).view(torch.uint8).zero_()
+            made.select(1 if made.dim() == 4 else -2, 0).view(torch.uint8).zero_()
         if wanted.column is not None:
             made[..., 0] = wanted.column
         if wanted.router is not None:
@@ -203,11 +203,13 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
 
 def coded(tensor: RandomTensor, weights: str) -> list[RandomTensor]:
     """Put a matrix into codes and scales where publishers do."""
-    scaled = weights in (form.FP8, form.INT4)
+    scaled = weights in (form.FP8, form.INT4, form.NVFP4)
     if not scaled or len(tensor.shape) != 2 or PLAIN.search(tensor.name):
         return [tensor]
     if weights == form.INT4:
         return packed(tensor)
+    if weights == form.NVFP4:
+        return packed_nvfp4(tensor)
     rows, columns = (
         -(-size // block) for size, block in zip(tensor.shape, form.FP8_BLOCK, strict=True)
     )
@@ -225,4 +227,17 @@ def packed(tensor: RandomTensor) -> list[RandomTensor]:
     return [
         replace(codes, shape=COMPRESSED.codes_shape(rows, columns)),
         RandomTensor(module + COMPRESSED.scales, shape, torch.bfloat16, mean=scale),
+    ]
+
+
+def packed_nvfp4(tensor: RandomTensor) -> list[RandomTensor]:
+    """Put a matrix into NVFP4 as ModelOpt packs it, with all blocks under one scale."""
+    rows, columns = tensor.shape
+    module, blocks = tensor.name.removesuffix(form.PLAIN), (rows, columns // NVFP4_BLOCK)
+    scale = tensor.spread / MXFP4_SPREAD
+    codes = replace(tensor, shape=MODELOPT.codes_shape(rows, columns), dtype=MODELOPT.dtype)
+    return [
+        codes,
+        RandomTensor(module + MODELOPT.scales, blocks, form.FP8_DTYPE, mean=1.0),
+        RandomTensor(module + MODELOPT.third, (), torch.float32, mean=scale),
     ]

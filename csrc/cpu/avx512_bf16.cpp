@@ -111,6 +111,7 @@ constexpr MicroKernels with_pairs() {
   kernels.fp8.dot_pairs = dot_coded<PairProduct, Avx2Fp8<false>, dot_pairs, Fp8Rows>;
   kernels.mxfp4.dot_pairs = dot_coded<PairProduct, Avx2Mxfp4<false>, dot_pairs, Mxfp4Rows>;
   kernels.int4.dot_pairs = dot_coded<PairProduct, Avx2Int4<false>, dot_pairs, Int4Rows>;
+  kernels.nvfp4.dot_pairs = dot_coded<PairProduct, Avx2Nvfp4<false>, dot_pairs, Nvfp4Rows>;
   return kernels;
 }
 

@@ -44,10 +44,11 @@ template <typename V> struct FloatProduct {
 };
 
 // Decoders of matrices of codes with scales.
-template <typename Fp8, typename Mxfp4, typename Int4> struct Scaled {
+template <typename Fp8, typename Mxfp4, typename Int4, typename Nvfp4> struct Scaled {
   using OfFp8 = Fp8;
   using OfMxfp4 = Mxfp4;
   using OfInt4 = Int4;
+  using OfNvfp4 = Nvfp4;
 };
 
 // All kernels over vectors V, with decoders of coded matrices, the last one for all residuals.
@@ -62,12 +63,15 @@ constexpr MicroKernels with_coded() {
   using OfFp8 = typename Scaled::OfFp8;
   using OfMxfp4 = typename Scaled::OfMxfp4;
   using OfInt4 = typename Scaled::OfInt4;
+  using OfNvfp4 = typename Scaled::OfNvfp4;
   kernels.fp8 = {dot_coded<FloatProduct<V>, OfFp8, kDot, Fp8Rows>, nullptr,
                  decode_quad<typename DecoderOfWords<OfFp8>::Type, Fp8Rows>};
   kernels.mxfp4 = {dot_coded<FloatProduct<V>, OfMxfp4, kDot, Mxfp4Rows>, nullptr,
                    decode_quad<typename DecoderOfWords<OfMxfp4>::Type, Mxfp4Rows>};
   kernels.int4 = {dot_coded<FloatProduct<V>, OfInt4, kDot, Int4Rows>, nullptr,
                   decode_quad<typename DecoderOfWords<OfInt4>::Type, Int4Rows>};
+  kernels.nvfp4 = {dot_coded<FloatProduct<V>, OfNvfp4, kDot, Nvfp4Rows>, nullptr,
+                   decode_quad<typename DecoderOfWords<OfNvfp4>::Type, Nvfp4Rows>};
   return kernels;
 }
 

@@ -110,5 +110,32 @@ private:
   std::int64_t row_;
 };
 
+class PortableNvfp4 {
+public:
+  using Block = WordBlock;
+
+  PortableNvfp4(const Nvfp4Rows &matrix, std::int64_t quad)
+      : matrix_(matrix), row_(quad * kQuadRows) {}
+
+  void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    for (int n = 0; n < rows; ++n) {
+      const std::int64_t at = (row_ + n) * matrix_.columns + first;
+      const std::uint8_t *codes = matrix_.codes + at / 2;
+      blocks[n] = {};
+      for (std::int64_t begin = 0; begin < present; begin += kNvfp4Block) {
+        const float scale = matrix_.scale(matrix_.scales[(at + begin) / kNvfp4Block]);
+        for (std::int64_t i = begin; i < begin + kNvfp4Block; ++i) {
+          const int code = i % 2 == 0 ? codes[i / 2] & 0xF : codes[i / 2] >> 4;
+          blocks[n].words[i] = nvfp4_word(code, scale);
+        }
+      }
+    }
+  }
+
+private:
+  const Nvfp4Rows &matrix_;
+  std::int64_t row_;
+};
+
 } // namespace
 } // namespace speq::cpu

@@ -145,14 +145,19 @@ private:
   __m256i low_, high_;  // bytes of the sixteen words, in both halves
 };
 
-// The words of 32 codes, two to the byte, which are sixteen: their low bytes are the lower half of
-// the table, the high ones its upper half.
-template <typename Word> SPEQ_MEMBER void store_codes(Word *words, __m128i packed, __m256i table) {
+// 32 codes, two to the byte, in their order.
+SPEQ_MEMBER __m256i codes_of(__m128i packed) {
   const __m128i nibble = _mm_set1_epi8(0xF);
   const __m128i even = _mm_and_si128(packed, nibble);
   const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
-  const __m256i codes = _mm256_inserti128_si256(
-      _mm256_castsi128_si256(_mm_unpacklo_epi8(even, odd)), _mm_unpackhi_epi8(even, odd), 1);
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi8(even, odd)),
+                                 _mm_unpackhi_epi8(even, odd), 1);
+}
+
+// The words of 32 codes, two to the byte, which are sixteen: their low bytes are the lower half of
+// the table, the high ones its upper half.
+template <typename Word> SPEQ_MEMBER void store_codes(Word *words, __m128i packed, __m256i table) {
+  const __m256i codes = codes_of(packed);
   const __m256i low = _mm256_permute2x128_si256(table, table, 0x00);
   const __m256i high = _mm256_permute2x128_si256(table, table, 0x11);
   if constexpr (std::is_same_v<Word, float>) {
@@ -198,6 +203,25 @@ private:
   const Mxfp4Tables &tables_;
 };
 
+// Values times a scale, rounded to BF16, eight to a register. A product that is no number stays
+// none: the bits that rounding looks at are zero in it.
+SPEQ_MEMBER __m256i rounded(__m256 values, __m256 scale) {
+  const __m256i bits = _mm256_castps_si256(_mm256_mul_ps(values, scale));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+  return _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
+}
+
+// The bytes of the words of sixteen values times a scale, as `store_codes` takes them.
+SPEQ_MEMBER __m256i table_of(__m256 front, __m256 back, float scale) {
+  const __m256 by = _mm256_set1_ps(scale);
+  const __m256i words = _mm256_packus_epi32(rounded(front, by), rounded(back, by));
+  const __m256i in_order = _mm256_permute4x64_epi64(words, _MM_SHUFFLE(3, 1, 2, 0));
+  const __m256i low = _mm256_and_si256(in_order, _mm256_set1_epi16(0xFF));
+  const __m256i bytes = _mm256_packus_epi16(low, _mm256_srli_epi16(in_order, 8));
+  return _mm256_permute4x64_epi64(bytes, _MM_SHUFFLE(3, 1, 2, 0));
+}
+
 // INT4: a table for each row of a quad, made where a group begins.
 template <bool kFloats> class Avx2Int4 {
 public:
@@ -233,22 +257,8 @@ private:
   SPEQ_MEMBER static __m256i table(float scale, int zero) {
     const __m256i codes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i front = _mm256_sub_epi32(codes, _mm256_set1_epi32(zero));
-    const __m256 by = _mm256_set1_ps(scale);
-    const __m256i words = _mm256_packus_epi32(
-        rounded(front, by), rounded(_mm256_add_epi32(front, _mm256_set1_epi32(8)), by));
-    const __m256i in_order = _mm256_permute4x64_epi64(words, _MM_SHUFFLE(3, 1, 2, 0));
-    const __m256i low = _mm256_and_si256(in_order, _mm256_set1_epi16(0xFF));
-    const __m256i bytes = _mm256_packus_epi16(low, _mm256_srli_epi16(in_order, 8));
-    return _mm256_permute4x64_epi64(bytes, _MM_SHUFFLE(3, 1, 2, 0));
-  }
-
-  // Whole numbers times a scale, rounded to BF16. A product that is no number stays none: the bits
-  // that rounding looks at are zero in it.
-  SPEQ_MEMBER static __m256i rounded(__m256i numbers, __m256 scale) {
-    const __m256i bits = _mm256_castps_si256(_mm256_mul_ps(_mm256_cvtepi32_ps(numbers), scale));
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
-    return _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
+    const __m256i back = _mm256_add_epi32(front, _mm256_set1_epi32(8));
+    return table_of(_mm256_cvtepi32_ps(front), _mm256_cvtepi32_ps(back), scale);
   }
 
   const Int4Rows &matrix_;
@@ -258,7 +268,94 @@ private:
   __m256i tables_[kQuadRows] = {};
 };
 
-using Avx2Scaled = Scaled<Avx2Fp8<true>, Avx2Mxfp4<true>, Avx2Int4<true>>;
+// Tables of all scales of a matrix of NVFP4. A matrix has thousands of blocks, and few matrices are
+// multiplied in turns: gate and up.
+struct Nvfp4Tables {
+  static constexpr int kKept = 2;
+
+  alignas(32) std::uint8_t of_scale[256][32];
+  std::uint32_t of_matrix;
+  bool divides, made;
+
+  // The tables of a matrix, which this thread keeps until it has seen kKept others.
+  static const Nvfp4Tables &of(const Nvfp4Rows &matrix) {
+    static thread_local Nvfp4Tables kept[kKept] = {};
+    static thread_local int oldest = 0;
+    for (const Nvfp4Tables &tables : kept) {
+      if (tables.made && tables.of_matrix == bits_as<std::uint32_t>(matrix.of_matrix) &&
+          tables.divides == matrix.divides) {
+        return tables;
+      }
+    }
+    Nvfp4Tables &tables = kept[oldest];
+    oldest = (oldest + 1) % kKept;
+    tables.make(matrix);
+    return tables;
+  }
+
+  SPEQ_MEMBER __m256i of_code(std::uint8_t scale) const {
+    return _mm256_load_si256(reinterpret_cast<const __m256i *>(of_scale[scale]));
+  }
+
+private:
+  void make(const Nvfp4Rows &matrix) {
+    const __m256 front = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    const __m256 back = _mm256_xor_ps(front, _mm256_set1_ps(-0.0f));
+    for (int scale = 0; scale < 256; ++scale) {
+      _mm256_store_si256(reinterpret_cast<__m256i *>(of_scale[scale]),
+                         table_of(front, back, matrix.scale(std::uint8_t(scale))));
+    }
+    of_matrix = bits_as<std::uint32_t>(matrix.of_matrix);
+    divides = matrix.divides;
+    made = true;
+  }
+};
+
+// NVFP4: as MXFP4, with two tables for 32 codes.
+template <bool kFloats> class Avx2Nvfp4 {
+public:
+  using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
+  using OfWords = Avx2Nvfp4<false>;
+
+  Avx2Nvfp4(const Nvfp4Rows &matrix, std::int64_t quad)
+      : codes_(matrix.codes + quad * kQuadRows * (matrix.columns / 2)),
+        scales_(matrix.scales + quad * kQuadRows * (matrix.columns / kNvfp4Block)),
+        code_stride_(matrix.columns / 2), scale_stride_(matrix.columns / kNvfp4Block),
+        tables_(Nvfp4Tables::of(matrix)) {}
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    fetch_plane<kBlockColumns / 2>(codes_, code_stride_, first / 2);
+    for (int n = 0; n < rows; ++n) {
+      const std::uint8_t *codes = codes_ + n * code_stride_ + first / 2;
+      const std::uint8_t *scales = scales_ + n * scale_stride_ + first / kNvfp4Block;
+      for (std::int64_t at = 0; at < present; at += kNvfp4Columns) {
+        store(blocks[n].words + at, load16(codes + at / 2), scales + at / kNvfp4Block);
+      }
+      clear_behind(blocks[n], present);
+    }
+  }
+
+private:
+  // The words of 32 codes in two blocks, which are in the halves of a register.
+  template <typename Word>
+  SPEQ_MEMBER void store(Word *words, __m128i packed, const std::uint8_t *scales) const {
+    const __m256i front = tables_.of_code(scales[0]), back = tables_.of_code(scales[1]);
+    const __m256i codes = codes_of(packed);
+    const __m256i low = _mm256_shuffle_epi8(_mm256_permute2x128_si256(front, back, 0x20), codes);
+    const __m256i high = _mm256_shuffle_epi8(_mm256_permute2x128_si256(front, back, 0x31), codes);
+    if constexpr (kFloats) {
+      store_dealt(words, dealt(low), dealt(high));
+    } else {
+      store_words(words, low, high);
+    }
+  }
+
+  const std::uint8_t *codes_, *scales_;
+  std::int64_t code_stride_, scale_stride_;
+  const Nvfp4Tables &tables_;
+};
+
+using Avx2Scaled = Scaled<Avx2Fp8<true>, Avx2Mxfp4<true>, Avx2Int4<true>, Avx2Nvfp4<true>>;
 
 } // namespace
 } // namespace speq::cpu

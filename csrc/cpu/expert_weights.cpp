@@ -34,59 +34,6 @@ void LosslessWeights::dot(Projection projection, std::int64_t, std::int64_t slot
   dot_rows(rows(projection, slot), first, first + count, inputs, outs);
 }
 
-Fp8Weights::Fp8Weights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots)
-    : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),
-      layout_(fp8_layout(hidden_size, expert_width)), slots_(slots) {}
-
-std::int64_t Fp8Weights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width) {
-  return fp8_layout(hidden_size, expert_width).nbytes;
-}
-
-Fp8Rows Fp8Weights::rows(Projection projection, std::int64_t slot) const {
-  return fp8_rows(layout_, slots_.record(slot).bytes, int(projection));
-}
-
-void Fp8Weights::dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
-                     std::int64_t count, const Inputs &inputs, float *const *outs) const {
-  dot_rows(rows(projection, slot), first, first + count, inputs, outs);
-}
-
-Mxfp4Weights::Mxfp4Weights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots)
-    : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),
-      layout_(mxfp4_layout(hidden_size, expert_width)), slots_(slots) {}
-
-std::int64_t Mxfp4Weights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width) {
-  return mxfp4_layout(hidden_size, expert_width).nbytes;
-}
-
-Mxfp4Rows Mxfp4Weights::rows(Projection projection, std::int64_t slot) const {
-  return mxfp4_rows(layout_, slots_.record(slot).bytes, int(projection));
-}
-
-void Mxfp4Weights::dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
-                       std::int64_t count, const Inputs &inputs, float *const *outs) const {
-  dot_rows(rows(projection, slot), first, first + count, inputs, outs);
-}
-
-Int4Weights::Int4Weights(std::int64_t hidden_size, std::int64_t expert_width, Int4Groups groups,
-                         RecordSlots slots)
-    : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),
-      layout_(int4_layout(hidden_size, expert_width, groups)), groups_(groups), slots_(slots) {}
-
-std::int64_t Int4Weights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width,
-                                      Int4Groups groups) {
-  return int4_layout(hidden_size, expert_width, groups).nbytes;
-}
-
-Int4Rows Int4Weights::rows(Projection projection, std::int64_t slot) const {
-  return int4_rows(layout_, slots_.record(slot).bytes, groups_, int(projection));
-}
-
-void Int4Weights::dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
-                      std::int64_t count, const Inputs &inputs, float *const *outs) const {
-  dot_rows(rows(projection, slot), first, first + count, inputs, outs);
-}
-
 ResidualWeights::ResidualWeights(std::int64_t hidden_size, std::int64_t expert_width,
                                  RecordSlots slots, BaseExperts base)
     : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),

@@ -76,51 +76,25 @@ private:
   RecordSlots slots_;
 };
 
-// Experts published as codes with scales (scaled.h), in records of one size.
-class Fp8Weights : public ExpertWeights {
+// Experts published as codes with scales, in records of one size. Format: one of scaled.h's
+template <typename Format> class ScaledWeights : public ExpertWeights {
 public:
-  Fp8Weights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots);
+  ScaledWeights(std::int64_t hidden_size, std::int64_t expert_width, Format format,
+                RecordSlots slots)
+      : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16), format_(format),
+        layout_(format.layout(hidden_size, expert_width)), slots_(slots) {}
 
-  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width);
-  Fp8Rows rows(Projection projection, std::int64_t slot) const;
-  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
-           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+  auto rows(Projection projection, std::int64_t slot) const {
+    return format_.rows(layout_, slots_.record(slot).bytes, int(projection));
+  }
+  void dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
+           std::int64_t count, const Inputs &inputs, float *const *outs) const override {
+    dot_rows(rows(projection, slot), first, first + count, inputs, outs);
+  }
 
 private:
+  Format format_;
   ScaledLayout layout_;
-  RecordSlots slots_;
-};
-
-// Both sizes must be multiples of a block.
-class Mxfp4Weights : public ExpertWeights {
-public:
-  Mxfp4Weights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots);
-
-  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width);
-  Mxfp4Rows rows(Projection projection, std::int64_t slot) const;
-  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
-           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
-
-private:
-  ScaledLayout layout_;
-  RecordSlots slots_;
-};
-
-// Both sizes must be multiples of a group's.
-class Int4Weights : public ExpertWeights {
-public:
-  Int4Weights(std::int64_t hidden_size, std::int64_t expert_width, Int4Groups groups,
-              RecordSlots slots);
-
-  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width,
-                                  Int4Groups groups);
-  Int4Rows rows(Projection projection, std::int64_t slot) const;
-  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
-           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
-
-private:
-  ScaledLayout layout_;
-  Int4Groups groups_;
   RecordSlots slots_;
 };
 

@@ -125,6 +125,7 @@ struct MicroKernels {
   CodedKernels<Fp8Rows> fp8;
   CodedKernels<Mxfp4Rows> mxfp4;
   CodedKernels<Int4Rows> int4;
+  CodedKernels<Nvfp4Rows> nvfp4;
   DeltaStep delta_step;
 };
 

@@ -186,6 +186,8 @@ const MicroKernels portable_kernels = {
      decode_quad<PortableMxfp4, Mxfp4Rows>},
     {dot_coded<LaneProduct, PortableInt4, dot_exact<BFloat16>, Int4Rows>, nullptr,
      decode_quad<PortableInt4, Int4Rows>},
+    {dot_coded<LaneProduct, PortableNvfp4, dot_exact<BFloat16>, Nvfp4Rows>, nullptr,
+     decode_quad<PortableNvfp4, Nvfp4Rows>},
     delta_step,
 };
 

@@ -46,6 +46,9 @@ inline const CodedKernels<Mxfp4Rows> &coded_kernels(const Mxfp4Rows &) {
 inline const CodedKernels<Int4Rows> &coded_kernels(const Int4Rows &) {
   return micro_kernels().int4;
 }
+inline const CodedKernels<Nvfp4Rows> &coded_kernels(const Nvfp4Rows &) {
+  return micro_kernels().nvfp4;
+}
 
 // Rows [begin, end) of a matrix by inputs; begin is a multiple of a quad.
 template <typename Rows>

@@ -313,6 +313,7 @@ constexpr MicroKernels kernels_over = {
     {},
     {},
     {},
+    {},
     delta_step<V>,
 };
 

@@ -44,6 +44,20 @@ SPEQ_DEVICE std::uint32_t scaled_pair(std::uint32_t halves, float shift, float s
   return rounded_pair(low * scale, high * scale);
 }
 
+// A lane's codes of four bits.
+template <bool kWhole>
+SPEQ_DEVICE void load_codes(const std::uint8_t *at, std::uint32_t (&codes)[kVectors]) {
+  if (kWhole) {
+    const uint4 vector = load_vector(at);
+    codes[0] = vector.x, codes[1] = vector.y, codes[2] = vector.z, codes[3] = vector.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      codes[i] = load_word(at + 4 * i);
+    }
+  }
+}
+
 struct Fp8Matrix : CompactMatrix {
   const float *scales;
 };
@@ -131,15 +145,7 @@ public:
   SPEQ_DEVICE void begin() {
     segment.advance();
     if (segment.present > 0) {
-      if (kWhole) {
-        const uint4 codes = load_vector(at_);
-        codes_[0] = codes.x, codes_[1] = codes.y, codes_[2] = codes.z, codes_[3] = codes.w;
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          codes_[i] = load_word(at_ + 4 * i);
-        }
-      }
+      load_codes<kWhole>(at_, codes_);
       half_scale_ = e8m0_half(__ldg(scales_ + segment.column / kSegment));
     }
     at_ += kStepColumns / 2;
@@ -184,15 +190,7 @@ public:
   SPEQ_DEVICE void begin() {
     segment.advance();
     if (segment.present > 0) {
-      if (kWhole) {
-        const uint4 codes = load_vector(at_);
-        codes_[0] = codes.x, codes_[1] = codes.y, codes_[2] = codes.z, codes_[3] = codes.w;
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          codes_[i] = load_word(at_ + 4 * i);
-        }
-      }
+      load_codes<kWhole>(at_, codes_);
       const std::int64_t group = segment.column / matrix.rows_of.group_size;
       scale_ = matrix.rows_of.scale(segment.row, group);
       zero_ = matrix.rows_of.zero(segment.row, group);
@@ -223,6 +221,65 @@ struct GroupedInt4Slots : ScaledSlots {
 
   SPEQ_DEVICE GroupedInt4Matrix matrix(int m, std::int64_t, std::int64_t slot) const {
     const Int4Rows rows = int4_rows(layout, records + slot * stride, groups, m);
+    return {{rows.codes, nullptr, nullptr, int(rows.rows), int(rows.columns), 0}, rows};
+  }
+};
+
+struct Nvfp4Matrix : CompactMatrix {
+  Nvfp4Rows rows_of;
+};
+
+// A segment has two scales.
+template <bool kWhole> class Nvfp4Decoder {
+public:
+  static_assert(kSegment == int(kNvfp4Columns));
+  const Nvfp4Matrix &matrix;
+  Segment<kWhole> segment;
+
+  SPEQ_DEVICE Nvfp4Decoder(const Nvfp4Matrix &matrix, int quad)
+      : matrix(matrix), segment(matrix, quad),
+        at_(matrix.bytes + segment.row * (matrix.columns / 2) + segment.lane.column() / 2),
+        scales_(matrix.rows_of.scales + segment.row * (matrix.columns / int(kNvfp4Block))),
+        codes_{}, scale_{} {}
+
+  SPEQ_DEVICE void prefetch(int ahead) const { segment.template prefetch_plane<4>(at_, ahead); }
+
+  SPEQ_DEVICE void begin() {
+    segment.advance();
+    if (segment.present > 0) {
+      load_codes<kWhole>(at_, codes_);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scale_[i] = matrix.rows_of.scale(__ldg(scales_ + segment.column / int(kNvfp4Block) + i));
+      }
+    }
+    at_ += kStepColumns / 2;
+  }
+
+  SPEQ_DEVICE void words(int vector, std::uint32_t (&pairs)[kLaneColumns / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns / 2; ++i) {
+      // As in MXFP4; values are 2^14 times too small.
+      const std::uint32_t byte = codes_[vector] >> 8 * i;
+      const std::uint32_t codes = (byte << 12 & 0xF000u) | (byte << 24 & 0xF0000000u);
+      pairs[i] = scaled_pair((codes & 0x80008000) | ((codes & 0x70007000) >> 3), 16384.0f,
+                             scale_[vector * kLaneColumns / int(kNvfp4Block)]);
+    }
+  }
+
+private:
+  const std::uint8_t *at_, *scales_; // the next step's codes; scales of the row
+  std::uint32_t codes_[kVectors];
+  float scale_[2];
+};
+
+struct Nvfp4Slots : ScaledSlots {
+  using Matrix = Nvfp4Matrix;
+  template <bool kWhole> using Decoder = Nvfp4Decoder<kWhole>;
+  bool divides;
+
+  SPEQ_DEVICE Nvfp4Matrix matrix(int m, std::int64_t, std::int64_t slot) const {
+    const Nvfp4Rows rows = nvfp4_rows(layout, records + slot * stride, divides, m);
     return {{rows.codes, nullptr, nullptr, int(rows.rows), int(rows.columns), 0}, rows};
   }
 };

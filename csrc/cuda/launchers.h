@@ -112,6 +112,11 @@ const char *moe_grouped_int4(Values hidden_states, Route route, Records slots, E
                              Int4Groups groups, Activation activation, ExpertBiases biases,
                              void *out, void *workspace, void *stream);
 
+// divides: whether the scales of matrices do.
+const char *moe_grouped_nvfp4(Values hidden_states, Route route, Records slots, ExpertShape shape,
+                              bool divides, Activation activation, ExpertBiases biases, void *out,
+                              void *workspace, void *stream);
+
 const char *decode_fp8(Records record, ExpertShape shape, void *gate_up, void *down, void *stream);
 
 const char *decode_mxfp4(Records record, ExpertShape shape, void *gate_up, void *down,
@@ -119,6 +124,9 @@ const char *decode_mxfp4(Records record, ExpertShape shape, void *gate_up, void 
 
 const char *decode_int4(Records record, ExpertShape shape, Int4Groups groups, void *gate_up,
                         void *down, void *stream);
+
+const char *decode_nvfp4(Records record, ExpertShape shape, bool divides, void *gate_up, void *down,
+                         void *stream);
 
 const char *decode_lossless(Records record, ExpertShape shape, void *gate_up, void *down,
                             void *stream);

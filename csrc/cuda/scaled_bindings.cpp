@@ -145,6 +145,36 @@ void moe_grouped_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_tab
       });
 }
 
+void check_columns(const char *op, const ExpertShape &shape) {
+  STD_TORCH_CHECK(shape.hidden_size % speq::kNvfp4Columns == 0 &&
+                      shape.expert_width % speq::kNvfp4Columns == 0,
+                  op, ": experts must have sizes that are multiples of ", speq::kNvfp4Columns);
+}
+
+void decode_nvfp4_out(Tensor record, bool divides, Tensor gate_up_proj, Tensor down_proj) {
+  constexpr const char *op = "decode_nvfp4";
+  const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
+  check_columns(op, shape);
+  const std::int64_t nbytes = speq::nvfp4_layout(shape.hidden_size, shape.expert_width).nbytes;
+  decode_record(op, record, nbytes, gate_up_proj, down_proj, [&](const Records &held, auto... to) {
+    return decode_nvfp4(held, shape, divides, to...);
+  });
+}
+
+void moe_grouped_nvfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
+                           std::int64_t expert_width, bool divides, std::int64_t activation,
+                           Tensor out, OptionalTensor gate_up_bias, OptionalTensor down_bias) {
+  constexpr const char *op = "moe_grouped_nvfp4";
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
+  check_columns(op, shape);
+  const std::int64_t nbytes = speq::nvfp4_layout(shape.hidden_size, shape.expert_width).nbytes;
+  run_grouped(
+      op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
+      shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
+        return moe_grouped_nvfp4(rows, route, held, shape, divides, to...);
+      });
+}
+
 void bind(torch::stable::detail::StableLibrary &m) {
   m.impl("decode_fp8_out", TORCH_BOX(&decode_fp8_out));
   m.impl("moe_grouped_fp8_out", TORCH_BOX(&moe_grouped_fp8_out));
@@ -152,6 +182,8 @@ void bind(torch::stable::detail::StableLibrary &m) {
   m.impl("moe_grouped_mxfp4_out", TORCH_BOX(&moe_grouped_mxfp4_out));
   m.impl("decode_int4_out", TORCH_BOX(&decode_int4_out));
   m.impl("moe_grouped_int4_out", TORCH_BOX(&moe_grouped_int4_out));
+  m.impl("decode_nvfp4_out", TORCH_BOX(&decode_nvfp4_out));
+  m.impl("moe_grouped_nvfp4_out", TORCH_BOX(&moe_grouped_nvfp4_out));
 }
 
 } // namespace

@@ -20,7 +20,7 @@ from speq.errors import OptionError
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
-from speq.files.int4_packing import Int4Groups
+from speq.files.packing import Int4Groups
 from speq.files.published_format import WORDS
 from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
@@ -40,6 +40,7 @@ class ExpertShape:
     published  format in which they were published: plain weights, or codes with scales, which have
                one codec only (`published_format`)
     groups     of INT4; None for other formats
+    divides    whether scales of NVFP4's matrices divide those of blocks
     """
 
     hidden_size: int
@@ -47,6 +48,7 @@ class ExpertShape:
     dtype: torch.dtype
     published: str = WORDS
     groups: Int4Groups | None = None
+    divides: bool = False
 
     @property
     def gate_up_shape(self) -> tuple[int, int]:

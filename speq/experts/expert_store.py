@@ -1,5 +1,6 @@
 """Stores of exact experts on disk, which are read one at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -22,18 +23,25 @@ from speq.experts.expert_names import (
 )
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
-from speq.files.checkpoint import OTHER_VERSION, Checkpoint
-from speq.files.int4_packing import Int4Groups, Int4Packing, Turned
+from speq.files.checkpoint import Checkpoint
+from speq.files.packing import NVFP4_BLOCK, CodePacking, Turned
 from speq.files.published_format import (
     FP8,
     MXFP4,
     MXFP4_BLOCK,
     MXFP4_BLOCK_BYTES,
+    NVFP4,
     WORDS,
 )
 from speq.files.range_file import ENDS_BYTES
-from speq.files.safetensors_file import SafetensorsFile, TensorInfo
-from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout, ScaledLayout
+from speq.files.safetensors_file import OTHER_VERSION, SafetensorsFile, TensorInfo
+from speq.kernels.scaled_layout import (
+    Fp8Layout,
+    Int4GroupsLayout,
+    Mxfp4Layout,
+    Nvfp4Layout,
+    ScaledLayout,
+)
 
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
@@ -41,11 +49,13 @@ Range = tuple[SafetensorsFile, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Location of an expert's matrix, and of its scales and zero points if it is codes."""
+    """Location of an expert's matrix and, if it is codes, of its scales and of its zero points or
+    its one scale.
+    """
 
     range: Range
     scales: Range | None = None
-    zeros: Range | None = None
+    third: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,7 @@ class SafetensorsExpertStore:
     def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
         self.num_layers = len(layout.layers)
         self.num_experts = layout.num_experts
-        self.names = layout.names
+        self.names, coded = layout.names, checkpoint.coded
         order = {layer: at for at, layer in enumerate(layout.layers)}
         stored, shape = self._common_shape(checkpoint, layout)
         self._codec = own_codec(shape)
@@ -157,7 +167,7 @@ class SafetensorsExpertStore:
             matrix = layout.names.matrix(name)
             if matrix is None or matrix.layer not in order:
                 continue
-            wanted = stored_shape(layout, matrix, shape.published, checkpoint.packing)
+            wanted = stored_shape(layout, matrix, shape.published, coded.packing)
             if info.shape != wanted or info.dtype != stored:
                 raise CheckpointError(
                     f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; config.json "
@@ -165,7 +175,7 @@ class SafetensorsExpertStore:
                 )
             held = range(layout.num_experts) if matrix.expert is None else (matrix.expert,)
             nbytes = info.nbytes // len(held)
-            scales, zeros = checkpoint.scales_of(name), checkpoint.zeros_of(name)
+            scales, third = coded.scales_of(name), coded.third_of(name)
             if (scales is None) != (shape.published == WORDS):
                 raise CheckpointError(
                     f"{file.path}: tensor {name} is {info.dtype}, and other experts are published "
@@ -175,10 +185,10 @@ class SafetensorsExpertStore:
                 parts = found.setdefault((order[matrix.layer], expert), {})
                 place = file, info.offset + at * nbytes, nbytes
                 part = None if scales is None else part_of(*scales, at, len(held))
-                of_zeros = None if zeros is None else part_of(*zeros, at, len(held))
-                parts[matrix.projection] = Matrix(place, part, of_zeros)
+                of_third = None if third is None else part_of(*third, at, len(held))
+                parts[matrix.projection] = Matrix(place, part, of_third)
         complete = self._complete(found, checkpoint, layout)
-        order_on_disk = layout.transposed, checkpoint.packing
+        order_on_disk = layout.transposed, coded.packing
         self._parts = [parts_of(shape, record, *order_on_disk) for record in complete]
         self.reading_bytes = reading_bytes(shape, *order_on_disk)
         self._buffers: SimpleQueue[Buffers] = SimpleQueue()
@@ -195,9 +205,15 @@ class SafetensorsExpertStore:
         for name, (_, info) in checkpoint.tensors.items():
             matrix = layout.names.matrix(name)
             if matrix is not None and matrix.layer in layout.layers:
-                if checkpoint.scales_of(name) is not None:
-                    form = checkpoint.format, checkpoint.groups
-                    scaled = ExpertShape(*sizes, torch.bfloat16, *form)
+                coded = checkpoint.coded
+                if coded.is_coded(name):
+                    divides = coded.packing is not None and coded.packing.divides
+                    hidden_size, width = sizes
+                    scaled = ExpertShape(
+                        *(hidden_size, width, torch.bfloat16, checkpoint.format),
+                        groups=coded.groups,
+                        divides=divides,
+                    )
                     check_groups(scaled, checkpoint.path)
                     return info.dtype, scaled
                 return info.dtype, ExpertShape(*sizes, info.dtype)
@@ -299,7 +315,7 @@ class Buffers(NamedTuple):
         return cls(allocate_aligned(1, ENDS_BYTES)[0], turned)
 
 
-def turned_bytes(shape: ExpertShape, transposed: bool, packing: Int4Packing | None) -> int:
+def turned_bytes(shape: ExpertShape, transposed: bool, packing: CodePacking | None) -> int:
     """Bytes of a reading thread's buffer for a matrix that is transposed on disk."""
     weights = max(prod(shape.gate_up_shape), prod(shape.down_shape))
     if packing is not None:
@@ -307,7 +323,7 @@ def turned_bytes(shape: ExpertShape, transposed: bool, packing: Int4Packing | No
     return weights * shape.dtype.itemsize if transposed and shape.published == WORDS else 0
 
 
-def reading_bytes(shape: ExpertShape, transposed: bool, packing: Int4Packing | None) -> int:
+def reading_bytes(shape: ExpertShape, transposed: bool, packing: CodePacking | None) -> int:
     """Bytes of a reading thread's buffers for published experts, besides the slot it fills."""
     turned = turned_bytes(shape, transposed, packing)
     while_turning = 0 if packing is None else turned * (packing.room - 1)
@@ -315,7 +331,7 @@ def reading_bytes(shape: ExpertShape, transposed: bool, packing: Int4Packing | N
 
 
 def stored_shape(
-    layout: ExpertLayout, matrix: ExpertMatrix, published: str, packing: Int4Packing | None
+    layout: ExpertLayout, matrix: ExpertMatrix, published: str, packing: CodePacking | None
 ) -> tuple[int, ...]:
     """Shape on disk of a tensor of experts' matrices, plain weights or codes."""
     shape = layout.shape(matrix)
@@ -337,11 +353,11 @@ def parts_of(
     shape: ExpertShape,
     matrices: list[Matrix],
     transposed: bool = False,
-    packing: Int4Packing | None = None,
+    packing: CodePacking | None = None,
 ) -> list[TensorPart]:
     """Places of an expert's matrices, and of their scales, in the packed expert.
 
-    transposed  see `ExpertLayout`; packing: of INT4
+    transposed  see `ExpertLayout`; packing: of INT4 and NVFP4
     """
     if shape.published == WORDS:
         ends = accumulate((each.range[2] for each in matrices), initial=0)
@@ -354,46 +370,38 @@ def parts_of(
             ]
         places = zip(matrices, ends, turned, strict=False)
         return [TensorPart(each.range, at, turned=turn) for each, at, turn in places]
-    sizes = shape.hidden_size, shape.expert_width
-    if shape.groups is not None and packing is not None:
-        grouped = Int4GroupsLayout(shape.hidden_size, shape.expert_width, *shape.groups)
-        return int4_parts(grouped, matrices, shape.groups, packing)
-    layout: ScaledLayout = Fp8Layout(*sizes) if shape.published == FP8 else Mxfp4Layout(*sizes)
-    codes = [
-        TensorPart(e.range, section.at) for e, section in zip(matrices, layout.codes, strict=True)
-    ]
-    scales = [
-        TensorPart(each.scales, section.at, widened=each.scales[2] < section.nbytes)
-        for each, section in zip(matrices, layout.scales, strict=True)
-        if each.scales is not None
-    ]
-    return codes + scales
-
-
-def int4_parts(
-    layout: Int4GroupsLayout, matrices: list[Matrix], groups: Int4Groups, packing: Int4Packing
-) -> list[TensorPart]:
-    """Places of codes, scales and zero points of an expert in INT4 in the packed expert."""
-    parts = []
-    for at, (matrix, (rows, columns)) in enumerate(zip(matrices, layout.matrices, strict=True)):
-        count = columns // groups.size
-        turned = packing.turn_codes(rows, columns)
-        parts.append(TensorPart(matrix.range, layout.codes[at].at, turned=turned))
-        if matrix.scales is not None:
-            turned = packing.turn_scales(rows, count, groups.dtype)
-            parts.append(TensorPart(matrix.scales, layout.scales[at].at, turned=turned))
-        if matrix.zeros is not None:
-            turned = packing.turn_zeros(rows, count)
-            parts.append(TensorPart(matrix.zeros, layout.zeros[at].at, turned=turned))
+    parts, layout = [], layout_of(shape)
+    kinds = zip(matrices, layout.parts, layout.matrices, strict=True)
+    for matrix, sections, (rows, columns) in kinds:
+        turns: tuple[Turned | None, ...] = (None, None, None)
+        if packing is not None and shape.groups is not None:
+            turns = packing.turns(rows, columns, columns // shape.groups.size, shape.groups.dtype)
+        ranges = matrix.range, matrix.scales, matrix.third
+        for range_, section, turn in zip(ranges, sections, turns, strict=False):
+            if range_ is not None:
+                widened = range_[2] < section.nbytes
+                parts.append(TensorPart(range_, section.at, widened=widened, turned=turn))
     return parts
 
 
+def layout_of(shape: ExpertShape) -> ScaledLayout:
+    """Layout of experts published as codes."""
+    if shape.groups is not None:
+        return Int4GroupsLayout(shape.hidden_size, shape.expert_width, *shape.groups)
+    of_format: dict[str, Callable[[int, int], ScaledLayout]] = {
+        **{FP8: Fp8Layout, MXFP4: Mxfp4Layout, NVFP4: Nvfp4Layout}
+    }
+    return of_format[shape.published](shape.hidden_size, shape.expert_width)
+
+
 def check_groups(shape: ExpertShape, where: Path) -> None:
-    """Raise SpeqError if experts' widths are not whole groups of INT4."""
+    """Raise SpeqError if experts' widths are not whole groups of INT4, or pairs of NVFP4's."""
     sizes = shape.hidden_size, shape.expert_width
-    if shape.groups is not None and any(size % shape.groups.size for size in sizes):
+    group = 2 * NVFP4_BLOCK if shape.published == NVFP4 else 1
+    group = group if shape.groups is None else shape.groups.size
+    if any(size % group for size in sizes):
         raise UnsupportedError(
-            f"{where} has experts of {sizes[0]} by {sizes[1]} in groups of {shape.groups.size}, "
+            f"{where} has experts of {sizes[0]} by {sizes[1]} in groups of {group}, "
             "and groups that are not whole are not read; give the original 16-bit checkpoint"
         )
 

@@ -111,6 +111,7 @@ def pack(
             checksums=checksums,
             dense=dense_records,
             groups=codec.shape.groups,
+            divides=codec.shape.divides,
         )
         manifest.check(out / EXPERTS_MANIFEST)
         check_unchanged(checkpoint, before)

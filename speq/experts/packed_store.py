@@ -25,8 +25,8 @@ from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.checksums import PACK_AGAIN, Checksums, check_seal, seal
-from speq.files.int4_packing import Int4Groups
 from speq.files.json_file import read_json
+from speq.files.packing import Int4Groups
 from speq.files.published_format import FORMATS, WORDS
 from speq.files.range_file import RangeFile
 from speq.files.safetensors_file import DTYPE_NAMES, DTYPES
@@ -55,7 +55,7 @@ class Manifest:
     source  fingerprint of the checkpoint that was packed
     draft   the draft that experts are decoded with, for a codec that needs one
     checksums  checksums of everything else; None in packs of earlier versions
-    groups  of INT4; None for other codecs
+    groups, divides  of INT4 and of NVFP4, as in `ExpertShape`
     dense   records in dense.bin, by tensor name; None for a matrix that packing would not make
             smaller
     """
@@ -72,6 +72,7 @@ class Manifest:
     checksums: Checksums | None = None
     dense: dict[str, Record | None] = field(default_factory=dict)
     groups: Int4Groups | None = None
+    divides: bool = False
     format: str = FORMAT
     alignment: int = ALIGNMENT
 
@@ -95,7 +96,7 @@ class Manifest:
     def shape(self) -> ExpertShape:
         published = self.codec if self.codec in FORMATS else WORDS
         sizes, groups = (self.hidden_size, self.expert_width), self.groups
-        return ExpertShape(*sizes, DTYPES[self.dtype], published, groups)
+        return ExpertShape(*sizes, DTYPES[self.dtype], published, groups, self.divides)
 
     @property
     def end(self) -> int:
@@ -139,6 +140,7 @@ class Manifest:
             checksums=checksums,
             dense=dense,
             groups=groups,
+            divides=bool(entries.get("divides")),
             **texts,  # type: ignore[arg-type]
             **sizes,  # type: ignore[arg-type]
         )

@@ -3,7 +3,7 @@
 import torch
 
 from speq.experts.codec import ExpertShape, Matrices
-from speq.files.published_format import FP8, INT4, MXFP4
+from speq.files.published_format import FP8, INT4, MXFP4, NVFP4
 from speq.kernels.scaled_words import (
     fp8_codes,
     fp8_words,
@@ -11,6 +11,8 @@ from speq.kernels.scaled_words import (
     int4_words,
     mxfp4_codes,
     mxfp4_words,
+    nvfp4_codes,
+    nvfp4_words,
 )
 
 SPREAD = 0.02
@@ -27,6 +29,12 @@ def random_expert(shape: ExpertShape, generator: torch.Generator) -> Matrices:
         return torch.cat([gate, up]), down
     if shape.published == MXFP4:
         return mxfp4_words(*mxfp4_codes(gate_up_proj)), mxfp4_words(*mxfp4_codes(down_proj))
+    if shape.published == NVFP4:
+        gate, up, down = (
+            nvfp4_words(*nvfp4_codes(each), divides=False)
+            for each in (*gate_up_proj.chunk(2), down_proj)
+        )
+        return torch.cat([gate, up]), down
     if shape.published == INT4:
         size = gate_up_proj.shape[1] if shape.groups is None else shape.groups.size
         return int4_words(*int4_codes(gate_up_proj, size)), int4_words(*int4_codes(down_proj, size))

@@ -4,6 +4,8 @@ fp8    e4m3 codes in blocks of 128 rows and columns, each with a float32 scale: 
 mxfp4  e2m1 codes in blocks of 32 neighbours, each with a power of 2: 4.25 bits a weight
 int4   4-bit codes in groups of neighbours, each with a 16-bit scale and perhaps a zero point: 4.5
        bits a weight in groups of 32, 4.13 of 128
+nvfp4  e2m1 codes in blocks of 16 neighbours, each with an e4m3 scale, and a float32 scale for each
+       matrix: 4.5 bits a weight
 """
 
 from collections.abc import Iterator
@@ -18,16 +20,17 @@ from speq.experts.codec import ExpertShape, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
-from speq.files.int4_packing import Int4Groups
+from speq.files.packing import Int4Groups
 from speq.kernels import scaled_ops
 from speq.kernels.ops import PlainExpert
 from speq.kernels.scaled_layout import (
     Fp8Layout,
     Int4GroupsLayout,
     Mxfp4Layout,
+    Nvfp4Layout,
     ScaledLayout,
 )
-from speq.kernels.scaled_words import fp8_codes, int4_codes, mxfp4_codes, part_of
+from speq.kernels.scaled_words import fp8_codes, int4_codes, mxfp4_codes, nvfp4_codes, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,8 @@ class ScaledCodec:
         """Arguments of the op that other formats lack."""
         return ()
 
-    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
-        """Nearest codes and scales of each matrix of the layout."""
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
+        """Nearest codes and scales of each matrix, and what else its sections are."""
         raise NotImplementedError
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -91,9 +94,8 @@ class ScaledCodec:
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         """Encode weights that are codes times powers of 2. Raises SpeqError for others."""
         layout = self.layout
-        sections = zip(layout.codes, layout.scales, strict=True)
-        for parts, of_parts in zip(self.quantize(exact), sections, strict=True):
-            for part, section in zip(parts, of_parts, strict=True):
+        for parts, sections in zip(self.quantize(exact), layout.parts, strict=True):
+            for part, section in zip(parts, sections, strict=True):
                 part_of(slot, section).copy_(part.contiguous().view(torch.uint8).flatten())
         found = self.decode(slot)
         same = (
@@ -137,7 +139,7 @@ class Fp8Codec(ScaledCodec):
     def layout(self) -> Fp8Layout:
         return Fp8Layout(self.shape.hidden_size, self.shape.expert_width)
 
-    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
         return map(fp8_codes, (*exact[0].chunk(2), exact[1]))
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -159,7 +161,7 @@ class Mxfp4Codec(ScaledCodec):
     def layout(self) -> Mxfp4Layout:
         return scaled_ops.mxfp4_layout(self.shape.hidden_size, self.shape.expert_width)
 
-    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
         in_turns = torch.stack(exact[0].chunk(2), dim=1).flatten(0, 1)
         return map(mxfp4_codes, (in_turns, exact[1]))
 
@@ -189,18 +191,40 @@ class Int4Codec(ScaledCodec):
         shape = self.shape
         return scaled_ops.int4_layout(shape.hidden_size, shape.expert_width, *self.arguments)
 
-    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
-        for matrix in (*exact[0].chunk(2), exact[1]):
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
+        zeros = tuple(torch.full((each.nbytes,), 0x88).byte() for each in self.layout.zeros)
+        for at, matrix in enumerate((*exact[0].chunk(2), exact[1])):
             codes, scales = int4_codes(matrix, self.arguments.size)
-            yield codes, scales.to(self.arguments.dtype)
-
-    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        for section in self.layout.zeros:
-            part_of(slot, section).fill_(0x88)
-        return ScaledCodec.encode(self, exact, base, slot)
+            yield codes, scales.to(self.arguments.dtype), *zeros[at : at + 1]
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
         scaled_ops.decode_int4(record, *self.arguments, gate_up_proj, down_proj)
 
     def run(self, *arguments: Any) -> None:
         scaled_ops.moe_grouped_int4(*arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Codec(ScaledCodec):
+    name: ClassVar[str] = "nvfp4"
+    op: ClassVar[str] = "moe_grouped_nvfp4"
+    takes: ClassVar[str] = "what was published in nvfp4"
+
+    @property
+    def arguments(self) -> tuple[bool]:
+        return (self.shape.divides,)
+
+    @property
+    def layout(self) -> Nvfp4Layout:
+        return scaled_ops.nvfp4_layout(self.shape.hidden_size, self.shape.expert_width)
+
+    def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
+        for matrix in (*exact[0].chunk(2), exact[1]):
+            codes, scales, of_matrix = nvfp4_codes(matrix)
+            yield codes, scales, of_matrix.reciprocal() if self.shape.divides else of_matrix
+
+    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        scaled_ops.decode_nvfp4(record, *self.arguments, gate_up_proj, down_proj)
+
+    def run(self, *arguments: Any) -> None:
+        scaled_ops.moe_grouped_nvfp4(*arguments)

@@ -6,16 +6,15 @@ from typing import Any
 import torch
 
 from speq.errors import CheckpointError, UnsupportedError
-from speq.files.int4_packing import PACKINGS
-from speq.files.int4_settings import ORIGINAL, Int4Settings, read_settings
 from speq.files.json_file import read_json
+from speq.files.packed_settings import ORIGINAL, PackedSettings, read_settings
+from speq.files.packing import INT4, NVFP4, PACKINGS
 
 WORDS = "words"
 FP8 = "fp8"
 MXFP4 = "mxfp4"
-INT4 = "int4"
 # Quantized formats. Each has a codec of the same name.
-FORMATS = (FP8, MXFP4, INT4)
+FORMATS = (FP8, MXFP4, INT4, NVFP4)
 
 # Meaning of exact for each format. Publishers' own kernels are no reference: they differ.
 MEANINGS = {
@@ -25,6 +24,8 @@ MEANINGS = {
     "activations are not quantised",
     INT4: "weights are bfloat16 words, each the INT4 code less its group's zero point, times its "
     "group's scale, rounded once",
+    NVFP4: "weights are bfloat16 words, each the NVFP4 code times its scale, that of its block by "
+    "that of its matrix in float32, rounded once; activations and the KV cache are not quantised",
 }
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -37,6 +38,8 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16)
 # End of the names of plain weights.
 PLAIN = ".weight"
 INT4_DTYPE = torch.int32
+# Ends of the names of scales of a KV cache in fewer bits.
+KV_SCALES = (".k_scale", ".v_scale")
 FP8_BLOCK = [128, 128]
 E4M3_NAMES = (None, "e4m3", "float8_e4m3fn")
 
@@ -64,10 +67,11 @@ def format_of(config: dict[str, Any], where: Path) -> str:
     if len(set(named.values())) > 1:
         said = " and ".join(f"{field} ({name})" for field, name in named.items())
         raise CheckpointError(f"{where / 'config.json'} names two formats, in {said}; {ORIGINAL}")
-    found, int4 = next(iter(named.values()), WORDS), int4_settings(config, where)
+    packed = packed_settings(config, where)
+    found = next(iter(named.values()), WORDS if packed is None else packed.packing.format)
     for file_name in QUANTISERS_FILES:
         settings = _quantisers_settings(where / file_name)
-        if settings is None or (int4 is not None and int4.agrees_with(settings)):
+        if settings is None or (packed is not None and packed.agrees_with(settings, where)):
             continue
         method = _method(settings) or Path(file_name).stem
         if method.lower() != found:
@@ -103,8 +107,9 @@ def _format_of(settings: Any, field: str, where: Path) -> str:
     if not isinstance(settings, dict):
         raise UnsupportedError(f"{where} is quantised ({settings}); {ORIGINAL}")
     method = _method(settings)
-    if field == QUANTISED_FIELDS[0] and read_settings(settings, where) is not None:
-        return INT4
+    packed = read_settings(settings, where) if field == QUANTISED_FIELDS[0] else None
+    if packed is not None:
+        return packed.packing.format
     if field != QUANTISED_FIELDS[0] or method not in (FP8, MXFP4):
         raise UnsupportedError(f"{where} is quantised ({method or field}); {ORIGINAL}")
     if method == MXFP4:
@@ -123,22 +128,30 @@ def _format_of(settings: Any, field: str, where: Path) -> str:
     return FP8
 
 
-def int4_settings(config: dict[str, Any], where: Path) -> Int4Settings | None:
-    """Read how a checkpoint in INT4 is packed; None for other formats. Raises SpeqError for groups
-    that are not supported.
+def packed_settings(config: dict[str, Any], where: Path) -> PackedSettings | None:
+    """Read how a checkpoint in INT4 or NVFP4 is packed; None for other formats. Raises SpeqError
+    for what is not supported.
     """
-    for part in (config, config.get("text_config")):
-        settings = part.get(QUANTISED_FIELDS[0]) if isinstance(part, dict) else None
-        found = read_settings(settings, where) if isinstance(settings, dict) else None
+    fields = [
+        part[QUANTISED_FIELDS[0]]
+        for part in (config, config.get("text_config"))
+        if isinstance(part, dict) and isinstance(part.get(QUANTISED_FIELDS[0]), dict)
+    ]
+    for settings in fields:
+        found = read_settings(settings, where)
         if found is not None:
             return found
-    return None
+    # ModelOpt's earlier versions wrote nothing into config.json.
+    beside = None if fields else _quantisers_settings(where / QUANTISERS_FILES[0])
+    if beside is None:
+        return None
+    return read_settings({"quant_method": "modelopt"} | beside, where)
 
 
 def words_name(name: str) -> str:
     """Name of the plain weights for a tensor of codes, or of what belongs to codes."""
     for packing in PACKINGS:
-        for ending in (packing.codes, packing.scales, packing.zeros, *packing.others):
+        for ending in (packing.codes, packing.scales, packing.third, *packing.others):
             if name.endswith(ending):
                 return name.removesuffix(ending) + PLAIN
     for ending in (SCALES, BLOCKS, BLOCK_SCALES):
@@ -147,7 +160,7 @@ def words_name(name: str) -> str:
 
 
 def scales_name(name: str) -> str:
-    """Name of the scales of a tensor of codes; `Checkpoint.int4_names` has those of INT4."""
+    """Name of the scales of a tensor of codes in FP8 or MXFP4."""
     if name.endswith(BLOCKS):
         return name.removesuffix(BLOCKS) + BLOCK_SCALES
     return name + SCALES

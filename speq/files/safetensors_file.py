@@ -39,6 +39,8 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8  # of the header's length, which a file begins with
 MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
+# Remedy for sound files that do not match each other.
+OTHER_VERSION = "one of them belongs to another model or version: download the whole model again"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from speq.errors import CheckpointError
 from speq.experts.codec import ExpertCodec
 from speq.experts.expert_store import ExpertLayout, SafetensorsExpertStore
 from speq.files.alignment import allocate_aligned
-from speq.files.checkpoint import OTHER_VERSION, Checkpoint
+from speq.files.checkpoint import Checkpoint
+from speq.files.safetensors_file import OTHER_VERSION
 from speq.heads.mtp_head import MtpHead, MtpLayer
 from speq.heads.mtp_shape import MtpShape
 from speq.layers.offloaded_experts import ActiveBackend, OffloadedExperts

@@ -131,6 +131,15 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         f"Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference_scaled.moe_grouped_int4_out),
     ),
+    "decode_nvfp4": (
+        "(Tensor record, bool divides, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
+        reference_scaled.decode_nvfp4_out,
+    ),
+    "moe_grouped_nvfp4": (
+        "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
+        f"int expert_width, bool divides, int activation, Tensor(a!) out, {_BIASES}) -> ()",
+        _with_activation_number(reference_scaled.moe_grouped_nvfp4_out),
+    ),
     "rms_norm": (
         "(Tensor inputs, Tensor? added, Tensor weight, float eps, Tensor(a!)? sums, "
         "Tensor(b!) out) -> ()",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from speq.kernels.reference import check_ids, moe_grouped_out
-from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout
-from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words, part_of
+from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout, Nvfp4Layout
+from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words, nvfp4_words, part_of
 
 
 def decode_fp8_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -57,6 +57,19 @@ def decode_int4_out(
         of_groups = part_of(record, scales).view(dtype).view(scales.shape)
         packed = part_of(record, codes).view(codes.shape)
         target.copy_(int4_words(packed, of_groups, zeros[at] if zeros else None))
+
+
+def decode_nvfp4_out(
+    record: Tensor, divides: bool, gate_up_proj: Tensor, down_proj: Tensor
+) -> None:
+    """Decode an NVFP4 record; as `decode_fp8_out`. divides: whether matrices' scales do"""
+    hidden_size, width = down_proj.shape
+    targets = *gate_up_proj.chunk(2), down_proj
+    for target, sections in zip(targets, Nvfp4Layout(hidden_size, width).parts, strict=True):
+        codes, scales, of_matrix = (
+            part_of(record, each).view(each.shape[0], -1) for each in sections
+        )
+        target.copy_(nvfp4_words(codes, scales, of_matrix.view(torch.float32), divides))
 
 
 def moe_grouped_fp8_out(
@@ -109,6 +122,27 @@ def moe_grouped_int4_out(
 
     def decode(record: Tensor, *words: Tensor) -> None:
         decode_int4_out(record, group_size, has_zeros, has_halves, *words)
+
+    rows = hidden_states, topk_ids, slot_table, slots, expert_width
+    _run_slots(decode, *rows, activation, out, gate_up_bias, down_bias)
+
+
+def moe_grouped_nvfp4_out(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    divides: bool,
+    activation: str,
+    out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> None:
+    """Run `moe_grouped_out` over NVFP4 records in slots [S, slot_bytes] uint8."""
+
+    def decode(record: Tensor, *words: Tensor) -> None:
+        decode_nvfp4_out(record, divides, *words)
 
     rows = hidden_states, topk_ids, slot_table, slots, expert_width
     _run_slots(decode, *rows, activation, out, gate_up_bias, down_bias)

@@ -1,4 +1,4 @@
-"""Sizes of packed experts published as codes with scales: FP8, MXFP4 and INT4.
+"""Sizes of packed experts published as codes with scales: FP8, MXFP4, INT4 and NVFP4.
 
 csrc/scaled.h has their layout.
 """
@@ -13,6 +13,8 @@ FP8_BLOCK = 128
 MXFP4_BLOCK = 32
 # INT4 has groups of multiples of so many neighbours, and zero points of so many rows in a word.
 INT4_COLUMNS, ZERO_ROWS = 32, 8
+# Neighbours of NVFP4 codes that share a scale, and what widths are multiples of.
+NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +34,24 @@ class Section:
 
 
 class ScaledLayout(Protocol):
-    """Sections of a record: codes of each matrix, then scales of each."""
+    """Sections of a record: codes of each matrix, then scales of each, then what else each has."""
 
     @property
     def code_bits(self) -> int: ...
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the matrices."""
 
     @property
     def codes(self) -> tuple[Section, ...]: ...
 
     @property
     def scales(self) -> tuple[Section, ...]: ...
+
+    @property
+    def parts(self) -> tuple[tuple[Section, ...], ...]:
+        """Sections of each matrix."""
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +87,10 @@ class Fp8Layout:
         return _sections(_end(self.codes), shapes, 4)
 
     @property
+    def parts(self) -> tuple[tuple[Section, ...], ...]:
+        return tuple(zip(self.codes, self.scales, strict=True))
+
+    @property
     def nbytes(self) -> int:
         return _end(self.scales)
 
@@ -105,6 +119,10 @@ class Mxfp4Layout:
     def scales(self) -> tuple[Section, ...]:
         shapes = tuple((rows, columns // self.block) for rows, columns in self.matrices)
         return _sections(_end(self.codes), shapes, 1)
+
+    @property
+    def parts(self) -> tuple[tuple[Section, ...], ...]:
+        return tuple(zip(self.codes, self.scales, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -150,8 +168,52 @@ class Int4GroupsLayout:
         return _sections(_end(self.scales), shapes, 4)
 
     @property
+    def parts(self) -> tuple[tuple[Section, ...], ...]:
+        if not self.has_zeros:
+            return tuple(zip(self.codes, self.scales, strict=True))
+        return tuple(zip(self.codes, self.scales, self.zeros, strict=True))
+
+    @property
     def nbytes(self) -> int:
         return _end(self.zeros or self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Layout:
+    """NVFP4 layout of gate, up [F, H] and down [H, F]: two codes per byte, the first in its low
+    half; a scale byte per block of a row; and a float32 per matrix. Both widths are multiples of
+    two blocks.
+    """
+
+    code_bits: ClassVar[int] = 4
+    hidden_size: int
+    expert_width: int
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        gate = self.expert_width, self.hidden_size
+        return gate, gate, (self.hidden_size, self.expert_width)
+
+    @property
+    def codes(self) -> tuple[Section, ...]:
+        return _sections(0, tuple((rows, columns // 2) for rows, columns in self.matrices), 1)
+
+    @property
+    def scales(self) -> tuple[Section, ...]:
+        shapes = tuple((rows, columns // NVFP4_BLOCK) for rows, columns in self.matrices)
+        return _sections(_end(self.codes), shapes, 1)
+
+    @property
+    def matrix_scales(self) -> tuple[Section, ...]:
+        return _sections(_end(self.scales), ((1, 1),) * len(self.matrices), 4)
+
+    @property
+    def parts(self) -> tuple[tuple[Section, ...], ...]:
+        return tuple(zip(self.codes, self.scales, self.matrix_scales, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        return _end(self.matrix_scales)
 
 
 def blocks_of(size: int, block: int) -> int:

@@ -14,9 +14,11 @@ from speq.kernels.checks import activation_code, check_rows, check_tensor
 from speq.kernels.ops import ExpertBiases, pair_of, row_blocks
 from speq.kernels.scaled_layout import (
     INT4_COLUMNS,
+    NVFP4_COLUMNS,
     Fp8Layout,
     Int4GroupsLayout,
     Mxfp4Layout,
+    Nvfp4Layout,
     ScaledLayout,
 )
 
@@ -24,6 +26,7 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "fp8": reference_scaled.moe_grouped_fp8_out,
     "mxfp4": reference_scaled.moe_grouped_mxfp4_out,
     "int4": reference_scaled.moe_grouped_int4_out,
+    "nvfp4": reference_scaled.moe_grouped_nvfp4_out,
 }
 
 
@@ -60,6 +63,13 @@ def decode_int4(
     hidden_size, width = _sizes(gate_up_proj, down_proj)
     _check_records("record", record, 1, int4_layout(hidden_size, width, *groups))
     library.call("decode_int4", record, *groups, gate_up_proj, down_proj)
+
+
+def decode_nvfp4(record: Tensor, divides: bool, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    """Decode an NVFP4 record; as `decode_fp8`. divides: whether scales of matrices do"""
+    hidden_size, width = _sizes(gate_up_proj, down_proj)
+    _check_records("record", record, 1, nvfp4_layout(hidden_size, width))
+    library.call("decode_nvfp4", record, divides, gate_up_proj, down_proj)
 
 
 def moe_grouped_fp8(
@@ -120,6 +130,25 @@ def moe_grouped_int4(
     _moe_grouped("int4", layout, hidden_states, topk_ids, held, groups, activation, out, biases)
 
 
+def moe_grouped_nvfp4(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    expert_width: int,
+    divides: bool,
+    activation: str,
+    out: Tensor,
+    biases: ExpertBiases | None = None,
+) -> None:
+    """Run `reference_scaled.moe_grouped_nvfp4_out`, with the blocks and errors of
+    `ops.moe_grouped`.
+    """
+    held = ScaledSlots(slot_table, slots, expert_width)
+    layout, own = nvfp4_layout(hidden_states.shape[-1], expert_width), (divides,)
+    _moe_grouped("nvfp4", layout, hidden_states, topk_ids, held, own, activation, out, biases)
+
+
 class ScaledSlots(NamedTuple):
     """Places of records, as the ops take them."""
 
@@ -173,6 +202,16 @@ def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:
             f"experts are {hidden_size} by {expert_width}; of MXFP4 both are multiples of {block}"
         )
     return Mxfp4Layout(hidden_size, expert_width)
+
+
+def nvfp4_layout(hidden_size: int, expert_width: int) -> Nvfp4Layout:
+    """Layout of NVFP4 experts. Raises ValueError for widths that are not whole pairs of blocks."""
+    if hidden_size % NVFP4_COLUMNS or expert_width % NVFP4_COLUMNS:
+        raise ValueError(
+            f"experts are {hidden_size} by {expert_width}; of NVFP4 both are multiples of "
+            f"{NVFP4_COLUMNS}"
+        )
+    return Nvfp4Layout(hidden_size, expert_width)
 
 
 def _sizes(gate_up_proj: Tensor, down_proj: Tensor) -> tuple[int, int]:

@@ -9,7 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from speq.kernels.scaled_layout import ZERO_ROWS, Fp8Layout, Mxfp4Layout, Section, blocks_of
+from speq.kernels.scaled_layout import (
+    NVFP4_BLOCK,
+    ZERO_ROWS,
+    Fp8Layout,
+    Mxfp4Layout,
+    Section,
+    blocks_of,
+)
 
 # Values of MXFP4 codes: e2m1, the highest bit is the sign.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -19,6 +26,8 @@ LEAST_HALF, MANTISSA_BITS = 1 << 21, 23
 ROWS = 512
 # Largest values of codes.
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
+# The largest power of 2 of e4m3, and the inverse of the least.
+E4M3_MOST_POWER, E4M3_LEAST_PART = 256.0, 512.0
 E8M0_BIAS, E8M0_MOST = 127, 254
 # The INT4 code of 0 where there are no zero points, and the largest difference from it.
 INT4_ZERO, INT4_MOST = 8, 7
@@ -44,12 +53,10 @@ def mxfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
 
     scales  [N, K / block] uint8: exponents of 2, with a bias of 127
     """
-    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
     rows, words = codes.shape[0], []
     for first in range(0, rows, ROWS):
         part, exponents = codes[first : first + ROWS], scales[first : first + ROWS]
-        pairs = torch.stack([part & 0xF, part >> 4], dim=2).flatten(1).long()
-        doubled = 2 * values[pairs].unflatten(1, (scales.shape[1], -1))
+        doubled = 2 * e2m1_values(part).unflatten(1, (scales.shape[1], -1))
         spread = doubled * e8m0_halves(exponents).unsqueeze(2)
         words.append(spread.flatten(1).bfloat16())
     return torch.cat(words)
@@ -75,6 +82,28 @@ def int4_words(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Te
             by_group -= (zeros[at // ZERO_ROWS].long() >> shifts & 0xF).unsqueeze(2)
         words.append((by_group * of_rows.float().unsqueeze(2)).flatten(1).bfloat16())
     return torch.cat(words)
+
+
+def nvfp4_words(codes: Tensor, scales: Tensor, of_matrix: Tensor, divides: bool) -> Tensor:
+    """Dequantize codes [N, K / 2] uint8, two per byte, the low half first, to [N, K] bfloat16.
+
+    scales     [N, K / 16] float8_e4m3fn, or their bytes
+    of_matrix  float32, by which scales are multiplied; divides: by which they are divided
+    """
+    of_matrix, rows, words = of_matrix.reshape(()), codes.shape[0], []
+    for first in range(0, rows, ROWS):
+        part = codes[first : first + ROWS]
+        of_rows = scales[first : first + ROWS].view(torch.float8_e4m3fn).float()
+        of_rows = of_rows / of_matrix if divides else of_rows * of_matrix
+        by_block = e2m1_values(part).unflatten(1, (scales.shape[1], -1))
+        words.append((by_block * of_rows.unsqueeze(2)).flatten(1).bfloat16())
+    return torch.cat(words)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Values [N, K] float32 of codes [N, K / 2] uint8, two per byte, the low half first."""
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
+    return values[torch.stack([codes & 0xF, codes >> 4], dim=2).flatten(1).long()]
 
 
 def e8m0_halves(scales: Tensor) -> Tensor:
@@ -111,12 +140,29 @@ def mxfp4_codes(words: Tensor) -> tuple[Tensor, Tensor]:
     values = words.float().unflatten(1, (-1, Mxfp4Layout.block))
     factors = power_of_2(values.abs().amax(2) / E2M1_MOST)
     scales = (factors.log2().round() + E8M0_BIAS).clamp(0, E8M0_MOST)
-    scaled = (values / factors.unsqueeze(2)).flatten(1)
+    return e2m1_codes((values / factors.unsqueeze(2)).flatten(1)), scales.to(torch.uint8)
+
+
+def nvfp4_codes(words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize weights [N, K] to the nearest codes [N, K / 2] uint8, scales [N, K / 16] float8 and
+    a scale of the matrix [1] float32; scales are powers of 2, by which it is multiplied.
+    """
+    values = words.float().unflatten(1, (-1, NVFP4_BLOCK))
+    factors = power_of_2(values.abs().amax(2) / E2M1_MOST)
+    # Of its powers of 2, e4m3 has those from 2^-9 to 2^8.
+    of_matrix = factors.max().reshape(1) / E4M3_MOST_POWER
+    scales = (factors / of_matrix).clamp(min=1 / E4M3_LEAST_PART)
+    scaled = (values / (scales * of_matrix).unsqueeze(2)).flatten(1)
+    return e2m1_codes(scaled), scales.to(torch.float8_e4m3fn), of_matrix
+
+
+def e2m1_codes(scaled: Tensor) -> Tensor:
+    """Nearest codes [N, K / 2] uint8 of values [N, K], two per byte, the low half first."""
     magnitudes, codes = scaled.abs(), scaled.signbit().to(torch.uint8) * 8
     # Several times faster than a search in sorted values.
     for value, above in pairwise(E2M1_VALUES):
         codes += magnitudes > (value + above) / 2
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), scales.to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def int4_codes(words: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,7 @@ def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> No
         if part is None or not part.is_beside(name):
             found = LAYER.search(name)
             codes = 2 if info.dtype == MXFP4_DTYPE else 1
-            count = prod(checkpoint.matrix_shape(name)) * codes
+            count = prod(checkpoint.coded.matrix_shape(name)) * codes
             by_layer[found and found[1]] += count
     weights, outside = by_layer.total(), by_layer.pop(None, 0)
     needed = weights * dtype.itemsize

@@ -4,7 +4,8 @@ import re
 from typing import Any
 
 from speq.errors import CheckpointError
-from speq.files.checkpoint import OTHER_VERSION, Checkpoint
+from speq.files.checkpoint import Checkpoint
+from speq.files.safetensors_file import OTHER_VERSION
 
 # Several times what any model has. A larger one is a damaged number, and would take hours or all
 # memory.

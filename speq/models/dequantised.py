@@ -7,9 +7,11 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+from speq.errors import present
 from speq.files.checkpoint import Checkpoint
-from speq.files.published_format import FP8, WORDS, words_name
-from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words
+from speq.files.packing import INT4
+from speq.files.published_format import FP8_DTYPE, WORDS, words_name
+from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words, nvfp4_words
 from speq.models.families import family_of
 from speq.models.shape import hf_config
 
@@ -21,14 +23,13 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
     wanted  selects tensors by name
     """
     state: dict[str, Tensor] = {}
-    coded = {name for name in checkpoint.tensors if checkpoint.is_coded(name)}
-    beside = {each for name in coded for each in checkpoint.beside_codes(name)}
+    coded = checkpoint.coded
     for file in checkpoint.files.values():
         with safe_open(file.path, framework="pt") as mapped:
             for name, (holder, _) in checkpoint.tensors.items():
-                if holder is not file or not wanted(name) or name in beside:
+                if holder is not file or not wanted(name) or coded.is_left_out(name):
                     continue
-                if name in coded:
+                if coded.is_coded(name):
                     state[words_name(name)] = words_of(checkpoint, name)
                 else:
                     state[name] = mapped.get_tensor(holder.stored[name])
@@ -39,15 +40,21 @@ def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
     """Dequantize a tensor of codes. Rows stay as they are on disk, except for experts that a family
     stores transposed.
     """
-    of_scales, *others = checkpoint.beside_codes(name)
-    codes, scales = (checkpoint.tensors[each][0].tensor(each) for each in (name, of_scales))
-    if checkpoint.format == FP8:
+    packing, tensors = checkpoint.coded.packing, checkpoint.tensors
+    of_scales, *others = checkpoint.coded.beside_codes(name)
+    third = None
+    if others and others[0] in tensors:
+        third = tensors[others[0]][0].tensor(others[0])
+    codes, scales = (tensors[each][0].tensor(each) for each in (name, of_scales))
+    if codes.dtype == FP8_DTYPE and packing is not None:
+        return fp8_words(codes, scales.view(1, 1), block=max(codes.shape))
+    if codes.dtype == FP8_DTYPE:
         return fp8_words(codes, scales)
-    if checkpoint.packing is not None:
-        of_zeros = others[0]
-        has_zeros = of_zeros in checkpoint.tensors
-        zeros = checkpoint.tensors[of_zeros][0].tensor(of_zeros) if has_zeros else None
-        return int4_words(*checkpoint.packing.unpack(codes, scales, zeros))
+    if packing is not None and packing.format == INT4:
+        return int4_words(*packing.unpack(codes, scales, third))
+    if packing is not None:
+        third = present(third, "codes of NVFP4 have no scale of their matrix")
+        return nvfp4_words(codes, scales, third, packing.divides)
     rows = codes.flatten(0, -3).flatten(1), scales.flatten(0, -2)
     words = mxfp4_words(*rows).unflatten(0, codes.shape[:-2])
     transposed = family_of(checkpoint.config, checkpoint.path).transposed

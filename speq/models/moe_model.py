@@ -15,7 +15,8 @@ from transformers.utils import logging as hf_logging
 from speq.devices.device import Accelerator, Processor
 from speq.devices.staged import Uploads
 from speq.errors import Broken, CheckpointError, present
-from speq.files.checkpoint import OTHER_VERSION, Checkpoint
+from speq.files.checkpoint import Checkpoint
+from speq.files.safetensors_file import OTHER_VERSION
 from speq.kernels import library
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.ops import MAX_LINEAR_ROWS

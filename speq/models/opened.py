@@ -41,8 +41,8 @@ class Opened:
         family, layers = self.family, checkpoint.model_config.get("num_hidden_layers")
         stored = (
             (
-                torch.bfloat16 if checkpoint.is_coded(name) else info.dtype,
-                prod(checkpoint.matrix_shape(name)),
+                torch.bfloat16 if checkpoint.coded.is_coded(name) else info.dtype,
+                prod(checkpoint.coded.matrix_shape(name)),
             )
             for name, (_, info) in checkpoint.tensors.items()
             if family.holds(name, layers) and (self.part is None or self.part.holds(name))

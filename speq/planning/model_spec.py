@@ -13,7 +13,7 @@ from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
 from speq.experts.expert_store import check_groups, reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
-from speq.files.published_format import WORDS, format_of, int4_settings
+from speq.files.published_format import WORDS, format_of, packed_settings
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
@@ -75,8 +75,9 @@ class ModelSpec:
         words = words if published == WORDS else torch.bfloat16
         experts = shape.experts
         sizes = experts.hidden_size, experts.expert_width
-        packing, groups = int4_settings(content, path) or (None, None)
-        stored = ExpertShape(*sizes, words, published, groups)
+        packing, groups = packed_settings(content, path) or (None, None)
+        divides = packing is not None and packing.divides
+        stored = ExpertShape(*sizes, words, published, groups, divides)
         check_groups(stored, path)
         codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)

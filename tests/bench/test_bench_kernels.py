@@ -196,6 +196,7 @@ def test_compact_kernels_compute_the_first_expert() -> None:
         "moe_grouped_fp8",
         "moe_grouped_mxfp4",
         "moe_grouped_int4",
+        "moe_grouped_nvfp4",
     ):  # of weights of their own
         wanted = bench.call(kernel, layer, hidden_states, first, topk_weights)
         assert bool(wanted.any(2).all())
@@ -307,7 +308,7 @@ def test_isa_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_than_is_left_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = ("lossless", "residual", "fp8", "mxfp4", "published int4")
+    records = ("lossless", "residual", "fp8", "mxfp4", "published int4", "nvfp4")
     in_records = sum(TINY.most_bytes(form, GROUP_SIZE) for form in records)
     needed = READ_BYTES + 8 * (EXACT_BYTES + INT4_BYTES + in_records)
     monkeypatch.setattr("speq.devices.device.available_bytes", lambda: needed - 1)

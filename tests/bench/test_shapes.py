@@ -79,6 +79,7 @@ def test_tensors_are_as_many_as_published_files_have(name: str, weights: str) ->
     [
         ("Qwen3-30B-A3B", "fp8", "fp8"),
         ("Qwen3-30B-A3B", "int4", "int4"),
+        ("Qwen3-30B-A3B", "nvfp4", "nvfp4"),
         ("gpt-oss-20b", None, "mxfp4"),
         ("Qwen3.6-35B-A3B", None, "raw"),
     ],

@@ -9,5 +9,6 @@
 #include "cuda/moe_int4.cu"
 #include "cuda/moe_lossless.cu"
 #include "cuda/moe_mxfp4.cu"
+#include "cuda/moe_nvfp4.cu"
 #include "cuda/moe_residual.cu"
 #include "cuda/read_sum.cu"

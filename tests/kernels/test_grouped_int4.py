@@ -234,7 +234,7 @@ def test_groups_are_whole(group: int) -> None:
     with pytest.raises(ValueError, match=rf"experts are 64 by 96 in groups of {group}; of INT4"):
         scaled_ops.int4_layout(64, 96, group, False, False)
     record, found = torch.zeros(1 << 16, dtype=torch.uint8), empty((64, 96, 32, False, False))
-    with pytest.raises(RuntimeError, match="multiples of group_size"):
+    with pytest.raises(RuntimeError, match=r"multiples? of"):
         torch.ops.speq.decode_int4_out(record, group, False, False, *found)
 
 

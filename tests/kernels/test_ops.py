@@ -18,7 +18,7 @@ from speq.kernels import compact_ops, dense_ops, library, ops, reference
 from speq.kernels.checks import EXACT_DTYPES, FLOAT_DTYPES
 from speq.kernels.library import Backend
 from speq.kernels.ops import Int4Slots
-from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout
+from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout, Nvfp4Layout
 from tests.helpers.backends import need_backend
 from tests.reference import int4
 from tests.reference.int4 import rounded
@@ -279,6 +279,7 @@ SCALED = {
     "fp8": torch.zeros(Fp8Layout(64, 8).nbytes, dtype=torch.uint8),
     "mxfp4": torch.zeros(Mxfp4Layout(64, 32).nbytes, dtype=torch.uint8),
     "int4": torch.zeros(Int4GroupsLayout(64, 32, 32).nbytes, dtype=torch.uint8),
+    "nvfp4": torch.zeros(Nvfp4Layout(64, 32).nbytes, dtype=torch.uint8),
 }
 # The same of those over codes with scales.
 SCALED_ARGUMENTS: dict[str, list[Any]] = {
@@ -287,6 +288,11 @@ SCALED_ARGUMENTS: dict[str, list[Any]] = {
     "decode_mxfp4": [SCALED["mxfp4"], *OF_MXFP4],
     "moe_grouped_mxfp4": [*ROUTED, SCALED["mxfp4"].unsqueeze(0), 32, 0, torch.zeros(3, 2, 64)],
     "decode_int4": [SCALED["int4"], 32, False, False, *OF_MXFP4],
+    "decode_nvfp4": [SCALED["nvfp4"], False, *OF_MXFP4],
+    "moe_grouped_nvfp4": [
+        *(*ROUTED, SCALED["nvfp4"].unsqueeze(0), 32, False, 0),
+        torch.zeros(3, 2, 64),
+    ],
     "moe_grouped_int4": [
         *(*ROUTED, SCALED["int4"].unsqueeze(0), 32, 32, False, False, 0),
         torch.zeros(3, 2, 64),
@@ -445,6 +451,10 @@ def raw_arguments(op: str) -> list[Any]:
         ("moe_grouped_int4", 3, torch.zeros(1, 64).byte()),
         ("moe_grouped_int4", 4, 24),
         ("moe_grouped_int4", 5, 0),
+        ("decode_nvfp4", 0, torch.zeros(64).byte()),
+        ("decode_nvfp4", 3, torch.zeros(64, 24).bfloat16()),
+        ("moe_grouped_nvfp4", 3, torch.zeros(1, 64).byte()),
+        ("moe_grouped_nvfp4", 4, 24),
         ("encode_dense_lossless", 0, torch.zeros(16, 64)),
         ("encode_dense_lossless", 0, torch.zeros(64).bfloat16()),
         ("encode_dense_lossless", 0, torch.zeros(0, 64).bfloat16()),

@@ -105,8 +105,8 @@ def test_a_link_of_a_hub_cache_is_followed(copied: Path, tmp_path: Path) -> None
     [
         (
             "hf_quant_config.json",
-            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}},
-            r"quantised \(NVFP4\), as hf_quant_config.json says and config.json does not",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_MXFP4_FP8"}},
+            r"quantised \(modelopt W4A8_MXFP4_FP8: W4A8_MXFP4_FP8\), and NVFP4 is read",
         ),
         ("quantize_config.json", {"bits": 4, "group_size": 128}, r"quantised \(4 bits\)"),
         ("quant_config.json", {"w_bit": 4, "version": "GEMM"}, r"quantised \(4 bits\)"),
@@ -411,9 +411,10 @@ def test_published_configurations_are_planned_or_refused_in_a_sentence(tmp_path:
             assert "\n" not in str(error)
             continue
         assert made.candidates
-        assert "NVFP4" not in path.name and format_ in ("words", "fp8", "mxfp4")
+        assert ("NVFP4" in path.name) == (format_ == "nvfp4")
+        assert format_ in ("words", "fp8", "mxfp4", "int4", "nvfp4")
         planned.append(folder.name)
-    assert len(planned) >= 15
+    assert len(planned) >= 20
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="no metadata of published models lies here")

@@ -1,4 +1,4 @@
-"""What codes under scales stand for where models are published in FP8 or MXFP4."""
+"""What codes under scales stand for where models are published in FP8, MXFP4 or NVFP4."""
 
 import numpy as np
 
@@ -6,7 +6,9 @@ import numpy as np
 FP8_BLOCK = 128
 # Neighbours of MXFP4 that have one.
 MXFP4_BLOCK = 32
-# What the codes 0 to 7 of MXFP4 (e2m1) stand for; those from 8 on are the same below zero.
+# The same of NVFP4.
+NVFP4_BLOCK = 16
+# What the codes 0 to 7 of both (e2m1) stand for; those from 8 on are the same below zero.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
@@ -38,7 +40,24 @@ def mxfp4_values(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """[N, K] of codes [N, K / 2] uint8, the low nibble first, under exponents [N, K / 32] uint8
     that are 127 too large.
     """
+    scale = np.repeat(2.0 ** (scales.astype(np.float64) - 127), MXFP4_BLOCK, axis=1)
+    return e2m1_values(packed).astype(np.float64) * scale
+
+
+def e2m1_values(packed: np.ndarray) -> np.ndarray:
+    """[N, K] float32 of codes [N, K / 2] uint8, the low nibble first."""
     codes = np.empty((packed.shape[0], 2 * packed.shape[1]), dtype=np.int64)
     codes[:, 0::2], codes[:, 1::2] = packed % 16, packed // 16
-    values = np.where(codes < 8, E2M1[codes % 8], -E2M1[codes % 8]).astype(np.float64)
-    return values * np.repeat(2.0 ** (scales.astype(np.float64) - 127), MXFP4_BLOCK, axis=1)
+    return np.where(codes < 8, E2M1[codes % 8], -E2M1[codes % 8])
+
+
+def nvfp4_words(
+    packed: np.ndarray, scales: np.ndarray, of_matrix: np.float32, divides: bool
+) -> np.ndarray:
+    """The bfloat16 words, uint16, of codes [N, K / 2] uint8, the low nibble first.
+
+    scales     [N, K / 16] uint8: codes of e4m3, which are first multiplied by of_matrix, or divided
+    """
+    values = e4m3_values()[scales]
+    by = values / of_matrix if divides else values * of_matrix
+    return bfloat16_bits(e2m1_values(packed) * by.repeat(NVFP4_BLOCK, 1))

@@ -1,18 +1,25 @@
-"""INT4 as publishers pack it: names, shapes and order of the tensors of a matrix [N, K].
+"""Codes of four bits as publishers pack them: names, shapes and order of the tensors of a matrix
+[N, K], N outputs and K inputs.
 
-N outputs, K inputs in groups of G, eight codes of four bits to an int32. A weight is its code less
-the group's zero point, times the group's scale. Records of experts have codes [N, K / 8] of
-neighbouring inputs, scales [N, K / G] and zero points [N / 8, K / G] of neighbouring outputs, the
-first in the lowest bits. compressed-tensors publishes them so; from others they are turned as they
-are read:
+**INT4**, in groups of G inputs, eight codes to an int32. A weight is its code less the group's zero
+point, times the group's scale. Records of experts have codes [N, K / 8] of neighbouring inputs,
+scales [N, K / G] and zero points [N / 8, K / G] of neighbouring outputs, the first in the lowest
+bits. compressed-tensors publishes them so; from others they are turned as they are read:
 
     gptq  qweight [K / 8, N], scales [K / G, N], qzeros [K / G, N / 8]. The checkpoint format gptq
           has 0x11111111 subtracted from each int32 of qzeros, gptq_v2 has not
     awq   qweight [K, N / 8], scales [K / G, N], qzeros [K / G, N / 8]. An int32 has eight outputs,
           from the lowest bits 0, 2, 4, 6, 1, 3, 5, 7 (`gemm`)
 
+**NVFP4**, in blocks of 16 inputs, two codes to a byte, the first in its low half. A weight is its
+e2m1 code times a scale, and that is the block's e4m3 scale times the matrix's (ModelOpt), or
+divided by it (compressed-tensors):
+
+    codes [N, K / 2] uint8, scales [N, K / 16] float8_e4m3fn, one float32
+
 Sources: https://github.com/vllm-project/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ,
-https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ.
+https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ,
+https://github.com/NVIDIA/Model-Optimizer.
 """
 
 from collections.abc import Callable
@@ -23,7 +30,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+INT4, NVFP4 = "int4", "nvfp4"
 CODES_PER_WORD = 8
+NVFP4_BLOCK = 16
 # A 1 in each zero point of an int32.
 ONES = 0x11111111
 # Place in an int32 of AWQ of each of eight outputs.
@@ -87,42 +96,73 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Packing:
+class CodePacking:
     """What a publisher's tensors of a matrix are called, and how they lie.
 
-    codes, scales, zeros  ends of names; others: of what belongs to a matrix besides
+    format   INT4 or NVFP4
+    codes, scales, third  ends of names; third: zero points, or the scale of the matrix
+    others   ends of what belongs to a matrix besides
     turned   whether inputs come first
-    by_output  whether an int32 of codes has eight outputs of an input, as AWQ's
-    zeros_less  what zero points are stored less
+    by_output  whether a number holds codes of several outputs of an input, as AWQ's
+    zeros_less  what an int32 of zero points is stored less
+    divides  whether the matrix's scale divides those of blocks
     room     bytes that turning takes, for each byte of codes
     """
 
     name: str
+    format: str
     codes: str
     scales: str
-    zeros: str
+    third: str
     others: tuple[str, ...]
-    turned: bool = True
+    turned: bool = False
     by_output: bool = False
     zeros_less: int = 0
-    room: int = 1
+    divides: bool = False
+    room: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of codes."""
+        return torch.int32 if self.format == INT4 else torch.uint8
+
+    @property
+    def together(self) -> int:
+        """Codes in a number of that dtype."""
+        return CODES_PER_WORD if self.format == INT4 else 2
 
     def codes_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Shape of the codes of a matrix."""
         if not self.turned:
-            return rows, columns // CODES_PER_WORD
+            return rows, columns // self.together
         if self.by_output:
-            return columns, rows // CODES_PER_WORD
-        return columns // CODES_PER_WORD, rows
+            return columns, rows // self.together
+        return columns // self.together, rows
 
     def matrix_shape(self, codes: tuple[int, ...]) -> tuple[int, int]:
         """Shape [N, K] of the matrix of codes of that shape."""
         first, second = codes
         if not self.turned:
-            return first, second * CODES_PER_WORD
+            return first, second * self.together
         if self.by_output:
-            return second * CODES_PER_WORD, first
-        return second, first * CODES_PER_WORD
+            return second * self.together, first
+        return second, first * self.together
+
+    def turns(
+        self, rows: int, columns: int, groups: int, dtype: torch.dtype
+    ) -> tuple[Turned | None, Turned | None, Turned | None]:
+        """How to bring codes, scales of that dtype and the third tensor into a record's order;
+        None: they are in it.
+        """
+        if not self.turned:
+            return None, None, None
+        words = -(-rows // CODES_PER_WORD)
+        codes = Turned(rows, columns // CODES_PER_WORD, torch.int32)
+        zeros = Turned(words, groups, torch.int32, before=partial(_add, self.zeros_less))
+        if self.by_output:
+            codes = Turned(rows, columns // 2, torch.uint8, before=partial(_pair_inputs, words))
+            zeros = Turned(words, groups, torch.int32, before=_awq_in_order)
+        return codes, Turned(rows, groups, dtype), zeros
 
     def scales_shape(self, rows: int, groups: int) -> tuple[int, int]:
         return (groups, rows) if self.turned else (rows, groups)
@@ -130,35 +170,15 @@ class Int4Packing:
     def zeros_shape(self, rows: int, groups: int) -> tuple[int, int]:
         return self.scales_shape(-(-rows // CODES_PER_WORD), groups)
 
-    def turn_codes(self, rows: int, columns: int) -> Turned | None:
-        """How to bring codes into a record's order; None: they are in it."""
-        if not self.turned:
-            return None
-        if self.by_output:
-            words = rows // CODES_PER_WORD
-            return Turned(rows, columns // 2, torch.uint8, before=partial(_pair_inputs, words))
-        return Turned(rows, columns // CODES_PER_WORD, torch.int32)
-
-    def turn_scales(self, rows: int, groups: int, dtype: torch.dtype) -> Turned | None:
-        return Turned(rows, groups, dtype) if self.turned else None
-
-    def turn_zeros(self, rows: int, groups: int) -> Turned | None:
-        if not self.turned:
-            return None
-        before = _awq_in_order if self.by_output else partial(_add, self.zeros_less)
-        return Turned(-(-rows // CODES_PER_WORD), groups, torch.int32, before=before)
-
     def unpack(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Bring a matrix's tensors into a record's order: codes [N, K / 2] uint8, scales [N, K / G]
-        and zero points [N / 8, K / G] int32.
+        """Bring a matrix's tensors in INT4 into a record's order: codes [N, K / 2] uint8, scales
+        [N, K / G] and zero points [N / 8, K / G] int32.
         """
         rows, columns = self.matrix_shape(tuple(codes.shape))
-        groups = scales.numel() // rows
-        of_codes = self.turn_codes(rows, columns)
-        of_scales = self.turn_scales(rows, groups, scales.dtype)
-        of_zeros = self.turn_zeros(rows, groups)
+        turns = self.turns(rows, columns, scales.numel() // rows, scales.dtype)
+        of_codes, of_scales, of_zeros = turns
         return (
             (codes if of_codes is None else of_codes.of(codes)).view(torch.uint8),
             scales if of_scales is None else of_scales.of(scales),
@@ -203,14 +223,22 @@ def _pair_inputs(words: int, stored: Tensor) -> Tensor:
     return made.flatten().view(torch.uint8)
 
 
-COMPRESSED = Int4Packing(
-    "compressed-tensors",
-    *(".weight_packed", ".weight_scale", ".weight_zero_point"),
-    (".weight_shape", ".weight_g_idx"),
-    turned=False,
-    room=0,
+COMPRESSED_TENSORS = "compressed-tensors"
+COMPRESSED = CodePacking(
+    *(COMPRESSED_TENSORS, INT4, ".weight_packed", ".weight_scale", ".weight_zero_point"),
+    others=(".weight_shape", ".weight_g_idx"),
 )
-GPTQ_V2 = Int4Packing("gptq_v2", ".qweight", ".scales", ".qzeros", (".g_idx",))
-GPTQ = Int4Packing("gptq", ".qweight", ".scales", ".qzeros", (".g_idx",), zeros_less=ONES)
-AWQ = Int4Packing("awq", ".qweight", ".scales", ".qzeros", (), by_output=True, room=5)
-PACKINGS = (COMPRESSED, GPTQ_V2, GPTQ, AWQ)
+OF_GPTQ = INT4, ".qweight", ".scales", ".qzeros", (".g_idx",)
+GPTQ_V2 = CodePacking("gptq_v2", *OF_GPTQ, turned=True, room=1)
+GPTQ = CodePacking("gptq", *OF_GPTQ, turned=True, zeros_less=ONES, room=1)
+AWQ = CodePacking("awq", *OF_GPTQ[:-1], others=(), turned=True, by_output=True, room=5)
+MODELOPT = CodePacking(
+    *("modelopt", NVFP4, ".weight", ".weight_scale", ".weight_scale_2"),
+    others=(".input_scale", ".pre_quant_scale"),
+)
+COMPRESSED_NVFP4 = CodePacking(
+    *(COMPRESSED_TENSORS, NVFP4, ".weight_packed", ".weight_scale", ".weight_global_scale"),
+    others=(".input_global_scale",),
+    divides=True,
+)
+PACKINGS = (COMPRESSED, GPTQ_V2, GPTQ, AWQ, MODELOPT, COMPRESSED_NVFP4)

@@ -1,14 +1,16 @@
-"""Checkpoints in INT4 by compressed-tensors, GPTQ and AWQ: the output is that of the words which
-they stand for.
+"""Checkpoints in INT4 by compressed-tensors, GPTQ and AWQ, and in NVFP4 by ModelOpt and
+compressed-tensors: the output is that of the words which they stand for.
 """
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
@@ -21,12 +23,12 @@ from speq.models.opened import open_model
 from speq.planning.model_spec import ModelSpec
 from speq.quantizing.models import pack
 from tests.helpers.cells import Cell, loaded, outcomes
-from tests.helpers.int4_files import Int4Kind, quantization_config, write_int4
+from tests.helpers.packed_files import Int4Kind, Nvfp4Kind, quantization_config, write_packed
 from tests.helpers.tiny_models import experts_alone, greedy_tokens, load_plain, write_model
 
 NEW_TOKENS = 60
 PROMPT = [*range(40, 60)]
-KINDS = {
+KINDS: dict[str, Int4Kind | Nvfp4Kind] = {
     "qwen3_moe": Int4Kind(32, True, False),
     "deepseek_v3": Int4Kind(32, True, True),
     "qwen2_moe": Int4Kind(64, False, True, halves=True),
@@ -36,9 +38,22 @@ KINDS = {
     "mixtral by gptq_v2": Int4Kind(32, False, False, "gptq_v2"),
     "qwen3_moe by awq": Int4Kind(128, False, True, "awq"),
     "qwen2_moe by awq": Int4Kind(32, False, True, "awq"),
+    "qwen3_moe by modelopt": Nvfp4Kind("modelopt", "nvfp4"),
+    "deepseek_v3 by modelopt, once": Nvfp4Kind("modelopt", beside=True),
+    "qwen2_moe by modelopt": Nvfp4Kind("modelopt", "fp8"),
+    "mixtral in nvfp4": Nvfp4Kind("compressed-tensors", "nvfp4"),
 }
 WIDTHS = {"mixtral": "intermediate_size"}
-Made = tuple[Path, Path, Path]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model in INT4 or NVFP4, packed, and the words that it stands for."""
+
+    model: Path
+    packed: Path
+    words: Path
+    codec: str
 
 
 def family_in(name: str) -> str:
@@ -47,34 +62,33 @@ def family_in(name: str) -> str:
 
 @pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A model in INT4, packed, and the words that it stands for."""
-    root, kind = tmp_path_factory.mktemp("int4"), KINDS[request.param]
+    root, kind = tmp_path_factory.mktemp("packed"), KINDS[request.param]
     family = family_in(request.param)
     width = WIDTHS.get(family, "moe_intermediate_size")
     sizes = {"hidden_size": max(128, kind.group), width: max(64, kind.group)}
     source = write_model(root / "16", family, torch.bfloat16, **sizes)
-    model = write_int4(root / "model", root / "words", source, kind)
+    model = write_packed(root / "model", root / "words", source, kind)
     pack(model, root / "packed")
-    return model, root / "packed", root / "words"
+    return Made(model, root / "packed", root / "words", kind.codec)
 
 
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(0, "two slots", "own", codec="int4", drafter="ngram"),
-        Cell(3, "half", "own", codec="int4", drafter="ngram", readers=4),
-        Cell(3, "two slots", "own", "packed", codec="int4", drafter="ngram"),
-        Cell(3, "half", "own", codec="int4", drafter="cached", prefetch="three-phase"),
+        Cell(0, "two slots", "own", drafter="ngram"),
+        Cell(3, "half", "own", drafter="ngram", readers=4),
+        Cell(3, "two slots", "own", "packed", drafter="ngram"),
+        Cell(3, "half", "own", drafter="cached", prefetch="three-phase"),
     ],
 )
 def test_greedy_tokens_are_those_of_the_words(cell: Cell, made: Made) -> None:
-    model, packed, words = made
-    expected = greedy_tokens(load_plain(words), PROMPT, NEW_TOKENS)
-    folder = packed if cell.store == "packed" else model
+    expected = greedy_tokens(load_plain(made.words), PROMPT, NEW_TOKENS)
+    folder = made.packed if cell.store == "packed" else made.model
+    cell = replace(cell, codec=made.codec)
     generator, _ = loaded(cell, folder, "auto", "float32", len(PROMPT) + NEW_TOKENS)
     result = generator.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     seen = outcomes(generator.last_run.decode)
-    assert result.stats["codec"] == "int4"
+    assert result.stats["codec"] == made.codec
     assert generator.runtime.plan.items["draft"] == 0
     generator.close()
     assert result.token_ids == expected
@@ -82,9 +96,8 @@ def test_greedy_tokens_are_those_of_the_words(cell: Cell, made: Made) -> None:
 
 
 def test_words_of_experts_are_those_of_the_format(made: Made) -> None:
-    model, packed, words = made
-    plain = experts_alone(load_file(words / "model.safetensors"))
-    for folder in (model, packed):
+    plain = experts_alone(load_file(made.words / "model.safetensors"))
+    for folder in (made.model, made.packed):
         opened = open_model(folder)
         slot = expert_slot(opened.store)
         names = opened.shape.experts.names
@@ -106,13 +119,18 @@ def test_words_of_experts_are_those_of_the_format(made: Made) -> None:
         opened.close()
 
 
-@pytest.mark.parametrize("made", ["qwen3_moe", "deepseek_v3", "mixtral"], indirect=True)
+COMPRESSED = ["qwen3_moe", "deepseek_v3", "mixtral", "mixtral in nvfp4"]
+COMPRESSORS = {"int4": PackedQuantizationCompressor, "nvfp4": NVFP4PackedCompressor}
+
+
+@pytest.mark.parametrize("made", COMPRESSED, indirect=True)
 def test_words_are_those_of_compressed_tensors(made: Made) -> None:
     """The library that defines the format unpacks the published tensors of some modules."""
-    model, _, words = made
-    published, plain = (load_file(folder / "model.safetensors") for folder in (model, words))
+    published, plain = (
+        load_file(folder / "model.safetensors") for folder in (made.model, made.words)
+    )
     plain = experts_alone(plain)
-    config = json.loads((model / "config.json").read_text())["quantization_config"]
+    config = json.loads((made.model / "config.json").read_text())["quantization_config"]
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
     modules = [name.removesuffix("weight_packed") for name in published if "_packed" in name]
     for module in modules[:: len(modules) // 12]:
@@ -121,16 +139,15 @@ def test_words_are_those_of_compressed_tensors(made: Made) -> None:
             for name, tensor in published.items()
             if name.startswith(f"{module}weight_")
         }
-        made_weight = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        made_weight = COMPRESSORS[made.codec].decompress(parts, scheme)["weight"]
         assert made_weight.dtype == torch.bfloat16
         assert torch.equal(made_weight, plain[f"{module}weight"]), module
 
 
 def test_every_weight_is_that_of_the_words(made: Made) -> None:
     """Dense layers in INT4 too, and nothing that belongs to codes is left over."""
-    model, _, words = made
-    ours = load_plain(words, torch.bfloat16)
-    opened = open_model(model)
+    ours = load_plain(made.words, torch.bfloat16)
+    opened = open_model(made.model)
     found = load_dequantized(opened.checkpoint, lambda name: True, dtype=torch.bfloat16)
     opened.close()
     assert found.state_dict().keys() == ours.state_dict().keys()
@@ -139,14 +156,13 @@ def test_every_weight_is_that_of_the_words(made: Made) -> None:
 
 
 def test_a_plan_knows_the_size_before_the_weights(made: Made, tmp_path: Path) -> None:
-    model, _, _ = made
-    for name in ("config.json", "generation_config.json"):
-        (tmp_path / name).write_bytes((model / name).read_bytes())
+    for path in made.model.glob("*config.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
     spec = ModelSpec.of_config("model", tmp_path, "auto")
-    opened = open_model(model)
+    opened = open_model(made.model)
     assert spec.codec.record_range == opened.store.codec.record_range
     assert spec.reading_bytes == opened.store.reading_bytes
-    assert (spec.codec.name, spec.draft) == ("int4", None)
+    assert (spec.codec.name, spec.draft) == (made.codec, None)
     opened.close()
 
 
@@ -210,6 +226,20 @@ def drop(end: str) -> Callable[[Tensors], None]:
             r"be int32 \[2, 8\]",
         ),
         ("awq", change("qweight", torch.zeros(64).int()), "must be of rows of whole groups of 32"),
+        ("modelopt", drop("weight_scale"), "lacks its scales, .*down_proj.weight_scale"),
+        ("modelopt", cut("weight_scale"), r"nvfp4 codes \[128, 32\] it must be .* \[128, 4\]"),
+        (
+            "modelopt",
+            drop("weight_scale_2"),
+            "scale_2, the scale of all of .*, is absent",
+        ),
+        (
+            "modelopt",
+            change("weight_scale_2", torch.ones(2)),
+            r"float32 \[2\]; it must be one",
+        ),
+        ("modelopt", change("weight", torch.ones(128, 4).byte()), "of rows of whole blocks of 16"),
+        ("modelopt", change("pre_quant_scale", torch.ones(64)), "for inputs that .* scales, which"),
     ],
 )
 def test_parts_that_are_absent_or_wrong(
@@ -217,8 +247,8 @@ def test_parts_that_are_absent_or_wrong(
 ) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     source = write_model(tmp_path / "16", "qwen3_moe", torch.bfloat16, **sizes)
-    kind = Int4Kind(32, True, False, packing)
-    write_int4(tmp_path / "model", tmp_path / "words", source, kind)
+    kind = Nvfp4Kind(packing) if packing == "modelopt" else Int4Kind(32, True, False, packing)
+    write_packed(tmp_path / "model", tmp_path / "words", source, kind)
     tensors = copied(tmp_path / "model", tmp_path / "damaged")
     damage(tensors)
     save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
@@ -227,6 +257,7 @@ def test_parts_that_are_absent_or_wrong(
 
 
 WEIGHTS = {"num_bits": 4, "group_size": 32}
+MIXED_LAYERS = {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "MXFP8"}}
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "eight bits": ("weights", {"num_bits": 8}, "with num_bits 8, and it is read with 4"),
     "floats": ("weights", {"type": "float"}, "with type 'float'"),
@@ -236,7 +267,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no groups": ("weights", {"group_size": None}, "with group_size None"),
     "nvfp4": (
         *("compressed-tensors", {"format": "nvfp4-pack-quantized"}),
-        "in the format 'nvfp4-pack-quantized' with 1 groups",
+        "with type 'int', and it is read with 'float'",
+    ),
+    "mxfp4 packed": (
+        *("compressed-tensors", {"format": "mxfp4-pack-quantized"}),
+        "in the format 'mxfp4-pack-quantized' with 1 groups",
     ),
     "no modules": ("compressed-tensors", {"config_groups": {}}, "with 0 groups of modules"),
     "two kinds": (
@@ -260,6 +295,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "awq for gemv": ("awq", {"version": "gemv"}, "with version 'gemv', and it is read with 'gemm'"),
     "awq without zeros": ("awq", {"zero_point": False}, "with zero_point False"),
     "awq of whole rows": ("awq", {"group_size": -1}, "with group_size -1"),
+    "nvfp4 in groups of 32": ("modelopt", {"group_size": 32}, "with group_size 32, and it is read"),
+    "nvfp4 by awq": ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ: NVFP4_AWQ"),
+    "fp8 by modelopt": ("modelopt", {"quant_algo": "FP8"}, r"quantised \(modelopt FP8: FP8\)"),
+    "mxfp8 beside": (
+        *("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED_LAYERS}),
+        r"modelopt MIXED_PRECISION: MXFP8, NVFP4\)",
+    ),
     "another quantiser": ("awq", {"quant_method": "eetq"}, r"is quantised \(eetq\)"),
 }
 
@@ -269,7 +311,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_kinds_that_are_not_read(name: str, nested: bool, tmp_path: Path) -> None:
     packing, changed, sentence = CONFIGS[name]
     packed_by = "compressed-tensors" if packing == "weights" else packing
-    settings = quantization_config(Int4Kind(32, True, False, packed_by))
+    settings = Int4Kind(32, True, False, packed_by).settings
+    if packing == "modelopt":
+        settings = Nvfp4Kind(packing).settings
     of = settings["config_groups"]["group_0"]["weights"] if packing == "weights" else settings
     of |= changed
     config: dict[str, Any] = {"quantization_config": settings}
@@ -278,7 +322,7 @@ def test_kinds_that_are_not_read(name: str, nested: bool, tmp_path: Path) -> Non
 
 
 def test_a_generator_says_what_is_not_read(made: Made, tmp_path: Path) -> None:
-    copied(made[0], tmp_path / "model")
+    copied(made.model, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"] = quantization_config(Int4Kind(48, True, False))

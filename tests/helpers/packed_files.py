@@ -1,0 +1,259 @@
+"""Checkpoints in INT4 and NVFP4 as publishers pack them, and their words, in numpy."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.tiny_models import experts_alone
+from tests.reference.packed_int4 import OFFSET, packed, packed_awq, packed_gptq, words
+from tests.reference.scaled import E2M1, NVFP4_BLOCK, bfloat16_bits, e4m3_values, nvfp4_words
+
+EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
+# What quantisers leave as it is, routers among them.
+LEFT = re.compile(r"embed_tokens|lm_head|norm|\.gate\.|shared_expert_gate|bias$")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix as it is published, by the ends of its names, and its words [N, K]."""
+
+    tensors: dict[str, torch.Tensor]
+    plain: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Int4Kind:
+    """How a checkpoint is packed.
+
+    symmetric  whether all zero points are 8
+    dense      whether dense layers are in INT4 as well, beside the experts
+    packing    compressed-tensors, gptq, gptq_v2 or awq
+    halves     whether scales are float16; those of GPTQ and AWQ always are
+    """
+
+    group: int
+    symmetric: bool
+    dense: bool
+    packing: str = "compressed-tensors"
+    halves: bool = False
+    codec: ClassVar[str] = "int4"
+
+    def takes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a matrix is put into codes."""
+        rows, columns = tensor.shape
+        return coded(name, self.dense) and rows % 8 == 0 and columns % self.group == 0
+
+    def pack(self, name: str, matrix: np.ndarray) -> Packed:
+        return packed_matrix(matrix, self)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return quantization_config(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of scales."""
+        halves = self.halves or self.packing != "compressed-tensors"
+        return torch.float16 if halves else torch.bfloat16
+
+
+def coded(name: str, dense: bool) -> bool:
+    """Whether quantisers put a matrix into codes. dense: dense layers as well"""
+    return EXPERT.search(name) is not None or (dense and not LEFT.search(name))
+
+
+@dataclass(frozen=True)
+class Nvfp4Kind:
+    """How a checkpoint in NVFP4 is packed.
+
+    packing  modelopt or compressed-tensors
+    dense    format of dense layers: nvfp4, fp8 with one scale for a matrix, or words
+    beside   whether config.json says nothing, as ModelOpt's earlier versions left it
+    """
+
+    packing: str
+    dense: str = "words"
+    beside: bool = False
+    codec: ClassVar[str] = "nvfp4"
+    group: ClassVar[int] = 2 * NVFP4_BLOCK
+
+    def takes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a matrix is put into codes."""
+        return coded(name, self.dense != "words") and tensor.shape[1] % self.group == 0
+
+    def pack(self, name: str, matrix: np.ndarray) -> Packed:
+        if not EXPERT.search(name) and self.dense == "fp8":
+            return fp8_matrix(matrix)
+        return nvfp4_matrix(matrix, self.packing == "compressed-tensors")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As llm-compressor and ModelOpt write it."""
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
+        group = {"input_activations": weights, "weights": weights, "targets": ["Linear"]}
+        if self.packing == "compressed-tensors":
+            of_weights = {"symmetric": True, "strategy": "tensor_group", "observer": "minmax"}
+            modules = {"weights": weights | of_weights, "targets": ["Linear"]}
+            return {
+                **{"config_groups": {"group_0": modules}, "format": "nvfp4-pack-quantized"},
+                **{"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
+            }
+        producer = {
+            "producer": {"name": "modelopt", "version": "0.37.0"},
+            "quant_method": "modelopt",
+        }
+        if self.dense == "fp8":
+            layers = {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+            attention = {"model.layers.1.self_attn.q_proj": {"quant_algo": "FP8"}}
+            return {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": layers | attention,
+            } | producer
+        kv_cache = {"dynamic": False, "num_bits": 8, "type": "float"}
+        algorithm = {"quant_algo": "NVFP4", "kv_cache_scheme": kv_cache}
+        return {"config_groups": {"group_0": group}} | algorithm | producer
+
+
+def nvfp4_matrix(matrix: np.ndarray, divides: bool) -> Packed:
+    """The nearest codes of a matrix [N, K], with scales as both publishers choose them."""
+    blocks = matrix.reshape(len(matrix), -1, NVFP4_BLOCK)
+    # The largest of all becomes 6 under the largest scale of a block, 448.
+    of_matrix = np.float32(max(np.abs(matrix).max(), 1e-6) / (6 * 448))
+    of_matrix = np.float32(1 / of_matrix) if divides else of_matrix
+    wanted = np.abs(blocks).max(2) / 6
+    wanted = wanted * of_matrix if divides else wanted / of_matrix
+    scales = torch.from_numpy(wanted.astype(np.float32)).to(torch.float8_e4m3fn)
+    bytes_ = scales.view(torch.uint8).numpy()
+    by = e4m3_values()[bytes_] / of_matrix if divides else e4m3_values()[bytes_] * of_matrix
+    values = blocks / np.maximum(by, 1e-30)[..., None]
+    nearest = np.abs(np.abs(values)[..., None] - E2M1).argmin(-1) + 8 * np.signbit(values)
+    nearest = nearest.reshape(matrix.shape).astype(np.uint8)
+    codes = nearest[:, 0::2] | nearest[:, 1::2] << 4
+    plain = nvfp4_words(codes, bytes_, of_matrix, divides)
+    one = torch.tensor([of_matrix])
+    tensors = {"weight_scale": scales}
+    if divides:
+        tensors |= {"weight_packed": torch.from_numpy(codes), "weight_global_scale": one}
+        tensors["input_global_scale"] = torch.tensor([3.5])
+    else:
+        tensors |= {"weight": torch.from_numpy(codes), "weight_scale_2": one.reshape(())}
+        tensors["input_scale"] = torch.tensor(0.5)
+    return Packed(tensors, torch.from_numpy(plain.view(np.int16)).view(torch.bfloat16))
+
+
+def fp8_matrix(matrix: np.ndarray) -> Packed:
+    """The nearest codes of a matrix with one scale."""
+    scale = np.float32(max(np.abs(matrix).max(), 1e-6) / 448)
+    codes = torch.from_numpy((matrix / scale).astype(np.float32)).to(torch.float8_e4m3fn)
+    plain = bfloat16_bits(e4m3_values()[codes.view(torch.uint8).numpy()] * scale)
+    parts = {"weight": codes, "weight_scale": torch.tensor(scale), "input_scale": torch.tensor(2.0)}
+    return Packed(parts, torch.from_numpy(plain.view(np.int16)).view(torch.bfloat16))
+
+
+def packed_matrix(matrix: np.ndarray, kind: Int4Kind) -> Packed:
+    """The nearest codes of a matrix [N, K] in groups of neighbours."""
+    rows, columns = matrix.shape
+    groups = matrix.reshape(rows, -1, kind.group)
+    if kind.symmetric:
+        scales = np.abs(groups).max(2) / 7.5
+    else:
+        least, most = groups.min(2).clip(max=0), groups.max(2).clip(min=0)
+        scales = (most - least) / 15
+    scales = torch.from_numpy(np.maximum(scales, 1e-6)).to(kind.dtype)
+    factors = scales.float().numpy()
+    zeros = np.full(scales.shape, OFFSET)
+    if not kind.symmetric:
+        zeros = np.rint(-least / factors).clip(0, 15).astype(np.int64)
+    codes = np.rint(groups / factors[..., None] + zeros[..., None]).clip(0, 15).astype(np.int64)
+    codes = codes.reshape(rows, columns)
+    plain = torch.from_numpy(words(codes, factors, zeros).view(np.int16)).view(torch.bfloat16)
+    return Packed(published_tensors(codes, scales, zeros, kind), plain)
+
+
+def published_tensors(
+    codes: np.ndarray, scales: torch.Tensor, zeros: np.ndarray, kind: Int4Kind
+) -> dict[str, torch.Tensor]:
+    """A module's tensors of codes [N, K], scales and zero points [N, G]."""
+    if kind.packing == "compressed-tensors":
+        tensors = {
+            "weight_packed": torch.from_numpy(packed(codes)),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(codes.shape),
+        }
+        if not kind.symmetric:
+            tensors["weight_zero_point"] = torch.from_numpy(packed(zeros.T).T.copy())
+        return tensors
+    if kind.packing == "awq":
+        qweight, qzeros = packed_awq(codes, zeros)
+        others = {}
+    else:
+        qweight, qzeros = packed_gptq(codes, zeros, int(kind.packing == "gptq"))
+        others = {"g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // kind.group}
+    return {
+        "qweight": torch.from_numpy(qweight),
+        "qzeros": torch.from_numpy(qzeros),
+        "scales": scales.t().contiguous(),
+    } | others
+
+
+def quantization_config(kind: Int4Kind) -> dict[str, Any]:
+    """As compressed-tensors, GPTQModel and AutoAWQ write it."""
+    if kind.packing == "awq":
+        return {
+            **{"bits": 4, "group_size": kind.group, "modules_to_not_convert": ["gate"]},
+            **{"quant_method": "awq", "version": "gemm", "zero_point": True},
+        }
+    if kind.packing != "compressed-tensors":
+        return {
+            **{"bits": 4, "checkpoint_format": kind.packing, "desc_act": False},
+            **{"dynamic": {"-:.*mlp.gate$": {}}, "group_size": kind.group, "lm_head": False},
+            **{"pack_dtype": "int32", "quant_method": "gptq", "sym": kind.symmetric},
+            "meta": {"damp_percent": 0.05, "quantizer": ["gptqmodel:7.7.0"]},
+        }
+    weights = {
+        **{"actorder": None, "block_structure": None, "dynamic": False, "group_size": kind.group},
+        **{"num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group"},
+        **{"symmetric": kind.symmetric, "type": "int"},
+    }
+    modules = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
+    ignore = ["lm_head"] if kind.dense else ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+    return {
+        "config_groups": {"group_0": modules | {"weights": weights}},
+        **{"format": "pack-quantized", "global_compression_ratio": None, "ignore": ignore},
+        **{"kv_cache_scheme": None, "quant_method": "compressed-tensors"},
+        "quantization_status": "compressed",
+    }
+
+
+def write_packed(path: Path, words_path: Path, source: Path, kind: Int4Kind | Nvfp4Kind) -> Path:
+    """A model of that kind in `path`, and what it stands for in `words_path`."""
+    published: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in experts_alone(load_file(source / "model.safetensors")).items():
+        if tensor.dim() != 2 or not kind.takes(name, tensor):
+            published[name] = plain[name] = tensor
+            continue
+        made = kind.pack(name, tensor.float().numpy())
+        published |= {name.removesuffix("weight") + end: each for end, each in made.tensors.items()}
+        plain[name] = made.plain
+    for folder, tensors in ((path, published), (words_path, plain)):
+        folder.mkdir(parents=True)
+        for file in source.iterdir():
+            if file.suffix == ".json":
+                (folder / file.name).write_bytes(file.read_bytes())
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if isinstance(kind, Nvfp4Kind) and kind.beside:
+        settings = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": NVFP4_BLOCK}
+        content = {"producer": {"name": "modelopt"}, "quantization": settings}
+        (path / "hf_quant_config.json").write_text(json.dumps(content))
+        return path
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = kind.settings
+    (path / "config.json").write_text(json.dumps(config))
+    return path
