@@ -26,8 +26,9 @@ def check(
 ) -> None:
     """Compare our exact path, teacher-forced, with plain transformers.
 
-    Needs memory for the whole model. Fails where the two disagree by more than rounding. A packed
-    model is compared with its checksums, all of it.
+    Fails where the two disagree by more than rounding. Where memory cannot hold the whole model,
+    transformers' experts are read a layer at a time. A packed model is compared with its checksums,
+    all of it.
     """
     from speq.measure import check as measure
 

@@ -5,11 +5,9 @@ cause the next.
 """
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from speq.config import RunConfig
-from speq.errors import FileError, NoRoom
+from speq.devices.named import find_device
+from speq.errors import FileError, SpeqError
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
-from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
-from speq.files.published_format import (
-    MEANINGS,
-    MXFP4_DTYPE,
-    WORDS,
-)
+from speq.files.checkpoint import EXPERTS_MANIFEST, locate
+from speq.files.published_format import MEANINGS, WORDS
 from speq.generator import Generator
-from speq.host_memory import available_bytes
 from speq.measure import pack_check
+from speq.measure.plain_model import ROUNDED, PlainModel, fits, load_plain
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.teacher_forced import forced_passes
-from speq.models.bounds import LAYER
-from speq.models.dequantised import load_dequantized
-from speq.models.moe_model import quiet_transformers
-from speq.models.opened import Opened, open_model
+from speq.models.opened import open_model
+from speq.models.shape import DTYPES
 from speq.options.declared import build
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.units import Progress, format_bytes, no_progress, track
@@ -44,10 +37,9 @@ VERIFY_ROWS = 5
 MAX_TOKENS = 256
 # Name of this work in progress reports.
 PLAIN = "loading the model with plain transformers"
-# In these dtypes the shape of a pass may change a near-tie, of tokens or of experts; in wider ones
-# it must not. The effect of rounding is measured: the distance of transformers' own logits from
-# those that it computes in float32 with the same weights. Ours may not be far more often.
-ROUNDED = (torch.bfloat16, torch.float16)
+# In 16 bits the shape of a pass may change a near-tie, of tokens or of experts; in wider dtypes it
+# must not. The effect of rounding is measured: the distance of transformers' own logits from those
+# that it computes in float32 with the same weights. Ours may not be far more often.
 # Far means more than FAR times the USUAL quantile of transformers' distances. If rounding changes
 # the choice of an expert, logits are farther off than that.
 FAR, USUAL = 2.0, 0.9
@@ -132,11 +124,15 @@ def run(
     if config.context_length is None:  # memory is planned for this context and a draft together
         context = min(MAX_TOKENS + VERIFY_ROWS, opened.shape.max_context)
         config = replace(config, context_length=context)
-    generator = Generator.of_opened(opened, config, progress=progress)
-    dtype, device = generator.runtime.dtype, generator.runtime.device
-    path, part = opened.checkpoint.path, opened.checkpoint.part
+    dtype = DTYPES.get(config.dtype, opened.store.codec.shape.dtype)
+    device = find_device(config.device).torch
     try:
-        check_memory(opened, dtype, device)
+        fits(opened, dtype, device)
+    except SpeqError:
+        opened.close()
+        raise
+    generator = Generator.of_opened(opened, config, progress=progress)
+    try:
         limit = min(MAX_TOKENS, generator.max_context)
         encoded = [generator.encode(text)[:limit] for text in texts]
         generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
@@ -147,15 +143,13 @@ def run(
     del generator
 
     progress(PLAIN, 0, 1)
-    with quiet_transformers(), closing(Checkpoint(path, part)) as checkpoint:
-        published = checkpoint.format
-        plain = load_dequantized(
-            checkpoint, lambda name: True, dtype=dtype, experts_implementation="eager"
-        )
-    plain = plain.eval().to(device)
-    progress(PLAIN, 1, 1)
-    pairs = track("comparing prompts", zip(encoded, traces, strict=True), len(encoded), progress)
-    compared = [compare(plain, ids, ours) for ids, ours in pairs]
+    with closing(open_model(model)) as opened:
+        plain, published = load_plain(opened, dtype, device), opened.checkpoint.format
+        progress(PLAIN, 1, 1)
+        pairs = list(zip(encoded, traces, strict=True))
+        chunks = [pairs[at : at + plain.together] for at in range(0, len(pairs), plain.together)]
+        done = track("comparing prompts", chunks, len(chunks), progress)
+        compared = [each for chunk in done for each in compare(plain, chunk)]
     rows = [each.figures for each in compared]
     if dtype in ROUNDED:
         far = FAR * torch.cat([each.plain_errors for each in compared]).quantile(USUAL)
@@ -197,33 +191,6 @@ def columns_of(report: Report) -> dict[str, Column]:
         return PACK_COLUMNS
     known = [title for title, (name, _) in COLUMNS.items() if report.rows[0][name] is not None]
     return {title: COLUMNS[title] for title in known}
-
-
-def check_memory(opened: Opened, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise SpeqError if memory cannot hold all weights, as plain transformers needs."""
-    free = available_bytes()
-    if device.type == "cuda":
-        free = min(free, torch.cuda.mem_get_info()[0])
-    checkpoint, part = opened.checkpoint, opened.checkpoint.part
-    by_layer: Counter[str | None] = Counter()
-    for name, (_, info) in checkpoint.tensors.items():
-        if part is None or not part.is_beside(name):
-            found = LAYER.search(name)
-            codes = 2 if info.dtype == MXFP4_DTYPE else 1
-            count = prod(checkpoint.coded.matrix_shape(name)) * codes
-            by_layer[found and found[1]] += count
-    weights, outside = by_layer.total(), by_layer.pop(None, 0)
-    needed = weights * dtype.itemsize
-    if dtype in ROUNDED:  # one layer is widened at a time
-        needed += (outside + max(by_layer.values(), default=0)) * torch.float32.itemsize
-    if checkpoint.format != WORDS and dtype != torch.bfloat16:
-        needed += weights * torch.bfloat16.itemsize  # dequantised to bfloat16 first
-    if needed > free:
-        raise NoRoom(
-            f"plain transformers needs {format_bytes(needed)} for the whole model "
-            f"in {str(dtype).removeprefix('torch.')} and {format_bytes(free)} of "
-            "memory are left; check a model that fits, or in a smaller dtype"
-        )
 
 
 def trace(generator: Generator, ids: list[int]) -> Trace:
@@ -295,14 +262,24 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.dtype in ROUNDED]
 
 
-@torch.inference_mode()
-def compare(plain: Any, ids: list[int], ours: Trace) -> SequenceComparison:
-    theirs = logits_of(plain, ids)
+def compare(plain: PlainModel, chunk: list[tuple[list[int], Trace]]) -> list[SequenceComparison]:
+    """Compare our logits of sequences with transformers'."""
+    sequences, ours = [ids for ids, _ in chunk], [trace for _, trace in chunk]
+    theirs = plain.logits(sequences)
+    wide: list[Tensor | None] = [None] * len(chunk)
+    if ours[0].exact.dtype in ROUNDED:
+        with in_float32(plain.hf_model):
+            wide = [*plain.logits(sequences)]
+    return list(map(compare_sequence, sequences, ours, theirs, wide))
+
+
+def compare_sequence(
+    ids: list[int], ours: Trace, theirs: Tensor, wide: Tensor | None
+) -> SequenceComparison:
+    """Compare our logits of a sequence. wide: transformers' own in float32, of a run in 16 bits"""
     exact = ours.exact.float()
     errors = plain_errors = torch.empty(0)
-    if ours.exact.dtype in ROUNDED:
-        with in_float32(plain):
-            wide = logits_of(plain, ids)
+    if wide is not None:
         errors, plain_errors = (
             (logits - wide).square().mean(-1).sqrt() / wide.std(-1) for logits in (exact, theirs)
         )
@@ -323,12 +300,6 @@ def compare(plain: Any, ids: list[int], ours: Trace) -> SequenceComparison:
         row["route_recall"] = ours.named / ours.choices
         row["same_route_sets"] = ours.same_sets / ours.sets
     return SequenceComparison(row, errors, plain_errors)
-
-
-def logits_of(plain: Any, ids: list[int]) -> Tensor:
-    """Compute logits, [T, V] float32 on the CPU."""
-    logits: Tensor = plain(torch.tensor([ids], device=plain.device)).logits[0]
-    return logits.float().cpu()
 
 
 def verdict(rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WORDS) -> CheckResult:

@@ -251,13 +251,24 @@ class Family:
         with _PATCHING:
             yield
 
-    @contextlib.contextmanager
-    def without_experts(self) -> Iterator[None]:
+    def without_experts(self) -> contextlib.AbstractContextManager[None]:
         """Build models with OffloadedExperts inside the block."""
+        return self.replacing_experts(
+            lambda own: BiasedExperts if self.biased else OffloadedExperts
+        )
+
+    @contextlib.contextmanager
+    def replacing_experts(
+        self, replacement: Callable[[type[nn.Module]], type[nn.Module]]
+    ) -> Iterator[None]:
+        """Build models with another class of experts inside the block.
+
+        replacement  returns it, given transformers' own
+        """
         module = importlib.import_module(self.module)
         with _PATCHING:
             original = getattr(module, self.experts_class)
-            setattr(module, self.experts_class, BiasedExperts if self.biased else OffloadedExperts)
+            setattr(module, self.experts_class, replacement(original))
             try:
                 yield
             finally:

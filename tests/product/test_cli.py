@@ -30,6 +30,7 @@ from speq.errors import Broken
 from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
 from speq.measure import check as bench_check
+from speq.measure import plain_model
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
 from tests.helpers.command import PATIENCE_S, Command, Ended, arguments_of
@@ -630,7 +631,7 @@ def test_check_fails_where_the_two_disagree(
         assert checkpoint.path == tiny("qwen2_moe")
         return AutoModelForCausalLM.from_pretrained(other, **options)
 
-    monkeypatch.setattr(bench_check, "load_dequantized", elsewhere)
+    monkeypatch.setattr(plain_model, "load_dequantized", elsewhere)
     ended = command(*check_arguments(tiny("qwen2_moe")))
     assert ended.code == 1
     assert "FAILED: the exact path and transformers choose the same token at " in ended.out
@@ -660,7 +661,7 @@ def test_check_finds_a_lost_expert_in_sixteen_bits(
     tensors["model.layers.1.mlp.experts.6.down_proj.weight"].zero_()  # which all tokens use
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     monkeypatch.setattr(
-        bench_check,
+        plain_model,
         "load_dequantized",
         lambda checkpoint, wanted, **options: AutoModelForCausalLM.from_pretrained(
             sound, **options
