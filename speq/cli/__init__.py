@@ -20,6 +20,7 @@ from speq.cli.options import broken_pipe
 from speq.cli.pack import pack
 from speq.cli.plan import plan
 from speq.cli.profile import profile
+from speq.cli.prove import prove
 from speq.cli.quantize import quantize
 from speq.cli.report import report
 from speq.cli.serve import serve
@@ -37,7 +38,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(generate, chat, batch, serve, stage, profile, report, dashboard),
-    *(check, pack, quantize, train_head, plan, tune, doctor, demo),
+    *(check, prove, pack, quantize, train_head, plan, tune, doctor, demo),
 )
 for function in COMMANDS:
     app.command(function.__name__.replace("_", "-"))(command(function))

@@ -100,7 +100,7 @@ class SequenceComparison:
 
 def run(
     model: str,
-    memory_budget: str,
+    memory_budget: str | int,
     *,
     prompts: Path | None,
     num_prompts: int,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from speq.config import (
     AUTO,
+    DTYPES,
     ContextLength,
     Dense,
     Device,
@@ -44,6 +45,28 @@ class CheckSettings(Options):
 
     prompts: Prompts = None
     num_prompts: NumPrompts = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ProveSettings(Options):
+    """Options of `prove`: what is compared, for how long, and in which dtype."""
+
+    memory_budget: MemoryBudget = AUTO
+    device: Device = "auto"
+    dtype: Annotated[
+        str,
+        Option(
+            "Dtype of activations: in 16 bits near-ties may turn, in any engine.",
+            Choice(tuple(name for name in DTYPES if name != AUTO)),
+        ),
+    ] = "float32"
+    prompts: Prompts = None
+    num_prompts: NumPrompts = 3
+    max_new_tokens: MaxNewTokens = 32
+    minutes: Annotated[float, Option("Begin no setting later than that.", Number(24 * 60.0))] = 10.0
+    page: Annotated[
+        Path | None, Option("Write the result as a page in Markdown, to be published.", File())
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
