@@ -26,7 +26,7 @@ logger = logging.getLogger("speq")
 READ_BYTES = 1 << 30
 READS = 5
 REFERENCE = "slower reference"
-COLUMNS: "dict[str, Column]" = {
+OP_COLUMNS: "dict[str, Column]" = {
     "op": ("op", "{}"),
     "runs on": ("runs_on", "{}"),
     "why": ("why", "{}"),
@@ -46,22 +46,26 @@ class DoctorSettings(Options):
 
 
 def doctor(settings: DoctorSettings, output: opt.Output) -> None:
-    """Say how much memory this machine has and how fast it and the disk are, what runs our kernels,
-    and what is missing.
+    """Say how much memory this machine has and how fast it and the disk are, how fast published
+    models would run, what runs our kernels, and what is missing.
     """
+    from speq.bench.shapes.known_models import COLUMNS, known_models
     from speq.devices.named import find_device
+    from speq.measure.report import print_table
 
     output.check()
     with output.progress() as progress:
         report = examine(find_device(settings.device), time.perf_counter, progress)
+        report.settings["models"] = known_models(report.settings["device"], progress)
     output.write(asdict(report))
     if output.printed:
         return
     for line in findings(report):
         typer.echo(line)
+    print_table("published models, as planned for here", COLUMNS, report.settings["models"])
     slow = [row for row in report.rows if row["runs_on"] == REFERENCE]
     if slow:
-        replace(report, rows=slow).print(COLUMNS)
+        replace(report, rows=slow).print(OP_COLUMNS)
         typer.echo(advice(report, slow))
     else:
         typer.echo("Everything is in place. `speq plan OWNER/NAME` says whether a model runs here.")

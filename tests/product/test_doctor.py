@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from speq.bench.shapes import known_models
+from speq.bench.shapes.published import SHAPES
 from speq.devices.device import Processor
 from speq.kernels import library, reference
+from speq.measure.settings import PlanSettings
+from speq.options.declared import build
 from tests.helpers.command import Command
 
 # As an attribute of `speq.cli`, the name is the command's.
@@ -23,7 +27,8 @@ def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def table_of(out: str) -> dict[str, tuple[str, str]]:
     """(runs on, why) by op, as printed."""
-    rows = [line.strip("│").split("│") for line in out.splitlines() if line.startswith("│")]
+    lines = [line.strip("│").split("│") for line in out.splitlines() if line.startswith("│")]
+    rows = [line for line in lines if len(line) == 3]  # those of models have five
     return {op.strip(): (runs_on.strip(), why.strip()) for op, runs_on, why in rows}
 
 
@@ -165,3 +170,29 @@ def test_a_wrong_device(command: Command, monkeypatch: pytest.MonkeyPatch) -> No
     ended = command("doctor", "--device", "cuda")
     assert (ended.code, ended.out) == (1, "")
     assert "torch sees no CUDA device" in ended.err
+
+
+def test_published_models_are_planned(command: Command, tmp_path: Path) -> None:
+    target = tmp_path / "doctor.json"
+    ended = command("doctor", "--device", "cpu", "--json", target)
+    assert ended.code == 0, ended.err
+    rows = json.loads(target.read_text())["settings"]["models"]
+    found = {(row["model"], row["weights"]): row for row in rows}
+    assert {name for name, _ in found} == set(SHAPES)
+    words, codes = (found["Qwen3-30B-A3B", weights] for weights in ("bf16", "int4"))
+    assert 3 < words["files_bytes"] / codes["files_bytes"] < 4
+    assert 56 << 30 < words["files_bytes"] < 58 << 30
+    line = next(
+        each for each in ended.out.splitlines() if "│ gpt-oss-20b" in each.replace("  ", "")
+    )
+    assert "mxfp4" in line and "GiB" in line
+
+
+def test_published_models_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(settings: type[PlanSettings], given: dict[str, object]) -> PlanSettings:
+        return build(settings, given | {"memory_budget": "1GiB"})
+
+    monkeypatch.setattr(known_models, "build", small)
+    rows = known_models.known_models("cpu")
+    assert {row["tokens_per_s"] for row in rows} == {None}
+    assert {row["model"] for row in rows} == set(SHAPES)

@@ -177,7 +177,11 @@ TABLE = {
         ),
     ),
     "bench commands": Layer(
-        ("speq.cli.bench",), ("leaves", "measure", "dashboard", "bench", "cli", "bench commands")
+        ("speq.cli.bench", "speq.cli.doctor"),
+        (
+            *("leaves", "devices", "kernels", "measure", "dashboard", "bench", "cli"),
+            "bench commands",
+        ),
     ),
 }
 # Modules that even their layer's neighbours leave alone, and the only ones that do not.
