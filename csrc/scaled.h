@@ -227,9 +227,11 @@ struct Int4Rows {
   bool halves; // whether scales are float16
 
   SPEQ_MEMBER std::int64_t row_groups() const { return columns / group_size; }
-  // Its lowest 16 bits are zero in every NaN, so that sums of bits for rounding keep one.
   SPEQ_MEMBER float scale(std::int64_t row, std::int64_t group) const {
-    const std::uint16_t bits = scales[row * row_groups() + group];
+    return scale_of(scales[row * row_groups() + group]);
+  }
+  // Its lowest 16 bits are zero in every NaN, so that sums of bits for rounding keep one.
+  SPEQ_MEMBER float scale_of(std::uint16_t bits) const {
     if (!halves) {
       return to_float(BFloat16{bits});
     }

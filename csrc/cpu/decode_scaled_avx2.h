@@ -222,48 +222,107 @@ SPEQ_MEMBER __m256i table_of(__m256 front, __m256 back, float scale) {
   return _mm256_permute4x64_epi64(bytes, _MM_SHUFFLE(3, 1, 2, 0));
 }
 
-// INT4: a table for each row of a quad, made where a group begins.
+// Words of the numbers from -15 to 15 times each BF16 of two octaves, low and high bytes apart.
+// Under a scale some even number of octaves away, exponents alone differ, and so high bytes, by
+// half of it.
+struct Int4Tables {
+  static constexpr int kLargest = 15;
+  static constexpr std::uint16_t kOctaves = 0x3F; // the high byte of their positive scales
+  // High bytes of scales under which no word is subnormal and none infinite.
+  static constexpr int kLeast = 1, kMost = 0x7C;
+
+  alignas(32) std::uint8_t low[256][32], high[256][32];
+
+  static const Int4Tables &get() {
+    static const Int4Tables tables;
+    return tables;
+  }
+
+  // The bytes of the words of codes less a zero point, under a scale from kLeast to kMost.
+  SPEQ_MEMBER __m256i of(std::uint16_t scale, int zero) const {
+    const int first = kLargest - zero, octaves = (scale >> 8 & 0x7F) - kOctaves;
+    const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m128i none = _mm_cmpeq_epi8(codes, _mm_set1_epi8(char(zero)));
+    // A zero has the sign of the scale and no exponent.
+    const __m128i added = _mm_set1_epi8(char(octaves + (scale >> 8 & 0x80)));
+    const __m128i back = _mm_and_si128(none, _mm_set1_epi8(char(octaves)));
+    const __m128i moved =
+        _mm_sub_epi8(_mm_add_epi8(load16(high[scale & 0xFF] + first), added), back);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(low[scale & 0xFF] + first)), moved,
+                                   1);
+  }
+
+private:
+  Int4Tables() : low{}, high{} {
+    for (int scale = 0; scale < 256; ++scale) {
+      const float value = to_float(BFloat16{std::uint16_t(kOctaves << 8 | scale)});
+      for (int number = -kLargest; number <= kLargest; ++number) {
+        const std::uint16_t word = to_bfloat16(float(number) * value).bits;
+        low[scale][kLargest + number] = std::uint8_t(word);
+        high[scale][kLargest + number] = std::uint8_t(word >> 8);
+      }
+    }
+  }
+};
+
+// INT4: a table for each row of a quad, found or made where a group begins.
 template <bool kFloats> class Avx2Int4 {
 public:
   using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
   using OfWords = Avx2Int4<false>;
 
   Avx2Int4(const Int4Rows &matrix, std::int64_t quad)
-      : matrix_(matrix), row_(quad * kQuadRows), stride_(matrix.columns / 2),
-        codes_(matrix.codes + row_ * stride_) {}
+      : matrix_(matrix), stride_(matrix.columns / 2), groups_(matrix.row_groups()),
+        codes_(matrix.codes + quad * kQuadRows * stride_),
+        scales_(matrix.scales + quad * kQuadRows * groups_),
+        zeros_(matrix.zeros == nullptr ? nullptr
+                                       : matrix.zeros + quad * kQuadRows / kZeroRows * groups_),
+        shift_(int(4 * (quad * kQuadRows % kZeroRows))), tables_of_(Int4Tables::get()) {}
 
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
     fetch_plane<kBlockColumns / 2>(codes_, stride_, first / 2);
-    for (std::int64_t at = 0; at < present; at += kInt4Columns) {
-      if (first + at == next_) {
-        for (int n = 0; n < rows; ++n) {
-          tables_[n] = table(matrix_.scale(row_ + n, group_), matrix_.zero(row_ + n, group_));
-        }
-        ++group_;
-        next_ += matrix_.group_size;
-      }
-      for (int n = 0; n < rows; ++n) {
-        store_codes(blocks[n].words + at, load16(codes_ + n * stride_ + (first + at) / 2),
-                    tables_[n]);
-      }
-    }
+    std::int64_t group = group_, begin = next_;
     for (int n = 0; n < rows; ++n) {
+      __m256i table = tables_[n];
+      group = group_, begin = next_;
+      for (std::int64_t at = 0; at < present; at += kInt4Columns) {
+        if (first + at == begin) {
+          const std::uint32_t zeros = zeros_ == nullptr ? kZeros : zeros_[group] >> shift_;
+          table = table_under(scales_[n * groups_ + group], int(zeros >> 4 * n & 0xF));
+          ++group;
+          begin += matrix_.group_size;
+        }
+        store_codes(blocks[n].words + at, load16(codes_ + n * stride_ + (first + at) / 2), table);
+      }
+      tables_[n] = table;
       clear_behind(blocks[n], present);
     }
+    group_ = group, next_ = begin;
   }
 
 private:
+  static constexpr std::uint32_t kZeros = 0x8888; // kInt4Zero of each row
+  static_assert(kZeroRows % kQuadRows == 0);
+
   // The bytes of the words of all codes.
-  SPEQ_MEMBER static __m256i table(float scale, int zero) {
+  SPEQ_MEMBER __m256i table_under(std::uint16_t scale, int zero) const {
+    const int upper = scale >> 8 & 0x7F;
+    if (!matrix_.halves && upper >= Int4Tables::kLeast && upper <= Int4Tables::kMost) {
+      return tables_of_.of(scale, zero);
+    }
     const __m256i codes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i front = _mm256_sub_epi32(codes, _mm256_set1_epi32(zero));
     const __m256i back = _mm256_add_epi32(front, _mm256_set1_epi32(8));
-    return table_of(_mm256_cvtepi32_ps(front), _mm256_cvtepi32_ps(back), scale);
+    return table_of(_mm256_cvtepi32_ps(front), _mm256_cvtepi32_ps(back), matrix_.scale_of(scale));
   }
 
   const Int4Rows &matrix_;
-  std::int64_t row_, stride_;
+  std::int64_t stride_, groups_;
   const std::uint8_t *codes_;
+  const std::uint16_t *scales_;
+  const std::uint32_t *zeros_;
+  int shift_;
+  const Int4Tables &tables_of_;
   std::int64_t group_ = 0, next_ = 0; // the next group, and where it begins
   __m256i tables_[kQuadRows] = {};
 };
