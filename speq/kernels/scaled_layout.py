@@ -71,8 +71,7 @@ class Fp8Layout:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        gate = self.expert_width, self.hidden_size
-        return gate, gate, (self.hidden_size, self.expert_width)
+        return _apart(self.hidden_size, self.expert_width)
 
     @property
     def codes(self) -> tuple[Section, ...]:
@@ -145,8 +144,7 @@ class Int4GroupsLayout:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        gate = self.expert_width, self.hidden_size
-        return gate, gate, (self.hidden_size, self.expert_width)
+        return _apart(self.hidden_size, self.expert_width)
 
     @property
     def codes(self) -> tuple[Section, ...]:
@@ -191,8 +189,7 @@ class Nvfp4Layout:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        gate = self.expert_width, self.hidden_size
-        return gate, gate, (self.hidden_size, self.expert_width)
+        return _apart(self.hidden_size, self.expert_width)
 
     @property
     def codes(self) -> tuple[Section, ...]:
@@ -219,6 +216,12 @@ class Nvfp4Layout:
 def blocks_of(size: int, block: int) -> int:
     """Number of blocks of rows or columns; the last one may be shorter."""
     return -(-size // block)
+
+
+def _apart(hidden_size: int, expert_width: int) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of gate, up and down, where gate and up lie apart."""
+    gate = expert_width, hidden_size
+    return gate, gate, (hidden_size, expert_width)
 
 
 def _sections(at: int, shapes: tuple[tuple[int, int], ...], itemsize: int) -> tuple[Section, ...]:
