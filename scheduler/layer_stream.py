@@ -63,7 +63,9 @@ class LayerStream:
         """Learn a layer's exact route, just before the layer is served."""
         self._rows = route.topk_ids.shape[0]
         self.history.observe(layer, route)
-        self._loader.cache.policy.observe(layer, *route.arrays)
+        policy = self._loader.cache.policy
+        policy.observe(layer, *route.arrays)
+        policy.expect(max(self._rows_after, 1))
         if self.on_route is not None:
             self.on_route(layer, route)
         if self._progress is not None:
@@ -73,14 +75,18 @@ class LayerStream:
         """Yield {expert: slot} in waves that together name each of `experts` once."""
         next_layer, rows = layer + 1, self._rows
         if next_layer == self._num_layers:
+            next_layer, rows = 0, self._rows_after
             self._done += self._rows
-            next_layer, rows = 0, min(self._chunk, self._tokens - self._done)
-        if rows <= 0:
-            return self._loader.serve(layer, experts, wave=WAVE)
-        likely = self.history.likely(next_layer, rows)
+        likely = self.history.likely(next_layer, rows, len(experts)) if rows else []
         self._loader.cache.policy.hint_next_use(next_layer, likely)
         wanted = [ExpertKey(next_layer, expert) for expert in likely]
-        return self._loader.serve(layer, experts, lambda: self._load(wanted), WAVE)
+        yield from self._loader.serve(layer, experts, lambda: self._load(wanted), WAVE)
+        self._loader.cancel_prefetch(layer)
+
+    @property
+    def _rows_after(self) -> int:
+        """Rows of the next chunk; 0: this one is the last."""
+        return max(min(self._chunk, self._tokens - self._done - self._rows), 0)
 
     def _load(self, wanted: list[ExpertKey]) -> None:
         self._loader.load_ahead(wanted, len(wanted))

@@ -31,12 +31,17 @@ class RouteHistory:
         """Number of experts, in all layers together, that any row chose."""
         return int((self._counts > 0).sum())
 
-    def likely(self, layer: int, rows: int) -> list[int]:
+    def likely(self, layer: int, rows: int, used: int) -> list[int]:
         """List the experts that `rows` more rows are likely to use, the likeliest first.
+
+        used  experts that another layer used for them: as many are expected of a layer whose routes
+              are not known, and any may be among them
 
         Rows are assumed independent. If a share p of past rows chose an expert, at least one of n
         rows uses it with probability 1 - (1 - p)^n (MoESD's N(t), expert by expert).
         """
+        if not self._rows[layer]:
+            return list(range(self.num_experts)) if used >= LIKELY * self.num_experts else []
         prior = PRIOR_ROWS * self._top_k / self.num_experts
         share = (self._counts[layer] + prior) / (self._rows[layer] + PRIOR_ROWS)
         wanted = 1 - (1 - share.clamp(max=1)) ** rows
