@@ -70,7 +70,11 @@ def test_likely_experts_match_a_count(experts: int, top_k: int) -> None:
         for of_layer in range(3):
             rows = rng.choice([1, 2, 5, 30, 600])
             expected = probabilities(seen[of_layer], experts, top_k, rows)
-            likely = history.likely(of_layer, rows)
+            used = rng.randint(1, experts)
+            likely = history.likely(of_layer, rows, used)
+            if not seen[of_layer]:
+                assert len(likely) == (experts if used >= LIKELY * experts else 0)
+                continue
             assert len(set(likely)) == len(likely)
             for expert, wanted in enumerate(expected):
                 if abs(wanted - LIKELY) > NEAR:
@@ -81,14 +85,12 @@ def test_likely_experts_match_a_count(experts: int, top_k: int) -> None:
     assert kinds == {True, False} or top_k == experts
 
 
-def test_an_empty_history_takes_experts_for_equal() -> None:
+def test_a_layer_without_history_uses_as_many_experts_as_another() -> None:
     history = RouteHistory(2, 12)
     history.observe(0, route([[3, 4, 5]]))
-    # Of layer 1 nothing is known but that three of twelve are chosen: 1 - (3/4)^n.
-    assert history.likely(1, 1000) == list(range(12))
-    assert history.likely(1, 3) == list(range(12))
-    assert history.likely(1, 2) == []
-    assert history.likely(0, 2)[:3] == [3, 4, 5]
+    assert history.likely(1, 1000, used=6) == list(range(12))
+    assert history.likely(1, 1000, used=5) == []
+    assert history.likely(0, 2, used=1)[:3] == [3, 4, 5]
 
 
 class Stream:
@@ -213,9 +215,11 @@ def test_the_next_layer_comes_after_the_layer_that_is_served() -> None:
 
                 following = (layer + 1) % layers
                 coming = min(chunk, tokens - done) if following == 0 else rows
-                wanted = probabilities(made.seen[following], experts, top_k, coming)
-                likely = {ExpertKey(following, e) for e in range(experts) if wanted[e] >= LIKELY}
                 own = [ExpertKey(layer, e) for e in sorted({e for row in choices for e in row})]
+                wanted = probabilities(made.seen[following], experts, top_k, coming)
+                if not made.seen[following]:
+                    wanted = [len(own) / experts] * experts
+                likely = {ExpertKey(following, e) for e in range(experts) if wanted[e] >= LIKELY}
                 demands = [(key, Priority.DEMAND) for key in own if key not in there]
                 assert asked[: len(demands)] == demands
                 ahead = [key for key, _ in asked[len(demands) :]]
@@ -236,6 +240,17 @@ def test_the_last_layer_loads_for_the_next_chunk_and_the_last_chunk_for_nobody()
             asked = [made.layer(layer, rows) for layer in range(3)]
             ahead = [{key.layer for key, p in each if p is Priority.PREFETCH} for each in asked]
             assert ahead == [{1}, {2}, {0} if chunk < 2 else set()]
+
+
+def test_what_a_passed_layer_did_not_want_is_not_read() -> None:
+    """Half of the experts are expected of each layer; others than those come."""
+    made = Stream(24, 3, 8, depth=1)
+    with made.stream.prompt(2, 2, None):
+        for layer in range(3):
+            made.layer(layer, [[0, 1], [2, 3]])
+            waiting = [key for key in made.transfer.open_keys if key not in made.transfer.begun]
+            assert {key.layer for key in waiting} == ({layer + 1} if layer < 2 else set())
+    assert ExpertKey(2, 7) not in made.transfer.begun
 
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(1, 4), (4, 4), (37, 5), (300, LONG_CHUNK)])

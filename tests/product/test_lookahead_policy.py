@@ -9,6 +9,7 @@ import pytest
 
 from speq.scheduler.eviction import (
     DARING,
+    LEAST,
     RECENCY,
     EvictionPolicy,
     LookaheadPolicy,
@@ -142,9 +143,10 @@ def test_who_goes_first() -> None:
     policy = LookaheadPolicy(8, 3, 4)
     for key in [(0, 1), (1, 1), (2, 1), (0, 2), (1, 2)]:
         policy.touch(ExpertKey(*key))
-    policy.visit(0, [1])
-    # Equally likely ones go by their layers: layer 1 is next, layer 0 was just visited. What a
-    # visit just wanted is likelier than the rest: it is expected before layer 2's.
+    for _ in range(2):
+        policy.visit(0, [1])
+    # Equally likely ones go by their layers: layer 1 is next, layer 0 was just visited. What its
+    # visits wanted is likelier than the rest: it is expected before layer 2's.
     assert order(policy) == [(0, 2), (2, 1), (0, 1), (1, 1), (1, 2)]
     policy.hint_next_use(2, [1, 3])
     policy.hint_next_use(1, [2])
@@ -183,8 +185,8 @@ def test_a_prefetch_evicts_nobody_who_is_wanted_in_this_pass() -> None:
 
 class Stated:
     """What `_eviction_candidates` says, told step by step from its description: who is resident,
-    what the next visit of each layer wants as far as was foretold, and how often each expert was
-    wanted.
+    what the next visit of each layer wants as far as was foretold, how often a row chose each
+    expert, and how many rows this pass and the next ones have.
     """
 
     def __init__(self, layers: int, experts: int) -> None:
@@ -196,16 +198,18 @@ class Stated:
         self.wanted: set[ExpertKey] = set()
         self.known = dict.fromkeys(range(layers), 0.0)
         self.at = layers - 1
+        self.rows = self.rows_after = 1
 
-    def visit(self, layer: int, experts: list[int]) -> None:
+    def visit(self, layer: int, chosen: list[list[int]], rows_after: int) -> None:
         self.at = layer
+        self.rows, self.rows_after = len(chosen), rows_after
         self.known[layer] = 0.0
         self.wanted = {key for key in self.wanted if key.layer != layer}
+        old = (1 - RECENCY) ** len(chosen)
         for key in self.probability:
             if key.layer == layer:
-                self.probability[key] *= 1 - RECENCY
-                if key.expert in experts:
-                    self.probability[key] += RECENCY
+                share = sum(key.expert in row for row in chosen) / len(chosen)
+                self.probability[key] = old * self.probability[key] + (1 - old) * share
 
     def hint_next_use(self, layer: int, experts: list[int], known: float) -> None:
         self.known[layer] = known
@@ -214,8 +218,14 @@ class Stated:
     def needed(self, key: ExpertKey) -> float:
         """In how many visits of any layer: for what is wanted in this pass, the time after."""
         turns = (key.layer - self.at - 1) % self.layers + 1
-        this_pass = 1.0 if key in self.wanted else self.known[key.layer]
-        return turns + self.layers * (1 / self.probability[key] - 1 + this_pass)
+        known = 1.0 if key in self.wanted else self.known[key.layer]
+
+        def used(rows: int) -> float:
+            return 1 - (1 - max(self.probability[key], LEAST)) ** rows
+
+        at_next_visit = used(self.rows if key.layer > self.at else self.rows_after) * (1 - known)
+        # Visits until one that uses it are geometrically distributed.
+        return turns + self.layers * (1 - at_next_visit) / used(self.rows_after)
 
     def doomed(self) -> list[ExpertKey]:
         """Of all that are there or still come, those needed last: as many as come, times DARING,
@@ -238,9 +248,15 @@ def test_whom_a_prefetch_may_evict_is_as_stated() -> None:
         for _ in range(60):
             turn = rng.random()
             if turn < 0.35:
-                wanted = rng.sample(range(experts), rng.randint(1, experts))
+                rows, top_k = rng.choice([1, 1, 2, 40]), rng.randint(1, experts)
+                chosen = [rng.sample(range(experts), top_k) for _ in range(rows)]
+                wanted = sorted({expert for row in chosen for expert in row})
+                rows_after = rng.choice([rows, 1, 3])
+                policy.observe(at, np.array(chosen), np.ones((rows, top_k), np.float32))
+                if rows_after != rows:
+                    policy.expect(rows_after)
                 policy.visit(at, wanted)
-                stated.visit(at, wanted)
+                stated.visit(at, chosen, rows_after)
                 at = (at + 1) % layers
             elif turn < 0.6:
                 layer, known = rng.randrange(layers), rng.choice([0.0, 0.25, 0.5, 1.0])
@@ -316,7 +332,7 @@ def test_shares_do_not_bind_a_layer(slots: int) -> None:
 
 
 def test_many_tokens_say_more_than_one() -> None:
-    """Expert 0 is wanted by a visit of eight tokens, and 1 by the four visits of one before it."""
+    """Expert 0 is chosen by a visit of eight tokens, and 1 by the four visits of one before it."""
     ids = np.zeros((8, 1), dtype=np.int64)
     policy = LookaheadPolicy(2, 1, 4)
     for expert in (0, 1):
@@ -327,5 +343,31 @@ def test_many_tokens_say_more_than_one() -> None:
     assert order(policy) == [(0, 0), (0, 1)]
     policy.observe(0, ids, ids + 1.0)
     policy.visit(0, [0])
-    # 1 - 0.95^4 is 0.19, less a third for the eight tokens since, and 1 - 0.95^8 is 0.34.
+    # 1 - 0.97^4 is 0.11, less a fifth for the eight tokens since, and 1 - 0.97^8 is 0.22.
     assert order(policy) == [(0, 1), (0, 0)]
+
+
+def test_a_prompt_counts_by_the_rows_that_chose() -> None:
+    """All four are chosen by a prompt; the decode steps behind it want what most rows chose."""
+    chosen = np.array([[0, 1], [0, 2], [0, 1], [0, 3], [1, 0], [0, 2], [1, 2], [0, 1]])
+    policy = LookaheadPolicy(4, 1, 4)
+    for expert in range(4):
+        policy.touch(ExpertKey(0, expert))
+    policy.observe(0, chosen, np.ones(chosen.shape, np.float32))
+    policy.expect(1)
+    policy.visit(0, [0, 1, 2, 3])
+    assert order(policy) == [(0, 3), (0, 2), (0, 1), (0, 0)]
+
+
+def test_a_prompt_keeps_what_its_later_layers_will_want() -> None:
+    """Residents that one token seldom wants, and nearly every chunk does."""
+    chosen = np.array([[0, 1]] * 50 + [[2, 3]] * 50)
+    policy = LookaheadPolicy(8, 2, 4)
+    for layer in range(2):
+        policy.touch(ExpertKey(layer, 0))
+        policy.touch(ExpertKey(layer, 3))
+    policy.observe(0, chosen, np.ones(chosen.shape, np.float32))
+    policy.expect(1)
+    policy.visit(0, [0, 1, 2, 3])
+    # Layer 1 is still to come in this pass; layer 0 has only single tokens before it.
+    assert [layer for layer, _ in order(policy)] == [0, 0, 1, 1]
