@@ -2,6 +2,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/latent_attention.h"
+#include "cpu/masked_attention.h"
 #include "cpu/op_list.h"
 #include "cpu/tensors.h"
 
@@ -179,9 +180,45 @@ void latent_attention_out(Tensor queries, Tensor latents, Tensor norm, double ep
   });
 }
 
+// Rows of heads [heads, rows, width], each contiguous.
+HeadRows head_rows(const Tensor &tensor, const char *name, ScalarType type) {
+  STD_TORCH_CHECK(tensor.dim() == 3 && tensor.scalar_type() == type &&
+                      (tensor.size(2) == 1 || tensor.stride(2) == 1),
+                  name, " must be heads of contiguous rows, of one dtype with query");
+  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
+}
+
+void masked_attention_out(Tensor query, Tensor key, Tensor value, Tensor mask, double scale,
+                          std::optional<Tensor> sinks, Tensor out) {
+  const ScalarType type = query.scalar_type();
+  const HeadRows queries = head_rows(query, "query", type), keys = head_rows(key, "key", type);
+  const HeadRows values = head_rows(value, "value", type);
+  check(mask, "mask", 2, ScalarType::Bool);
+  check(out, "out", 3, type);
+  const std::int64_t heads = query.size(0), kv_heads = key.size(0), rows = query.size(1);
+  const std::int64_t entries = key.size(1), key_width = key.size(2), value_width = value.size(2);
+  STD_TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0 && heads > 0 && entries > 0 &&
+                      key_width > 0 && value_width > 0 && query.size(2) == key_width &&
+                      value.size(0) == kv_heads && value.size(1) == entries,
+                  "query, key and value must be of the same heads and entries");
+  STD_TORCH_CHECK(mask.size(0) == rows && mask.size(1) == entries && out.size(0) == rows &&
+                      out.size(1) == heads && out.size(2) == value_width,
+                  "mask and out must be of the rows of query");
+  const void *scores = nullptr;
+  if (sinks.has_value()) {
+    check(*sinks, "sinks", 1, type);
+    STD_TORCH_CHECK(sinks->size(0) == heads, "sinks must be one for each head");
+    scores = sinks->const_data_ptr();
+  }
+  masked_attention({heads, kv_heads, rows, entries, key_width, value_width, queries, keys, values,
+                    static_cast<const bool *>(mask.const_data_ptr()), word_of(query, "query"),
+                    float(scale), scores, out.mutable_data_ptr()});
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
   m.impl("attention_out", SPEQ_BOX_AT(attention_out, 10));
   m.impl("latent_attention_out", SPEQ_BOX_AT(latent_attention_out, 10));
+  m.impl("masked_attention_out", SPEQ_BOX(masked_attention_out));
 }

@@ -101,10 +101,32 @@ struct PairProduct {
   }
 };
 
+// Steps of panels whose rows and columns are pairs of bfloat16.
+struct PairStep {
+  using Word = BFloat16;
+  using Floats = __m512;
+  using Columns = __m512bh;
+  static constexpr int kDepth = 2, kVectors = 1, kRows = 6, kPanels = 4;
+
+  static Floats load(const float *sums) { return _mm512_loadu_ps(sums); }
+  static void store(Floats v, float *sums) { _mm512_storeu_ps(sums, v); }
+  static Floats zero() { return _mm512_setzero_ps(); }
+  static __m512bh row(const BFloat16 *at) {
+    std::int32_t pair;
+    std::memcpy(&pair, at, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static Columns columns(const BFloat16 *at, int) { return (__m512bh)_mm512_loadu_si512(at); }
+  static Floats fmadd(Columns columns, __m512bh row, Floats sum) {
+    return _mm512_dpbf16_ps(sum, columns, row);
+  }
+};
+
 constexpr MicroKernels with_pairs() {
   MicroKernels kernels = with_coded<Avx512, Avx2Scaled, VectorLossless, VectorResidual,
                                     Avx2Residual, PortableResidual>();
   kernels.dot_bfloat16_pairs = dot_pairs;
+  kernels.panel_pairs = panel_product<PairStep>;
   kernels.lossless.dot_pairs = dot_coded<PairProduct, VectorLossless, dot_pairs, LosslessRows>;
   kernels.residual.dot_pairs =
       dot_residual<PairProduct, dot_pairs, VectorResidual, Avx2Residual, PortableResidual>;

@@ -145,6 +145,12 @@ static inline Float16 round_group(const float *values, std::int64_t count, std::
   return stored;
 }
 
+static inline void round_bfloat16(const float *values, std::int64_t count, BFloat16 *words) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    words[i] = to_bfloat16(values[i]);
+  }
+}
+
 // Bytes ahead of an INT4 row that its codes are asked for. Rows are too short for the processor to
 // see a stream in them: without asking, half the bandwidth is lost; asking for less than some
 // kilobytes, or into the first cache, gains less.

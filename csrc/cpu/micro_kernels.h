@@ -106,6 +106,27 @@ struct DeltaToken {
 using DeltaStep = void (*)(float *state, std::int64_t rows, std::int64_t columns,
                            const DeltaToken &token);
 
+// A matrix's columns in panels, each [depth, kPanelColumns]: a step down all columns of a panel is
+// contiguous. Of bfloat16, two rows of the matrix lie side by side: [depth / 2, kPanelColumns, 2].
+constexpr std::int64_t kPanelColumns = 16;
+struct Panels {
+  const void *first;
+  std::int64_t count, stride; // elements from one panel to the next
+  std::int64_t depth;
+};
+struct PanelRows {
+  const void *first;
+  std::int64_t count, stride;
+};
+// adds: the products are added to what is there.
+struct PanelSums {
+  float *first;
+  std::int64_t stride;
+  bool adds;
+};
+// Sums over the depth, from its begin to its end, whatever rows and panels there are besides.
+using PanelProduct = void (*)(const PanelRows &rows, const Panels &panels, const PanelSums &sums);
+
 struct MicroKernels {
   DotInt4 dot_int4; // group sizes for which `takes_group` holds
   DotExact dot_float32, dot_bfloat16, dot_float16;
@@ -127,6 +148,8 @@ struct MicroKernels {
   CodedKernels<Int4Rows> int4;
   CodedKernels<Nvfp4Rows> nvfp4;
   DeltaStep delta_step;
+  PanelProduct panels, panel_pairs; // of floats; of bfloat16, null where no pairs are multiplied
+  void (*round_bfloat16)(const float *values, std::int64_t count, BFloat16 *words);
 };
 
 // Whether a vectorised dot_int4 takes a group size; the portable one takes all even ones.

@@ -161,6 +161,26 @@ struct LaneProduct {
   }
 };
 
+void panel_product(const PanelRows &rows, const Panels &panels, const PanelSums &sums) {
+  for (std::int64_t row = 0; row < rows.count; ++row) {
+    const float *inputs = static_cast<const float *>(rows.first) + row * rows.stride;
+    for (std::int64_t panel = 0; panel < panels.count; ++panel) {
+      const float *columns = static_cast<const float *>(panels.first) + panel * panels.stride;
+      float *out = sums.first + row * sums.stride + panel * kPanelColumns;
+      float totals[kPanelColumns] = {};
+      if (sums.adds) {
+        std::memcpy(totals, out, sizeof totals);
+      }
+      for (std::int64_t k = 0; k < panels.depth; ++k) {
+        for (std::int64_t column = 0; column < kPanelColumns; ++column) {
+          totals[column] += inputs[k] * columns[k * kPanelColumns + column];
+        }
+      }
+      std::memcpy(out, totals, sizeof totals);
+    }
+  }
+}
+
 } // namespace
 
 const MicroKernels portable_kernels = {
@@ -189,6 +209,9 @@ const MicroKernels portable_kernels = {
     {dot_coded<LaneProduct, PortableNvfp4, dot_exact<BFloat16>, Nvfp4Rows>, nullptr,
      decode_quad<PortableNvfp4, Nvfp4Rows>},
     delta_step,
+    panel_product,
+    nullptr,
+    round_bfloat16,
 };
 
 } // namespace speq::cpu

@@ -23,6 +23,7 @@
 
 #include "cpu/blocks.h"
 #include "cpu/delta_step.h"
+#include "cpu/panels.h"
 
 namespace speq::cpu {
 
@@ -315,6 +316,9 @@ constexpr MicroKernels kernels_over = {
     {},
     {},
     delta_step<V>,
+    panel_product<FloatStep<V>>,
+    nullptr,
+    round_bfloat16,
 };
 
 } // namespace speq::cpu

@@ -23,6 +23,7 @@ __all__ = [
     "attention",
     "combine",
     "latent_attention",
+    "masked_attention",
     "rms_norm",
     "rotate",
     "route",
@@ -201,6 +202,23 @@ def latent_attention(
         positions.parents,
         out,
     )
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Run `reference_decoder.masked_attention_out` into out [T, heads, V]; see there for shapes.
+
+    Entries are read in blocks; those that no row of a block sees are not read. A row's result does
+    not depend on other rows.
+    """
+    library.call("masked_attention", query, key, value, mask, scale, sinks, out)
 
 
 def rotate(rows: Tensor, width: int, positions: Positions, interleaved: bool) -> None:

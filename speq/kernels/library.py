@@ -158,6 +158,11 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "int start, int window, float scale, Tensor? parents, Tensor(c!) out) -> ()",
         reference_decoder.latent_attention_out,
     ),
+    "masked_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, Tensor? sinks, "
+        "Tensor(a!) out) -> ()",
+        reference_decoder.masked_attention_out,
+    ),
     "rotate": (
         "(Tensor(a!) rows, int width, Tensor cos, Tensor sin, bool interleaved) -> ()",
         reference_decoder.rotate_out,
@@ -223,7 +228,8 @@ CPU_ONLY = frozenset(
     {
         *("linear", "quantize_int4", "encode_lossless", "encode_residual"),
         *("encode_dense_lossless", "encode_dense_residual"),
-        *("rms_norm", "rotate", "attention", "latent_attention", "route", "combine", "delta_rule"),
+        *("rms_norm", "rotate", "attention", "latent_attention", "masked_attention"),
+        *("route", "combine", "delta_rule"),
     }
 )
 

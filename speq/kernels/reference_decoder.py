@@ -139,6 +139,34 @@ def latent_attention_out(
     out.copy_(attended.transpose(0, 1).reshape(rows, -1))
 
 
+def masked_attention_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Attention of T tokens over N, of which a mask says what each one sees.
+
+    query  [heads, T, D]; key and value [kv_heads, N, D] and [kv_heads, N, V], of one dtype
+    mask   [T, N] bool, true where seen
+    scale  factor of the scores
+    sinks  [heads] or None, as in `attention_out`
+    out    [T, heads, V]
+    """
+    group = len(query) // len(key)
+    keys, values = (each.repeat_interleave(group, 0) for each in (key, value))
+    if sinks is None:
+        attended = F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=mask, scale=scale
+        )[0]
+    else:
+        attended = attend_with_sinks(query, keys, values, mask, scale, sinks)
+    out.copy_(attended.transpose(0, 1))
+
+
 def attend_with_sinks(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:

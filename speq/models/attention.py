@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from speq.kernels import decoder_ops
 from speq.layers.arguments import LAYER_ARGUMENTS, refuse_unknown
 
 # (heads, width) of a layer's cached keys and of its cached values.
@@ -22,6 +23,8 @@ BESIDE_MASK = ("dropout", "sliding_window", *LAYER_ARGUMENTS)
 BLOCK_ROWS, FEW_SEEN, ROWS_OF_FEW = 256, 512, 64
 # Most elements of a block's mask, unless one row has more.
 BLOCK_ELEMENTS = 1 << 22
+# What the native attention computes in; float64 takes torch's.
+NATIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Columns of queries with a sink are a multiple of so many.
 SINK_ALIGNMENT = 8
 
@@ -135,7 +138,8 @@ def attend_in_blocks(
     s_aux              [heads], sinks: scores that take their share of a row's weights
     by_range           a block reads only the tokens between the first and the last that one of its
                        rows sees: half of them in a prompt, and a window's where there is one. The
-                       host looks at the mask, which must not happen on a GPU
+                       host looks at the mask, which must not happen on a GPU. In 16 and 32 bits
+                       the blocks are a native op's
 
     Queries that share keys are rows of one product, so that no keys are repeated.
     """
@@ -143,6 +147,12 @@ def attend_in_blocks(
     batch, heads, count, _ = query.shape
     kv_heads, width = key.shape[1], value.shape[3]
     group = heads // kv_heads
+    if by_range and query.dtype in NATIVE_DTYPES:
+        out = query.new_empty(batch, count, heads, width)
+        for at in range(batch):
+            sequence = query[at], key[at], value[at], attention_mask[at, 0].contiguous()
+            decoder_ops.masked_attention(*sequence, scaling, s_aux, out[at])
+        return out, None
     # torch has no flash attention on the CPU for values of another width than keys.
     wide = max(query.shape[3], width)
     if s_aux is not None:

@@ -106,9 +106,7 @@ def test_what_no_row_of_a_block_sees_is_not_read() -> None:
     """Neither later tokens nor those before a window."""
     mask = causal_mask(torch.arange(600)[None], 600, 50)
     query, key, value = (
-        drawn(1, 4, 600, 8),
-        drawn(1, 2, 600, 8, seed=1),
-        drawn(1, 2, 600, 8, seed=2),
+        drawn(1, heads, 600, 8, seed=at).double() for at, heads in enumerate([4, 2, 2])
     )
     read: list[int] = []
     own = attention.functional.scaled_dot_product_attention
