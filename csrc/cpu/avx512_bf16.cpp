@@ -5,6 +5,20 @@
 namespace speq::cpu {
 namespace {
 
+// The sums of four vectors' lanes, each in the order of _mm512_reduce_add_ps.
+__m128 totals(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const auto quarter = [](__m512 v) {
+    const __m256 half = _mm256_add_ps(_mm512_extractf32x8_ps(v, 1), _mm512_castps512_ps256(v));
+    return _mm_add_ps(_mm256_extractf128_ps(half, 1), _mm256_castps256_ps128(half));
+  };
+  const auto pairs = [](__m128 first, __m128 second) {
+    return _mm_add_ps(_mm_movelh_ps(first, second), _mm_movehl_ps(second, first));
+  };
+  const __m128 ab = pairs(quarter(a), quarter(b)), cd = pairs(quarter(c), quarter(d));
+  return _mm_add_ps(_mm_shuffle_ps(ab, cd, _MM_SHUFFLE(2, 0, 2, 0)),
+                    _mm_shuffle_ps(ab, cd, _MM_SHUFFLE(3, 1, 3, 1)));
+}
+
 // Weights and inputs in bfloat16, 32 of each to a product, accumulated in float32.
 struct PairTile {
   const BFloat16 *weights;
@@ -55,10 +69,15 @@ struct PairTile {
       add(k, [&](const BFloat16 *words) { return _mm512_maskz_loadu_epi16(present, words); });
     }
     SPEQ_UNROLL
-    for (int n = 0; n < N; ++n) {
-      SPEQ_UNROLL
-      for (int r = 0; r < R; ++r) {
-        outs[input + r][row + n] = _mm512_reduce_add_ps(sums[n][r]);
+    for (int r = 0; r < R; ++r) {
+      if constexpr (N == 4) {
+        _mm_storeu_ps(outs[input + r] + row,
+                      totals(sums[0][r], sums[1][r], sums[2][r], sums[3][r]));
+      } else {
+        SPEQ_UNROLL
+        for (int n = 0; n < N; ++n) {
+          outs[input + r][row + n] = _mm512_reduce_add_ps(sums[n][r]);
+        }
       }
     }
   }

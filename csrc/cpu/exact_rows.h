@@ -51,15 +51,23 @@ public:
   // weights and values are the dtypes of the two sides.
   ExactRows(std::int64_t rows, std::int64_t columns, Word weights, Word values)
       : columns_(columns), stride_((columns + kExactColumns - 1) / kExactColumns * kExactColumns),
-        weights_(weights), stored_(weights == Word::bfloat16 && values == Word::bfloat16 &&
-                                           micro_kernels().dot_bfloat16_pairs != nullptr
-                                       ? Word::bfloat16
-                                       : Word::float32),
+        weights_(weights), stored_(stored_as(weights, values)),
         buffer_(rows * stride_ * bytes_of(stored_)) {
     const std::int64_t used = columns * bytes_of(stored_), row_bytes = stride_ * bytes_of(stored_);
     for (std::int64_t row = 0; row < rows; ++row) {
       std::fill_n(buffer_.data() + row * row_bytes + used, row_bytes - used, std::byte{0});
     }
+  }
+
+  static Word stored_as(Word weights, Word values) {
+    const bool pairs = weights == Word::bfloat16 && values == Word::bfloat16 &&
+                       micro_kernels().dot_bfloat16_pairs != nullptr;
+    return pairs ? Word::bfloat16 : Word::float32;
+  }
+
+  // Whether rows of values are stored as they are, so that no copy of them is needed.
+  static bool as_they_are(std::int64_t columns, Word weights, Word values) {
+    return stored_as(weights, values) == values && columns % kExactColumns == 0;
   }
 
   const void *row(std::int64_t row) const {

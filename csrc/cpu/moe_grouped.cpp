@@ -25,30 +25,44 @@ MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
                                                  problem.weights.num_slots, true, "slot_table")),
       width_tile_(tile_of(problem.weights, Projection::gate)),
       hidden_tile_(tile_of(problem.weights, Projection::down)),
-      inputs_(problem.weights.has_input_perm() ? std::int64_t(problem.ids.size()) : problem.rows,
+      direct_(
+          !problem.weights.has_input_perm() &&
+          ExactRows::as_they_are(problem.weights.hidden_size, problem.weights.word, problem.dtype)),
+      inputs_(direct_                            ? 0
+              : problem.weights.has_input_perm() ? std::int64_t(problem.ids.size())
+                                                 : problem.rows,
               problem.weights.hidden_size, problem.weights.word, problem.dtype),
       inner_(std::int64_t(problem.ids.size()), problem.weights.expert_width, problem.weights.word,
              problem.dtype) {
+  if (direct_) {
+    return;
+  }
   const std::int64_t hidden_size = problem_.weights.hidden_size;
   with_type(problem_.dtype, [&](auto type) {
     const auto *words = static_cast<const decltype(type) *>(problem_.hidden_states);
-    if (!problem_.weights.has_input_perm()) {
-      for (std::int64_t row = 0; row < problem_.rows; ++row) {
-        inputs_.fill(row, words + row * hidden_size);
-      }
-      return;
-    }
+    std::vector<bool> filled(problem_.rows); // of many rows, a call may have experts of a few
     for (const ExpertRows &group : groups_) {
       const std::int32_t *perm = problem_.weights.input_perm(group.expert);
       for (const std::int64_t place : group.places) {
-        inputs_.fill(place, words + place / problem_.top_k * hidden_size, perm);
+        const std::int64_t row = place / problem_.top_k;
+        if (problem_.weights.has_input_perm()) {
+          inputs_.fill(place, words + row * hidden_size, perm);
+        } else if (!filled[row]) {
+          inputs_.fill(row, words + row * hidden_size);
+          filled[row] = true;
+        }
       }
     }
   });
 }
 
 const void *MoeGrouped::input(std::int64_t place) const {
-  return inputs_.row(problem_.weights.has_input_perm() ? place : place / problem_.top_k);
+  const std::int64_t row = place / problem_.top_k;
+  if (direct_) {
+    const std::int64_t row_bytes = problem_.weights.hidden_size * bytes_of(problem_.dtype);
+    return static_cast<const std::byte *>(problem_.hidden_states) + row * row_bytes;
+  }
+  return inputs_.row(problem_.weights.has_input_perm() ? place : row);
 }
 
 std::int64_t MoeGrouped::inner_tiles() const {

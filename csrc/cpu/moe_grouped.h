@@ -53,6 +53,7 @@ private:
   MoeGroupedProblem problem_;
   std::vector<ExpertRows> groups_;
   std::int64_t width_tile_, hidden_tile_;
+  bool direct_;      // whether hidden states are multiplied where they lie
   ExactRows inputs_; // of hidden_size, a row each, or a place where experts have an order of them
   ExactRows inner_;  // of expert_width, a place each
 };
