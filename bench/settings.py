@@ -131,7 +131,13 @@ class TransferSettings(Options):
 class TpotSettings(Options):
     """run: what all runs share."""
 
-    budgets: Budgets
+    budgets: Annotated[
+        tuple[str, ...],
+        Option(
+            "Memory budgets; they must be given, but for a protocol.",
+            ListOf(Size(kept=True), optional=True),
+        ),
+    ] = ()
     draft_lengths: Annotated[
         tuple[str, ...],
         Option("Draft lengths, auto among them; 0 is without a draft.", ListOf(Text("0 or more"))),
@@ -153,6 +159,14 @@ class TpotSettings(Options):
         ),
     ] = ()
     synthetic_acceptance: SyntheticAcceptance = None
+    protocol: Annotated[
+        str | None,
+        Option(
+            "Measure published cells instead. specter: those of MoE-SpeQ's own code, of "
+            "DeepSeek-V2-Lite, Qwen1.5-MoE-A2.7B or Phi-3.5-MoE; it sets budgets and lengths.",
+            Choice(("specter",)),
+        ),
+    ] = None
     systems: Annotated[
         tuple[str, ...],
         Option(

@@ -19,6 +19,7 @@ from speq.engine.drafters.self_drafter import SelfDrafter
 from speq.engine.request import Request
 from speq.errors import OptionError
 from speq.generator import Generator
+from speq.text.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,24 @@ class SetAcceptance:
 
 @contextmanager
 def synthetic_acceptance(
-    generator: Generator, prompts: list[str], max_new_tokens: int, acceptance: float, seed: int = 0
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    acceptance: float | None,
+    seed: int = 0,
 ) -> Iterator[None]:
     """Make drafted tokens of these texts stand with a probability, during the block.
 
-    acceptance  that a drafted token stands if those before it do, from 0 to 1
+    acceptance  that a drafted token stands if those before it do, from 0 to 1; None: as it is
     seed        of which tokens stand: the same ones for any draft length
 
     Runs each text first, without drafting. A generator that does not draft stays as it is.
 
     Raises SpeqError for an acceptance out of bounds and for drafters without passes of a model.
     """
+    if acceptance is None:
+        yield
+        return
     if not 0 <= acceptance <= 1:
         raise OptionError(f"synthetic_acceptance is {acceptance}; it must be from 0 to 1")
     encoded = [generator.encode(prompt) for prompt in prompts]

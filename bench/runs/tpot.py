@@ -5,7 +5,6 @@ none of them; each figure is the median over its measurements.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -16,10 +15,12 @@ from speq.bench.neighbours import neighbours
 from speq.bench.rivals.tpot import NamedSystems, SystemsReport
 from speq.bench.rivals.tpot import run as systems_beside
 from speq.bench.rotation import rotate
+from speq.bench.runs import specter
+from speq.bench.runs.specter import SpecterReport
 from speq.bench.settings import TpotSettings as Settings
 from speq.bench.synthetic import synthetic_acceptance
 from speq.config import RunConfig
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.generator import Generator
 from speq.measure.picture import (
     ACCEPTED,
@@ -126,10 +127,14 @@ class TpotCell:
 
 def run(model: str, settings: Settings, progress: Progress | None = None) -> Report:
     """Measure every budget with every draft length, number of neighbours and variant, or with every
-    system that is named.
+    system that is named; or a protocol.
 
     Raises SpeqError for nonsense settings.
     """
+    if settings.protocol is not None:
+        return specter.run(model, settings, progress)
+    if not settings.budgets:
+        raise OptionError("budgets must be given, such as 8GiB,12GiB; or a protocol, which has own")
     if settings.systems:
         return systems_beside(model, settings, progress)
     prompts = [text for _, text in texts_of(settings.prompts, settings.num_prompts)]
@@ -165,7 +170,8 @@ def measure(
         **cell.options(settings),
     )
     try:
-        with what_if(generator, settings, prompts):
+        acceptance = settings.synthetic_acceptance
+        with synthetic_acceptance(generator, prompts, settings.max_new_tokens, acceptance):
             runs = runs_of(generator, prompts, settings.max_new_tokens, WARM_UP_TOKENS)
         return [run.summary() | {"decode_s": float(run.total("duration_s"))} for run in runs]
     except SpeqError as error:
@@ -174,16 +180,6 @@ def measure(
         ) from error
     finally:
         generator.close()
-
-
-def what_if(
-    generator: Generator, settings: Settings, prompts: list[str]
-) -> AbstractContextManager[None]:
-    """The block in which drafts stand as often as the settings say, if they say so."""
-    acceptance = settings.synthetic_acceptance
-    if acceptance is None:
-        return nullcontext()
-    return synthetic_acceptance(generator, prompts, settings.max_new_tokens, acceptance)
 
 
 def summarise(
@@ -232,7 +228,7 @@ def shares_of(samples: list[dict[str, Any]]) -> dict[str, float | None]:
 
 def show(report: Report) -> None:
     """The table, which says so where acceptance was not the draft's own."""
-    if isinstance(report, SystemsReport | NamedSystems):
+    if isinstance(report, SystemsReport | NamedSystems | SpecterReport):
         report.print_all()
         return
     acceptance = report.settings["synthetic_acceptance"]
@@ -246,7 +242,7 @@ def show(report: Report) -> None:
 
 def notes(report: Report) -> list[str]:
     """What-if runs say what was set; systems say on which terms they ran, and which failed."""
-    if isinstance(report, SystemsReport | NamedSystems):
+    if isinstance(report, SystemsReport | NamedSystems | SpecterReport):
         return report.remarks()
     acceptance = report.settings["synthetic_acceptance"]
     if acceptance is None:

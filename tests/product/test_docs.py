@@ -76,7 +76,7 @@ def test_commands_are_found() -> None:
     [
         ("plan", "models/tiny-moe", "--memory-budget", "1GiB", "--no-such-option"),
         ("nonsense",),
-        ("bench", "tpot"),
+        ("bench", "shapes", "Moonlight-16B-A3B"),
     ],
 )
 def test_nonsense_does_not_parse(words: tuple[str, ...]) -> None:

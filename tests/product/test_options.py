@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import speq
 from speq import RunConfig, SamplingParams, SpeqError
-from speq.bench.settings import TpotSettings
+from speq.bench.settings import ShapesSettings, TpotSettings
 from speq.cli import app
 from speq.cli.bench import BENCHES, bench_app
 from speq.cli.cache import cache_app
@@ -166,7 +166,7 @@ def test_options_are_taken_apart_and_put_together() -> None:
     assert made.run == {"codec": "raw"}
     assert made.as_json()["run"] == {"codec": "raw"}
     with pytest.raises(SpeqError, match="budgets must be given"):
-        build(TpotSettings, {})
+        build(ShapesSettings, {})
     with pytest.raises(SpeqError, match="codec is 'x'; it must be one of auto, raw"):
         build(TpotSettings, given | {"codec": "x"})
     run, sampling = split({"memory_budget": "1KiB", "top_k": 3}, RunConfig, SamplingParams)
