@@ -713,7 +713,7 @@ def test_bad_options_of_bench(tiny: Folder, tmp_path: Path, command: Command) ->
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     for options, message in (
         (["--budgets", "abc"], "memory size 'abc' is not understood"),
-        (["--budgets", ""], "memory size '' is not understood"),
+        (["--budgets", ""], "budgets must be given, such as 8GiB"),
         (["--budgets", "2MiB,,4MiB"], "memory size '' is not understood"),
         (["--budgets", "1KiB"], "memory budget 1 KiB is too small"),
         (["--draft-lengths", "2,x"], "draft_length is 'x'; it must be auto or a whole number"),
