@@ -46,14 +46,12 @@ static inline void panel_tile(const PanelRows &rows, const Panels &panels, std::
       for (int n = 0; n < N; ++n) {
         SPEQ_UNROLL
         for (int v = 0; v < Step::kVectors; ++v) {
-          body(totals[r][n][v], r, n, out + r * sums.stride + n * kPanelColumns + v * kLanes, v);
+          body(totals[r][n][v], out + r * sums.stride + n * kPanelColumns + v * kLanes);
         }
       }
     }
   };
-  each([&](auto &total, int, int, const float *at, int) {
-    total = sums.adds ? Step::load(at) : Step::zero();
-  });
+  each([&](auto &total, const float *at) { total = sums.adds ? Step::load(at) : Step::zero(); });
   for (std::int64_t k = 0; k < panels.depth;
        k += Step::kDepth, columns += kPanelColumns * Step::kDepth) {
     typename Step::Columns loaded[N][Step::kVectors];
@@ -76,7 +74,7 @@ static inline void panel_tile(const PanelRows &rows, const Panels &panels, std::
       }
     }
   }
-  each([&](const auto &total, int, int, float *at, int) { Step::store(total, at); });
+  each([](const auto &total, float *at) { Step::store(total, at); });
 }
 
 // All rows from `row` on by N panels; the last ones, R at most.
