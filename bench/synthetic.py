@@ -21,6 +21,9 @@ from speq.errors import OptionError
 from speq.generator import Generator
 from speq.text.prompts import Prompt
 
+# How tables and notes say that it was set.
+WHAT_IF = "WHAT-IF: acceptance set to {:g}"
+
 
 @dataclass(frozen=True, slots=True)
 class KnownText:

@@ -9,19 +9,18 @@ chooses in that memory.
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from speq.bench.kinds import KINDS, prompts_of_kind
 from speq.bench.rivals.systems import NO_DRAFT, ON_DEMAND, PAPER
 from speq.bench.rotation import rotate
 from speq.bench.settings import TpotSettings as Settings
-from speq.bench.synthetic import synthetic_acceptance
+from speq.bench.synthetic import WHAT_IF, synthetic_acceptance
 from speq.errors import OptionError, present
 from speq.files.checkpoint import locate
 from speq.generator import Generator
 from speq.measure.prove import least_bytes
-from speq.measure.report import Column, Report
+from speq.measure.report import Column, Report, medians_of
 from speq.models.opened import open_model
 from speq.planning.memory import MIN_SLOTS
 from speq.planning.model_spec import ModelSpec
@@ -83,9 +82,7 @@ class SpecterCell:
 
 @dataclass(slots=True)
 class SpecterReport(Report):
-    """synthetic: whether acceptance was set, as for random weights."""
-
-    synthetic: float | None = None
+    """A row for each cell."""
 
     def print_all(self) -> None:
         self.print(COLUMNS)
@@ -97,9 +94,8 @@ class SpecterReport(Report):
             "Specter ran on an A100 with 40 GB and all experts in host memory: compare ratios, "
             "and those with care; its slots bound no process's memory, and a budget here does",
         ]
-        if self.synthetic is not None:
-            lines.append(f"WHAT-IF: acceptance set to {self.synthetic:g}")
-        return lines
+        acceptance = self.settings["synthetic_acceptance"]
+        return lines if acceptance is None else [*lines, WHAT_IF.format(acceptance)]
 
 
 def run(model: str, settings: Settings, progress: Progress | None = None) -> SpecterReport:
@@ -128,8 +124,7 @@ def run(model: str, settings: Settings, progress: Progress | None = None) -> Spe
     for row in rows:
         row["tpot_ratio"] = row["tpot_ms"] / of_draft[row["tier"]]
         row["published_ratio"] = PUBLISHED.get((kind, row["tier"], row["system"]))
-    acceptance = settings.synthetic_acceptance
-    return SpecterReport("tpot-specter", model, settings.as_json(), rows, synthetic=acceptance)
+    return SpecterReport("tpot-specter", model, settings.as_json(), rows)
 
 
 def model_of(model: str) -> tuple[str, SpecterModel]:
@@ -195,7 +190,7 @@ def measure(
 
 def row_of(cell: SpecterCell, samples: list[dict[str, Any]], num_experts: int) -> dict[str, Any]:
     """Medians over texts and rounds."""
-    row: dict[str, Any] = {
+    return {
         "tier": cell.tier,
         "residents": cell.residents,
         "num_experts": num_experts,
@@ -204,8 +199,5 @@ def row_of(cell: SpecterCell, samples: list[dict[str, Any]], num_experts: int) -
         "budget_bytes": cell.budget_bytes,
         "slots_bytes": samples[0]["memory"]["slots"],
         "samples": len(samples),
+        **medians_of(samples, MEDIANS),
     }
-    for name in MEDIANS:
-        values = [sample[name] for sample in samples if sample[name] is not None]
-        row[name] = median(values) if values else None
-    return row

@@ -7,7 +7,6 @@ none of them; each figure is the median over its measurements.
 import math
 from dataclasses import dataclass
 from itertools import product
-from statistics import median
 from typing import Any
 
 from speq.bench.kinds import texts_of
@@ -18,7 +17,7 @@ from speq.bench.rotation import rotate
 from speq.bench.runs import specter
 from speq.bench.runs.specter import SpecterReport
 from speq.bench.settings import TpotSettings as Settings
-from speq.bench.synthetic import synthetic_acceptance
+from speq.bench.synthetic import WHAT_IF, synthetic_acceptance
 from speq.config import RunConfig
 from speq.errors import OptionError, SpeqError
 from speq.generator import Generator
@@ -33,7 +32,7 @@ from speq.measure.picture import (
     Picture,
     percent,
 )
-from speq.measure.report import Column, Report, print_table
+from speq.measure.report import Column, Report, medians_of, print_table
 from speq.measure.runs import runs_of
 from speq.options.assignments import parse_assignments
 from speq.options.declared import declared_options
@@ -59,7 +58,6 @@ MEDIANS = (
 WARM_UP_TOKENS = 8
 # Of the measurements, so many take no longer than `tpot_p90_ms`.
 MOST = 0.9
-WHAT_IF = "WHAT-IF: acceptance set to {:g}"
 
 COLUMNS: dict[str, Column] = {
     "budget": ("budget", "{}"),
@@ -202,10 +200,7 @@ def summarise(
         "slots_bytes": memory["slots"],
         "samples": len(samples),
     }
-    for name in MEDIANS:
-        values = [sample[name] for sample in samples if sample[name] is not None]
-        row[name] = median(values) if values else None
-    row |= shares_of(samples)
+    row |= medians_of(samples, MEDIANS) | shares_of(samples)
     times = sorted(sample["tpot_ms"] for sample in samples)
     row["tpot_p90_ms"] = times[math.ceil(MOST * len(times)) - 1]
     row["synthetic_acceptance"] = None if row["acceptance_rate"] is None else acceptance

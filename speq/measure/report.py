@@ -2,9 +2,10 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
@@ -53,6 +54,15 @@ class Report:
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Raises SpeqError if that fails."""
         write_whole(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+
+def medians_of(samples: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:
+    """The median of each figure over the samples that have it; None where none has."""
+    medians: dict[str, Any] = {}
+    for name in names:
+        values = [sample[name] for sample in samples if sample[name] is not None]
+        medians[name] = median(values) if values else None
+    return medians
 
 
 def print_table(title: str, columns: dict[str, Column], rows: list[dict[str, Any]]) -> None:
