@@ -13,7 +13,7 @@ from speq.engine.token_stream import End
 from speq.generator import Token
 from speq.server.api_error import ApiError
 from speq.server.token_logprobs import chat_entry, completion_lists
-from speq.text.answer_parts import AnswerPart, AnswerReader, Call
+from speq.text.answer_parts import AnswerPart, AnswerReader, Call, joined_calls
 from speq.text.stream import TextStream
 from speq.text.vocabulary import Vocabulary
 
@@ -203,8 +203,11 @@ class ChatFormat(OpenAIEvents):
             self._said.append(piece.text)
             yield self._chunk({"content": piece.text}, logprobs=logprobs)
         for call in piece.calls:
-            yield self._chunk({"tool_calls": [{"index": len(self._calls)} | call.content]})
-            self._calls.append(call)
+            goes_on = bool(self._calls) and self._calls[-1].id == call.id
+            told = {"function": {"arguments": call.arguments}} if goes_on else call.content
+            self._calls = joined_calls([*self._calls, call])
+            if call.arguments or not goes_on:
+                yield self._chunk({"tool_calls": [{"index": len(self._calls) - 1} | told]})
 
     def _reason(self, end: End) -> str:
         return "tool_calls" if self._calls else FINISH_REASONS[end.finish_reason]

@@ -20,7 +20,7 @@ from speq.server.message_fields import (
     ToolUseBlock,
     texts_of,
 )
-from speq.text.answer_parts import AnswerPart, AnswerReader
+from speq.text.answer_parts import AnswerPart, AnswerReader, Call
 
 # By our reason to finish.
 STOP_REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
@@ -113,6 +113,8 @@ class MessagesFormat(Events):
     prompt_tokens: int
     reader: AnswerReader
     _blocks: list[Chunk] = field(default_factory=list, init=False)
+    # JSON of the call that is written.
+    _arguments: str = field(default="", init=False)
     _generated: int = field(default=0, init=False)
 
     def opening(self) -> Iterator[Chunk]:
@@ -171,10 +173,19 @@ class MessagesFormat(Events):
         if part.text:
             yield from self._add("text", part.text)
         for call in part.calls:
+            yield from self._call(call)
+
+    def _call(self, call: Call) -> Iterator[Chunk]:
+        """Begin a call, or go on with it."""
+        if not self._blocks or self._blocks[-1].get("id") != call.id:
             block = {"type": "tool_use", "id": call.id, "name": call.name}
             yield from self._start(block | {"input": {}})
-            self._blocks[-1]["input"] = json.loads(call.arguments)
+            self._arguments = ""
+        self._arguments += call.arguments
+        if call.arguments:
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        if call.ends:
+            self._blocks[-1]["input"] = json.loads(self._arguments)
 
     def _add(self, kind: str, text: str) -> Iterator[Chunk]:
         """Add to the block that is written, or begin one of another kind."""

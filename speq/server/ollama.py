@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +17,7 @@ from speq.server.ollama_fields import (
     OllamaGenerateBody,
     OllamaMessage,
 )
-from speq.text.answer_parts import AnswerPart, AnswerReader
+from speq.text.answer_parts import AnswerPart, AnswerReader, Call, joined_calls
 
 # By our reason to finish.
 DONE_REASONS = {"length": "length"}
@@ -111,6 +111,8 @@ class OllamaFormat:
     reader: AnswerReader
     generates: bool
     _parts: list[AnswerPart] = field(default_factory=list, init=False)
+    # A call that is written: it is told as a whole.
+    _open: list[Call] = field(default_factory=list, init=False)
     _generated: int = field(default=0, init=False)
     done = b""
     content_type = b"application/x-ndjson"
@@ -145,6 +147,9 @@ class OllamaFormat:
         return ollama_error(error)
 
     def _told(self, part: AnswerPart) -> Iterator[Chunk]:
+        calls = joined_calls([*self._open, *part.calls])
+        self._open = [call for call in calls if not call.ends]
+        part = replace(part, calls=tuple(call for call in calls if call.ends))
         if part.text or part.reasoning or part.calls:
             self._parts.append(part)
             yield self._chunk([part])

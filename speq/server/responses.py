@@ -183,17 +183,21 @@ class ResponsesFormat(Events):
         yield self._of_part(f"response.{TEXTS[kind]}.delta", delta=text)
 
     def _call(self, call: Call) -> Iterator[Chunk]:
-        yield from self._close()
-        item: Chunk = {"type": "function_call", "id": new_id("fc"), "status": "in_progress"}
-        item |= {"call_id": call.id, "name": call.name, "arguments": ""}
-        self._items.append(item)
-        yield self._of_item("response.output_item.added", item=dict(item))
-        item["arguments"] = call.arguments
-        name = "response.function_call_arguments"
-        yield self._of_item(f"{name}.delta", item_id=item["id"], delta=call.arguments)
-        yield self._of_item(
-            f"{name}.done", item_id=item["id"], name=call.name, arguments=call.arguments
-        )
+        """Begin a call, or go on with it."""
+        if not self._items or self._items[-1].get("call_id") != call.id:
+            yield from self._close()
+            begun: Chunk = {"type": "function_call", "id": new_id("fc"), "status": "in_progress"}
+            begun |= {"call_id": call.id, "name": call.name, "arguments": ""}
+            self._items.append(begun)
+            yield self._of_item("response.output_item.added", item=dict(begun))
+        item, name = self._items[-1], "response.function_call_arguments"
+        item["arguments"] += call.arguments
+        own = {"item_id": item["id"]}
+        if call.arguments:
+            yield self._of_item(f"{name}.delta", **own, delta=call.arguments)
+        if call.ends:
+            told = {"name": call.name, "arguments": item["arguments"]}
+            yield self._of_item(f"{name}.done", **own, **told)
 
     def _close(self) -> Iterator[Chunk]:
         """End the item that is written."""

@@ -8,11 +8,16 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool. arguments: an object, written as JSON."""
+    """A call of a tool, or a piece of one.
+
+    arguments  an object, written as JSON; of a piece, what follows the piece before
+    ends       whether nothing follows; pieces of one call have its id and name
+    """
 
     id: str
     name: str
     arguments: str
+    ends: bool = True
 
     @property
     def content(self) -> dict[str, Any]:
@@ -34,9 +39,19 @@ def join_parts(parts: Iterable[AnswerPart]) -> AnswerPart:
     listed = [*parts]
     return AnswerPart(
         "".join(part.text for part in listed),
-        tuple(call for part in listed for call in part.calls),
+        tuple(joined_calls(call for part in listed for call in part.calls)),
         "".join(part.reasoning for part in listed),
     )
+
+
+def joined_calls(pieces: Iterable[Call]) -> list[Call]:
+    """Calls of their pieces, of which those of one call follow one another."""
+    calls: list[Call] = []
+    for piece in pieces:
+        if calls and calls[-1].id == piece.id:
+            piece = replace(piece, arguments=calls.pop().arguments + piece.arguments)
+        calls.append(piece)
+    return calls
 
 
 def new_id() -> str:
@@ -92,7 +107,8 @@ class AnswerReader:
 
     parser: AnswerParser | None = None
     most_calls: int | None = None
-    _called: int = field(default=0, init=False)
+    # Ids of the calls that were told.
+    _called: list[str] = field(default_factory=list, init=False)
 
     def read(self, piece: Piece) -> AnswerPart:
         """What is certain with a piece."""
@@ -105,9 +121,10 @@ class AnswerReader:
     def _limited(self, part: AnswerPart) -> AnswerPart:
         if self.most_calls is None:
             return part
-        calls = part.calls[: self.most_calls - self._called]
-        self._called += len(calls)
-        return replace(part, calls=calls)
+        for call in part.calls:
+            if call.id not in self._called and len(self._called) < self.most_calls:
+                self._called.append(call.id)
+        return replace(part, calls=tuple(each for each in part.calls if each.id in self._called))
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 from speq.text import call_grammar
 from speq.text.call_grammar import WriteCalls, all_in_marks, each_in_marks
+from speq.text.open_calls import open_object
 
 # A tool as templates have it: {"type": "function", "function": {"name", "parameters", ...}}.
 Tool = Mapping[str, Any]
@@ -40,6 +41,8 @@ class CallSyntax:
     begin, end  marks around calls; an empty end: they go on to the end of the answer
     in_template what a template that asks for this syntax has in it, all of them
     write       writes the grammar of calls
+    begun       finds the calls of a text that ends anywhere between the marks, each with the
+                arguments that are complete; None: nothing is certain before the end
     inner       special tokens between the marks that belong to the calls
     """
 
@@ -49,6 +52,7 @@ class CallSyntax:
     parse: Parse
     in_template: tuple[str, ...]
     write: WriteCalls
+    begun: Parse | None = None
     inner: frozenset[str] = frozenset()
 
 
@@ -75,6 +79,19 @@ def usual_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     return json_calls(text, tools)
 
 
+def usual_begun(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
+    """What is certain of `usual_calls`; a list of calls only as a whole."""
+    if "<function=" in text:
+        return tagged_begun(text, FUNCTION_BEGIN, WHOLE_PARAMETER, tools)
+    name, key, _ = text.partition("<arg_key>")
+    if key:
+        return [(checked_name(name.strip()), typed(name.strip(), GLM_PAIR.findall(text), tools))]
+    members, key_of_open, at = open_object(text)
+    if key_of_open not in ("arguments", "parameters"):
+        return [(name_of(members), arguments_of(members))] if "arguments" in members else []
+    return [(name_of(members), open_object(text, at)[0])]
+
+
 def json_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     """One of them, or a list."""
     given = strict_json(text)
@@ -82,9 +99,12 @@ def json_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     return [(name_of(each), arguments_of(each)) for each in listed]
 
 
+GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
 def glm_call(text: str, tools: Sequence[Tool]) -> NamedCall:
     name, _, rest = text.partition("<arg_key>")
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", text, re.DOTALL)
+    pairs = GLM_PAIR.findall(text)
     if not name.strip() or (rest and not pairs):
         raise ValueError("a call has a name, and arguments values")
     return name.strip(), typed(name.strip(), pairs, tools)
@@ -92,6 +112,11 @@ def glm_call(text: str, tools: Sequence[Tool]) -> NamedCall:
 
 FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+FUNCTION_BEGIN = re.compile(r"<function=([^>\s]+)>")
+WHOLE_PARAMETER = re.compile(
+    r"<parameter=([^>]+)>(.*?)(?:</parameter>|(?=<parameter=)|(?=</function>))", re.DOTALL
+)
+INVOKE_BEGIN = re.compile(r'<invoke name="?([^">]+)"?>')
 INVOKE = re.compile(r'<invoke name="?([^">]+)"?>(.*?)</invoke>', re.DOTALL)
 NAMED_PARAMETER = re.compile(r'<parameter name="?([^">]+)"?>(.*?)</parameter>', re.DOTALL)
 
@@ -105,6 +130,20 @@ def tagged_calls(
         raise ValueError("there is no call")
     for name, inside in found:
         yield name, typed(name, parameter.findall(inside), tools)
+
+
+def tagged_begun(
+    text: str, begin: re.Pattern[str], parameter: re.Pattern[str], tools: Sequence[Tool]
+) -> list[NamedCall]:
+    _, *parts = begin.split(text)
+    return [
+        (name, typed(name, parameter.findall(inside), tools))
+        for name, inside in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def minimax_begun(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
+    return tagged_begun(text, INVOKE_BEGIN, NAMED_PARAMETER, tools)
 
 
 def minimax_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
@@ -129,6 +168,16 @@ def deepseek_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     return calls
 
 
+def deepseek_begun(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
+    found = []
+    for name, arguments in marked_begun(text, DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END):
+        if name == "function":
+            name, _, arguments = arguments.partition("\n")
+            arguments = arguments.strip().removeprefix("```json")
+        found.append((name, arguments))
+    return begun_arguments(found)
+
+
 KIMI = "<|tool_call_{}|>"
 KIMI_BEGIN, KIMI_ARGUMENT, KIMI_END = (
     KIMI.format(name) for name in ("begin", "argument_begin", "end")
@@ -144,6 +193,16 @@ def kimi_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     ]
 
 
+def kimi_begun(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
+    found = marked_begun(text, KIMI_BEGIN, KIMI_ARGUMENT, KIMI_END)
+    return begun_arguments(
+        [
+            (name.removeprefix("functions.").partition(":")[0], arguments)
+            for name, arguments in found
+        ]
+    )
+
+
 MISTRAL, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
@@ -153,6 +212,26 @@ def mistral_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
         return json_calls(text, tools)
     found = marked_calls(MISTRAL + text, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL)
     return [named_arguments(name.partition(MISTRAL_ID)[0], arguments) for name, arguments in found]
+
+
+def mistral_begun(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
+    found = marked_begun(MISTRAL + text, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL)
+    return begun_arguments([(name.partition(MISTRAL_ID)[0], rest) for name, rest in found])
+
+
+def begun_arguments(found: Sequence[tuple[str, str]]) -> list[NamedCall]:
+    """Calls by names and what is there of their arguments: where nothing is, there is no call yet."""
+    return [
+        (checked_name(name.strip()), open_object(arguments)[0])
+        for name, arguments in found
+        if arguments.strip()
+    ]
+
+
+def marked_begun(text: str, begin: str, separator: str, end: str) -> list[tuple[str, str]]:
+    """Find what `marked_calls` will; a name whose separator has not come is left out."""
+    parts = [each.partition(end)[0].partition(separator) for each in text.split(begin)[1:]]
+    return [(name.strip(), arguments) for name, mark, arguments in parts if mark]
 
 
 def marked_calls(text: str, begin: str, separator: str, end: str) -> list[tuple[str, str]]:
@@ -352,20 +431,24 @@ SYNTAXES = (
     CallSyntax(
         *("minimax", *MINIMAX, minimax_calls, MINIMAX[:1]),
         all_in_marks(*MINIMAX, call_grammar.invoked_call),
+        minimax_begun,
     ),
     CallSyntax(
         *("deepseek-v3", *DEEPSEEK_CALLS, deepseek_calls, (DEEPSEEK_CALLS[0], "```json")),
         all_in_marks(*DEEPSEEK_CALLS, call_grammar.fenced_call(*DEEPSEEK_INNER)),
+        deepseek_begun,
         frozenset(DEEPSEEK_INNER),
     ),
     CallSyntax(
         *("deepseek", *DEEPSEEK_CALLS, deepseek_calls, DEEPSEEK_CALLS[:1]),
         all_in_marks(*DEEPSEEK_CALLS, call_grammar.named_call(*DEEPSEEK_INNER)),
+        deepseek_begun,
         frozenset(DEEPSEEK_INNER),
     ),
     CallSyntax(
         *("kimi", *KIMI_CALLS, kimi_calls, KIMI_CALLS[:1]),
         all_in_marks(*KIMI_CALLS, call_grammar.named_call(*KIMI_INNER, "functions.{}:#")),
+        kimi_begun,
         frozenset(KIMI_INNER),
     ),
     CallSyntax(
@@ -375,16 +458,19 @@ SYNTAXES = (
     CallSyntax(
         *("gemma", *GEMMA, gemma_calls, GEMMA[:1]),
         each_in_marks(*GEMMA, call_grammar.gemma_call),
+        None,
         frozenset({GEMMA_QUOTE}),
     ),
     CallSyntax(
         *("mistral", MISTRAL, "", mistral_calls, (MISTRAL, MISTRAL_ARGUMENTS)),
         each_in_marks(MISTRAL, "", call_grammar.named_call("", MISTRAL_ARGUMENTS, "")),
+        mistral_begun,
         frozenset({MISTRAL, MISTRAL_ID, MISTRAL_ARGUMENTS}),
     ),
     CallSyntax(
         *("mistral-json", MISTRAL, "", mistral_calls, (MISTRAL,)),
         all_in_marks(MISTRAL, "", call_grammar.json_call, **IN_BRACKETS),
+        None,
         frozenset({MISTRAL, MISTRAL_ID, MISTRAL_ARGUMENTS}),
     ),
     CallSyntax(
@@ -394,14 +480,17 @@ SYNTAXES = (
     CallSyntax(
         *("qwen-coder", *TOOL_CALL, usual_calls, (TOOL_CALL[0], "<function=")),
         each_in_marks(*TOOL_CALL, call_grammar.tagged_call),
+        usual_begun,
     ),
     CallSyntax(
         *("glm", *TOOL_CALL, usual_calls, (TOOL_CALL[0], "<arg_key>")),
         each_in_marks(*TOOL_CALL, call_grammar.glm_call),
+        usual_begun,
     ),
     CallSyntax(
         *("hermes", *TOOL_CALL, usual_calls, TOOL_CALL[:1]),
         each_in_marks(*TOOL_CALL, call_grammar.json_call),
+        usual_begun,
     ),
 )
 HERMES = SYNTAXES[-1]

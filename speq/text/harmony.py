@@ -12,8 +12,9 @@ The marks are special tokens. https://github.com/openai/harmony
 import re
 from dataclasses import dataclass, field
 
-from speq.text.answer_parts import AnswerPart, Call, MakeId, new_id
+from speq.text.answer_parts import AnswerPart, MakeId, new_id
 from speq.text.call_syntax import NamedCall, arguments_of, calls_in
+from speq.text.open_calls import MOST_READ, OpenCalls, open_object
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = frozenset({"<|end|>", "<|return|>", "<|call|>"})
@@ -36,6 +37,10 @@ class HarmonyParser:
     _thought: bool = field(default=False, init=False)
     _spoke: bool = field(default=False, init=False)
     _apart: bool = field(default=False, init=False)
+    _calls: OpenCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._calls = OpenCalls(self.make_id)
 
     def mark(self, name: str) -> AnswerPart:
         if name in (START, *ENDS):
@@ -56,7 +61,11 @@ class HarmonyParser:
             return AnswerPart()
         if self._tool is not None:
             self._arguments += text
-            return AnswerPart()
+            if len(self._arguments) > MOST_READ:
+                return AnswerPart()
+            name = self._tool
+            begun = calls_in(lambda text, _: [(name, open_object(text)[0])], self._arguments, ())
+            return AnswerPart("", self._calls.go_on(begun))
         apart = "\n\n" if self._apart else ""
         self._apart = False
         if self._thinks:
@@ -85,9 +94,8 @@ class HarmonyParser:
         if name is None:
             return AnswerPart()
         called = calls_in(lambda text, _: [one_call(name, text)], self._arguments, ())
-        if not called:
-            return AnswerPart(self._arguments)
-        return AnswerPart("", tuple(Call(self.make_id(), *each) for each in called))
+        pieces = self._calls.end(called)
+        return AnswerPart("", pieces) if pieces else AnswerPart(self._arguments)
 
 
 def one_call(name: str, arguments: str) -> NamedCall:

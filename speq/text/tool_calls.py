@@ -6,8 +6,9 @@ The marks of a call are text, or special tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from speq.text.answer_parts import AnswerPart, Call, MakeId, join_parts, new_id, open_end
+from speq.text.answer_parts import AnswerPart, MakeId, join_parts, new_id, open_end
 from speq.text.call_syntax import HERMES, CallSyntax, Tool, calls_in
+from speq.text.open_calls import MOST_READ, OpenCalls
 
 
 @dataclass(slots=True)
@@ -15,9 +16,10 @@ class CallParser:
     """Tells calls from text, piece by piece.
 
     Text is held back while it may be the beginning of a call. White space before and behind a call
-    belongs to the form and is dropped. What looks like a call and is none stays text; of its marks,
-    those that are special tokens are not told. A call that the end of the text cuts off is one if
-    all of it but the mark is there.
+    belongs to the form and is dropped. A call is told with its name, then argument by argument,
+    where the syntax shows these before its end. What looks like a call and is none, before that,
+    stays text; of its marks, those that are special tokens are not told. A call that the end of the
+    text cuts off is one if all of it but the mark is there.
 
     tools  that may be called, as templates have them
     """
@@ -30,6 +32,10 @@ class CallParser:
     _begin: str | None = field(default=None, init=False)
     _spoke: bool = field(default=False, init=False)
     _behind_call: bool = field(default=False, init=False)
+    _calls: OpenCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._calls = OpenCalls(self.make_id)
 
     def mark(self, name: str) -> AnswerPart:
         if name == self.syntax.begin and self._begin is None:
@@ -57,6 +63,9 @@ class CallParser:
             certain = len(self._held) - open_end(self._held, self.syntax.begin)
             parts.append(AnswerPart(self._text(self._held[:certain])))
             self._held = self._held[certain:]
+        elif text and self.syntax.begun is not None and len(self._held) < MOST_READ:
+            begun = calls_in(self.syntax.begun, self._held, self.tools)
+            parts.append(AnswerPart("", self._calls.go_on(begun)))
         return join_parts(parts)
 
     def finish(self) -> AnswerPart:
@@ -70,11 +79,11 @@ class CallParser:
 
     def _closed(self, inside: str, mark: str) -> AnswerPart:
         begin, self._begin = self._begin or "", None
-        called = calls_in(self.syntax.parse, inside, self.tools)
-        if not called:
+        pieces = self._calls.end(calls_in(self.syntax.parse, inside, self.tools))
+        if not pieces:
             return AnswerPart(self._text(begin + inside + mark))
         self._behind_call = True
-        return AnswerPart("", tuple(Call(self.make_id(), *each) for each in called))
+        return AnswerPart("", pieces)
 
     def _text(self, text: str) -> str:
         """Text to tell: what follows a call begins a line."""

@@ -164,6 +164,81 @@ WHOLE = {"text": "5", "most": 5, "where": ["a", {"b": 1}]}
 def test_calls(syntax: CallSyntax, inside: str, calls: list[tuple[str, Any]]) -> None:
     found = calls_in(syntax.parse, inside, TOOLS)
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    if calls:  # piece by piece they are the same
+        text = [TextPiece(each) for each in syntax.begin + inside + syntax.end]
+        assert told_of(CallParser(syntax, TOOLS), text) == ("", found)
+
+
+KIMI_MARKS = [f"<|tool_call_{name}|>" for name in ("begin", "argument_begin", "end")]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "first", "second", "rest"),
+    [
+        (
+            HERMES,
+            '{"name": "find", "arguments": {"text": "5",',
+            '"most": 1}',
+            "}",
+        ),
+        (
+            HERMES,
+            "<function=find><parameter=text>5</parameter>",
+            "<parameter=most>1</parameter>",
+            "</function>",
+        ),
+        (
+            HERMES,
+            "find<arg_key>text</arg_key><arg_value>5</arg_value>",
+            "<arg_key>most</arg_key><arg_value>1</arg_value>",
+            "",
+        ),
+        (
+            MINIMAX,
+            '<invoke name="find"><parameter name="text">5</parameter>',
+            '<parameter name="most">1</parameter>',
+            "</invoke>",
+        ),
+        (DEEPSEEK, f'{DS[0]}find{DS[1]}{{"text": "5",', '"most": 1}', DS[2]),
+        (
+            BY_NAME["deepseek-v3"],
+            f'{DS[0]}function{DS[1]}find\n```json\n{{"text": "5",',
+            '"most": 1}',
+            f"\n```{DS[2]}",
+        ),
+        (
+            KIMI,
+            f'{KIMI_MARKS[0]}functions.find:0{KIMI_MARKS[1]}{{"text": "5",',
+            '"most": 1}',
+            KIMI_MARKS[2],
+        ),
+        (MISTRAL, 'find[ARGS]{"text": "5",', '"most": 1}', ""),
+    ],
+)
+def test_arguments_are_told_one_by_one(
+    syntax: CallSyntax, first: str, second: str, rest: str
+) -> None:
+    parser = CallParser(syntax, TOOLS, lambda: "id")
+    texts = (f"Yes. {syntax.begin}{first}", second, rest + syntax.end)
+    parts = [parser.feed(text) for text in texts] + [parser.finish()]
+    pieces = [(call.name, call.arguments, call.ends) for part in parts for call in part.calls]
+    assert pieces[:2] == [("find", '{"text": "5"', False), ("find", ', "most": 1', False)]
+    assert pieces[2:] == [("find", "}", True)]
+    assert "".join(part.text for part in parts) == "Yes."
+
+
+def test_a_call_that_breaks_ends_with_what_was_told() -> None:
+    for behind in ("oops}}</tool_call> So.", "", '"text": "again"}}</tool_call> So.'):
+        text = f'<tool_call>{{"name": "find", "arguments": {{"text": "5", {behind}'
+        said, calls = told_of(CallParser(HERMES, TOOLS), [TextPiece(each) for each in text])
+        assert calls == [("find", '{"text": "5"}')]
+        assert said == ("So." if behind else "")
+
+
+def test_a_call_that_is_named_alone_has_no_arguments() -> None:
+    text = '<tool_call>{"name": "find", "arguments": {"text": 5'
+    said, calls = told_of(CallParser(HERMES, TOOLS), [TextPiece(each) for each in text])
+    assert (said, calls) == ("", [("find", "{}")])
 
 
 def test_special_tokens_within_calls_belong_to_them() -> None:

@@ -6,7 +6,7 @@ from itertools import count, pairwise
 import pytest
 
 from speq.generator import Token
-from speq.text.answer_parts import Call, parse_piece
+from speq.text.answer_parts import Call, join_parts, parse_piece
 from speq.text.tool_calls import CallParser
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
@@ -19,7 +19,8 @@ def read(text: str, cuts: tuple[int, ...] = ()) -> tuple[str, list[Call]]:
     ends = (0, *cuts, len(text))
     parts = [parser.feed(text[begin:end]) for begin, end in pairwise(ends)]
     parts.append(parser.finish())
-    return "".join(part.text for part in parts), [call for part in parts for call in part.calls]
+    whole = join_parts(parts)
+    return whole.text, [*whole.calls]
 
 
 WEATHER_CALL = ("weather", {"place": "Oslo"})
@@ -137,8 +138,8 @@ def test_a_call_that_is_cut_off_is_one_if_its_json_is_whole(behind: str) -> None
 def heard(*tokens: Token) -> tuple[str, list[tuple[str, str]]]:
     parser = CallParser()
     parts = [*(parse_piece(parser, token) for token in tokens), parser.finish()]
-    calls = [(call.name, call.arguments) for part in parts for call in part.calls]
-    return "".join(part.text for part in parts), calls
+    whole = join_parts(parts)
+    return whole.text, [(call.name, call.arguments) for call in whole.calls]
 
 
 BEGIN, END, EOS = "<tool_call>", "</tool_call>", "<|im_end|>"

@@ -281,5 +281,6 @@ def test_langchain_calls_tools(tmp_path: Path) -> None:
         (call,) = answer.tool_calls  # type: ignore[attr-defined]
         assert (call["name"], call["args"]) == ("weather", {"place": "Oslo"})
         told = list(chat.stream("What is the weather in Oslo?"))
-        (streamed,) = [each for chunk in told for each in chunk.tool_call_chunks]  # type: ignore[attr-defined]
-        assert json.loads(streamed["args"] or "") == {"place": "Oslo"}
+        streamed = [each for chunk in told for each in chunk.tool_call_chunks]  # type: ignore[attr-defined]
+        assert {each["index"] for each in streamed} == {0}
+        assert json.loads("".join(each["args"] or "" for each in streamed)) == {"place": "Oslo"}

@@ -457,6 +457,18 @@ CALL_TEXTS = ("Let me", " look.", "\n<tool", '_call>{"name": "weather", "arg', '
 CALL_TEXTS += (': "Oslo"}}', "</tool_call>", "\n")
 
 
+def streamed_calls(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls of the pieces in a stream, as the API's clients put them together."""
+    calls: list[dict[str, Any]] = []
+    for piece in (each for delta in deltas for each in delta.get("tool_calls", ())):
+        if piece["index"] == len(calls):
+            calls.append(piece)
+        else:
+            assert piece.keys() == {"index", "function"}
+            calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    return calls
+
+
 def test_tools(tmp_path: Path) -> None:
     model = with_template(tmp_path / "tools", TOOLS_TEMPLATE)
     engine = ScriptedEngine(pieces(*CALL_TEXTS))
@@ -474,8 +486,9 @@ def test_tools(tmp_path: Path) -> None:
         chunks = rig.chat(tools=[WEATHER], stream=True, logprobs=True).chunks
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == "Let me look."
-        ((told,),) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        (told,) = streamed_calls(deltas)
         assert (told["index"], told["function"]) == (0, function)
+        assert told["id"].startswith("call_")
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
         logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
         assert sum(len(each["content"]) for each in logprobs if each) == len(CALL_TEXTS)
@@ -505,7 +518,7 @@ def test_tools_whose_marks_are_special_tokens(tmp_path: Path) -> None:
         chunks = rig.chat(tools=[WEATHER], stream=True, logprobs=True).chunks
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == "Let me look."
-        ((told,),) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        (told,) = streamed_calls(deltas)
         assert told["function"] == function
         plain = rig.chat().json["choices"][0]["message"]["content"]
         assert plain == f"Let me look.\n{body}"
