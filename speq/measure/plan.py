@@ -32,7 +32,7 @@ from speq.planning.assumptions import DEFAULT_ACCEPTANCE, Assumptions, routes_of
 from speq.planning.budget_plan import BudgetPlan, plan_budget
 from speq.planning.candidates import candidates_of, check_parts
 from speq.planning.cost import presets
-from speq.planning.cost.locality import CURVES, Locality
+from speq.planning.cost.locality import CURVES, Locality, nearest_curve
 from speq.planning.cost.presets import MEMORY_SHARE, Rates
 from speq.planning.demand import Budget, DeviceOverhead
 from speq.planning.dense import MemoryContext, choose_dense_form
@@ -241,7 +241,9 @@ def assumptions(
 ) -> Assumptions:
     """Collect the assumptions about the machine, the routes and the draft."""
     experts, top_k = model_spec.shape.experts, model_spec.shape.top_k
-    curve, acceptance = CURVES[settings.locality or "published"], settings.acceptance
+    known = nearest_curve(experts.num_experts)
+    curve = known if settings.locality is None else CURVES[settings.locality]
+    acceptance = settings.acceptance
     if settings.routes is not None:
         recorded = RouteTrace.read(settings.routes)
         curve = curve_of(recorded)

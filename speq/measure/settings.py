@@ -121,7 +121,7 @@ class PlanSettings(Options):
         str | None,
         Option(
             "Routes to count experts by; default: those of --routes or of the profile, or else "
-            "published.",
+            "of a known model with about as many experts.",
             Choice(tuple(CURVES)),
         ),
     ] = None

@@ -284,7 +284,8 @@ class PlanOptions(_RunPlanTune, _RunTrainHeadPlanTune, _RunPlan, total=False):
     routes: str | Path | None
     """Recorded routes (`python -m bench.lab.hit_rate --routes`) to count experts by."""
     locality: str | None
-    """Routes to count experts by; default: those of --routes or of the profile, or else published.
+    """Routes to count experts by; default: those of --routes or of the profile, or else of a known
+    model with about as many experts.
     """
     acceptance: float | None
     """Share of drafted tokens that are accepted; default: measured, or 0.9."""

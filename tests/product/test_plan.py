@@ -29,7 +29,14 @@ from speq.measure.route_trace import RouteTrace
 from speq.models.opened import open_model
 from speq.planning.assumptions import Assumptions
 from speq.planning.budget_plan import BudgetPlan, plan_budget
-from speq.planning.cost.locality import BUNDLED, PUBLISHED, Locality, RouteCurve, nearest_curve
+from speq.planning.cost.locality import (
+    BUNDLED,
+    MANY_EXPERTS,
+    PUBLISHED,
+    Locality,
+    RouteCurve,
+    nearest_curve,
+)
 from speq.planning.cost.planner import Outlook, PassBytes, Speeds, choose
 from speq.planning.cost.presets import PRESETS, preset
 from speq.planning.cost.residency_plan import ResidencyPlan
@@ -307,7 +314,7 @@ def test_published_routes_hit_as_in_table_3(slots: int, hits: float) -> None:
     assert 1 - Locality(64, 6, PUBLISHED).misses(slots, 1) / 6 == pytest.approx(hits, abs=0.05)
 
 
-@pytest.mark.parametrize("curve", [BUNDLED, PUBLISHED, None])
+@pytest.mark.parametrize("curve", [BUNDLED, PUBLISHED, MANY_EXPERTS, None])
 def test_misses_grow_with_tokens_and_shrink_with_slots(curve: RouteCurve | None) -> None:
     of = Locality(60, 4, curve)
     assert of.misses(60, 13) == 0
@@ -436,7 +443,8 @@ def test_a_base_is_charged_once_for_a_draft() -> None:
 
 def test_routes_are_those_of_the_model_with_most_nearly_as_many_experts() -> None:
     assert [nearest_curve(count) for count in (8, 16, 32)] == [BUNDLED] * 3
-    assert [nearest_curve(count) for count in (60, 128, 512)] == [PUBLISHED] * 3
+    assert [nearest_curve(count) for count in (60, 64)] == [PUBLISHED] * 2
+    assert [nearest_curve(count) for count in (96, 128, 512)] == [MANY_EXPERTS] * 3
 
 
 def profile(**changes: Any) -> Profile:
