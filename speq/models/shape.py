@@ -14,6 +14,7 @@ from speq.experts.expert_store import ExpertLayout
 from speq.files.checkpoint import Checkpoint
 from speq.files.json_file import read_json
 from speq.kernels import library, many_rows
+from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import HIDDEN_ACTS
 from speq.models.attention import AttentionShape, KVShapes, elements
@@ -141,7 +142,9 @@ class ModelShape:
         """Upper estimate of one pass's memory on the CPU: activations and kernels."""
         attention = self.attention.block_bytes(rows, context, dtype)
         activations = self._activation_bytes(rows, scored, context, dtype) + attention
-        return activations + self.cpu_kernel_bytes(rows, dtype)
+        # Native ops add up experts' outputs as they lie.
+        summed = 0 if dtype in EXACT_DTYPES else self._summed_bytes(rows, dtype)
+        return activations + summed + self.cpu_kernel_bytes(rows, dtype)
 
     def cpu_kernel_bytes(self, rows: int, dtype: torch.dtype) -> int:
         """Bytes that the CPU's kernels of exact experts hold while they run `rows` rows.
@@ -195,7 +198,13 @@ class ModelShape:
         size, attention = dtype.itemsize, self.attention
         expanded = attention.expanded_width * context * size
         scores = 2 * attention.score_heads * rows * context * max(size, 4)
-        return self._activation_bytes(rows, scored, context, dtype) + expanded + scores
+        summed = self._summed_bytes(rows, dtype)
+        return self._activation_bytes(rows, scored, context, dtype) + expanded + scores + summed
+
+    def _summed_bytes(self, rows: int, dtype: torch.dtype) -> int:
+        """Outputs of all experts of the rows, weighted and widened to be added up."""
+        size = dtype.itemsize
+        return rows * self.top_k * self.hidden_size * (size + max(size, 4))
 
     def _activation_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
         """Activations without those of one layer's attention over its keys and values.
@@ -206,13 +215,12 @@ class ModelShape:
         size = dtype.itemsize
         experts, attention = self.experts, self.attention
         per_row = 8 * self.hidden_size + 4 * attention.query_width + 4 * self.dense_width
-        per_row += 4 * experts.expert_width + 2 * self.top_k * self.hidden_size
+        per_row += 4 * experts.expert_width + self.top_k * self.hidden_size
         routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
         activations = rows * (per_row + context) * size
-        widened = rows * self.top_k * self.hidden_size * max(size, 4)
         masks = 3 * rows * context
         logits = scored * self.vocab_size * (size + LOGIT_TRANSIENT_BYTES)
-        return activations + widened + masks + routes + logits
+        return activations + masks + routes + logits
 
 
 def hf_config(checkpoint: Checkpoint) -> Any:
