@@ -152,7 +152,8 @@ class Generator:
             return cls.of_opened(
                 opened, config, progress=progress, first_request=first_request, remote=remote
             )
-        opened = open_model(model, config.verify_reads)
+        with translate_errors():
+            opened = open_model(model, config.verify_reads)
         return cls.of_opened(opened, config, progress=progress, first_request=first_request)
 
     @classmethod

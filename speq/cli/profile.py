@@ -53,9 +53,13 @@ def profile(
                     progress("generating", count, sampling.max_new_tokens)
                 done = present(generator.last_run, "a sequence has ended and left no run")
                 record = present(recording.record(), "a run has ended and left no record")
-            write_timeline(done, files[TRACE], record.link)
-            record.write(files[RUN])
-            write_page(page_of(record), files[PAGE])
+            with contextlib.ExitStack() as undo:
+                write_timeline(done, files[TRACE], record.link)
+                undo.callback(files[TRACE].unlink)
+                record.write(files[RUN])
+                undo.callback(files[RUN].unlink)
+                write_page(page_of(record), files[PAGE])
+                undo.pop_all()  # without all three the same command would refuse those there are
     paths = {name: str(path) for name, path in files.items()}
     output.write({"stats": record.stats, "files": paths})
     if not output.printed:

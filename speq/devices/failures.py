@@ -1,11 +1,11 @@
-"""Device errors, translated into one sentence for users."""
+"""Errors of the device, of host memory and of the disk, translated into one sentence for users."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from speq.errors import DeviceError, NoRoom, SpeqError
+from speq.errors import DeviceError, FileError, NoRoom, SpeqError
 
 # Prefixes of torch's RuntimeErrors that have no type of their own.
 OF_THE_DEVICE = ("CUDA error: ", "CUDA driver error: ", "CUBLAS_STATUS_", "cuBLAS")
@@ -15,11 +15,15 @@ OF_THE_HOST = "DefaultCPUAllocator"
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Raise SpeqError if the device or host memory fails in this block."""
+    """Raise SpeqError if the device, host memory or the disk fails in this block."""
     try:
         yield
-    except SpeqError:
+    except (SpeqError, ConnectionError):
         raise
+    except OSError as error:
+        raise FileError(
+            f"input or output failed: {error}; check the disk, and run again"
+        ) from error
     except torch.OutOfMemoryError as error:
         raise NoRoom(
             f"the GPU has no memory left ({first_sentence(error)}); give a smaller memory_budget, "

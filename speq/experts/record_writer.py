@@ -28,7 +28,7 @@ from speq.experts.packed_store import RECORDS_FILE, Record
 from speq.experts.passes import map_in_order, results_in_flight
 from speq.files.alignment import align, allocate_aligned
 from speq.files.journal import Journal
-from speq.files.range_file import RangeFile, bytes_of
+from speq.files.range_file import RangeFile, bytes_of, read_at
 from speq.kernels.checksum import crc32_of
 from speq.units import Done
 
@@ -209,7 +209,7 @@ class DraftWriter:
         self._digest = hashlib.sha256()
         self._file = open_at(out / DRAFT_FILE, done * layout.nbytes)
         for at in range(0, self._file.tell(), HASHED_BYTES):
-            self._digest.update(os.pread(self._file.fileno(), HASHED_BYTES, at))
+            self._digest.update(read_at(self._file.fileno(), HASHED_BYTES, at))
 
     def add(self, codes: Tensor) -> None:
         """Write an expert's codes."""

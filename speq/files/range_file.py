@@ -37,6 +37,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def read_at(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """Read so many bytes of an open file, fewer only at its end: one read may bring fewer."""
+    parts: list[bytes] = []
+    while nbytes and (part := os.pread(descriptor, nbytes, offset)):
+        parts.append(part)
+        nbytes, offset = nbytes - len(part), offset + len(part)
+    return b"".join(parts)
+
+
 def drop_bytes(views: list[memoryview], start: int) -> list[memoryview]:
     """Drop the first `start` bytes of consecutive views."""
     rest = []
@@ -223,4 +232,4 @@ class RangeFile:
         """Up to `count` blocks of 4 KiB spread evenly over the file."""
         last = max(self.size - SAMPLE_BYTES, 0)
         for offset in sorted({last * i // max(count - 1, 1) for i in range(count)}):
-            yield os.pread(self._fd, SAMPLE_BYTES, offset)
+            yield read_at(self._fd, SAMPLE_BYTES, offset)

@@ -8,7 +8,6 @@ the operating system.
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from speq.errors import CheckpointError, SpeqError, UnsupportedError
 from speq.files.json_file import parse_json
-from speq.files.range_file import RangeFile
+from speq.files.range_file import RangeFile, read_at
 from speq.files.regular_file import check_own
 
 DTYPES: dict[str, torch.dtype] = {
@@ -86,15 +85,15 @@ class SafetensorsFile(RangeFile):
         return data.view(info.dtype).view(info.shape)
 
     def _read_header(self) -> bytes:
-        prefix = os.pread(self._fd, 8, 0)
+        prefix = read_at(self._fd, 8, 0)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(self.size - 8, MAX_HEADER_BYTES):
-            check_own(self.path, os.pread(self._fd, 80, 0))
+            check_own(self.path, read_at(self._fd, 80, 0))
             raise CheckpointError(
                 f"{self.path} is not a complete safetensors file: its header should take {length} "
                 f"bytes and the file has {self.size}; download it again"
             )
-        return os.pread(self._fd, length, 8)
+        return read_at(self._fd, length, 8)
 
     def _parse(self, header: bytes) -> tuple[dict[str, str], dict[str, TensorInfo]]:
         try:

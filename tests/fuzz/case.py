@@ -4,12 +4,13 @@ import enum
 import os
 import random
 import shlex
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.fuzz.target import Command, Ended, Limits, Target
+from tests.fuzz.target import KILL, Command, Ended, Limits, Target
 
 if TYPE_CHECKING:
     from tests.fuzz.sound import Sound
@@ -107,6 +108,8 @@ def faults_of(ended: Ended, limits: Limits) -> list[str]:
         return ["hang"]
     faults = []
     planned = ended.command.killed_at
+    if ended.command.struck is not None and ended.command.struck.fault == KILL:
+        planned = ended.command.struck.at, signal.SIGKILL
     if ended.signal and (planned is None or ended.signal != planned[1]):
         faults.append(f"signal {ended.signal}")
     if any(mark in ended.err for mark in ALLOCATIONS):

@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,21 @@ class Limits:
     address_bytes: int = 5 << 30
 
 
+# What happens to a system call in place of an errno; see `system_calls.cpp`.
+HALF, KILL = -1, -2
+
+
+@dataclass(frozen=True)
+class Strike:
+    """The system call on files of the room that fails, counted from 1; 0: none, they are counted.
+
+    fault  an errno, or HALF (a read or a write moves half of its bytes), or KILL
+    """
+
+    at: int
+    fault: int
+
+
 @dataclass(frozen=True)
 class Command:
     """Arguments of the command line, or a call of the library.
@@ -35,6 +50,7 @@ class Command:
     folder     of the room, where it runs
     output     "kept", "closed" (no standard output) or "broken" (a pipe that nobody reads)
     killed_at  (count, signal): sent when files are synced for the count-th time
+    struck     the system call that fails; of a target that strikes calls
     """
 
     arguments: tuple[str, ...] = ()
@@ -45,6 +61,7 @@ class Command:
     folder: str = "."
     output: str = "kept"
     killed_at: tuple[int, int] | None = None
+    struck: Strike | None = None
 
 
 def speq(*arguments: object, **options: Any) -> Command:
@@ -58,6 +75,7 @@ class Ended:
 
     signal  that ended it, or 0
     syncs   how often it synced a file; 0 where it did not get to its end
+    calls   its system calls on files of the room, where they were counted: name and path
     """
 
     command: Command
@@ -68,6 +86,7 @@ class Ended:
     syncs: int
     out: str
     err: str
+    calls: tuple[str, ...] = ()
 
     @property
     def succeeded(self) -> bool:
@@ -77,7 +96,10 @@ class Ended:
 class Target:
     """A worker process (see `worker`), started from an interpreter that has speq."""
 
-    def __init__(self, python: Path, limits: Limits | None = None) -> None:
+    def __init__(
+        self, python: Path, limits: Limits | None = None, striker: Path | None = None
+    ) -> None:
+        """striker: the library of `system_calls.cpp`, to strike system calls with"""
         self.python = python
         self.limits = limits or Limits()
         # One thread suffices for models this small. No path is added, so that the interpreter's own
@@ -90,6 +112,8 @@ class Target:
             "TOKENIZERS_PARALLELISM": "false",
             "COLUMNS": "80",
         }
+        if striker is not None:
+            environment["LD_PRELOAD"] = str(striker)
         self._process = subprocess.Popen(
             [str(python), "-P", str(WORKER)],
             stdin=subprocess.PIPE,
@@ -135,7 +159,9 @@ class Target:
         )
         counted = Path(request["syncs"])
         answer["syncs"] = int(counted.read_text()) if counted.exists() else 0
-        for name in ("stdout", "stderr", "syncs"):
+        called = Path(request["calls"])
+        answer["calls"] = tuple(called.read_text().splitlines()) if called.exists() else ()
+        for name in ("stdout", "stderr", "syncs", "calls"):
             Path(request[name]).unlink(missing_ok=True)
         peak = max(answer.pop("peak_bytes") - self._idle_bytes, 0)
         return Ended(command, out=out, err=err, peak_bytes=peak, **answer)
@@ -155,6 +181,8 @@ class Target:
             "stdout": str(room / ".stdout"),
             "stderr": str(room / ".stderr"),
             "syncs": str(room / ".syncs"),
+            "calls": str(room / ".calls"),
+            "struck": None if command.struck is None else astuple(command.struck),
             "output": command.output,
             "killed_at": command.killed_at,
             "deadline_s": limits.deadline_s,

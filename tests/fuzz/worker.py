@@ -4,6 +4,7 @@ Requests come as lines of JSON on standard input, answers go as lines of JSON to
 It imports nothing of ours but `speq`, and of that only the command and the public API.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -105,8 +106,11 @@ def act(request: dict[str, Any]) -> int:
     os.chdir(request["folder"])
     limit(resource.RLIMIT_CPU, request["cpu_s"])
     limit(resource.RLIMIT_AS, mapped_bytes() + request["address_bytes"])
-    count_syncs(request["killed_at"])
-    code = outcome_of(request)
+    if request["struck"] is None:
+        count_syncs(request["killed_at"])
+        code = outcome_of(request)
+    else:
+        code = struck(request)
     Path(request["syncs"]).write_text(str(syncs))
     if "imported" in request:
         Path(request["imported"]).write_text(json.dumps(sorted(sys.modules)))
@@ -170,6 +174,18 @@ def count_syncs(kill_at: tuple[int, int] | None) -> None:
 
     setattr(os, "fsync", counted)  # noqa: B010
     setattr(os, "fdatasync", counted)  # noqa: B010
+
+
+def struck(request: dict[str, Any]) -> int:
+    """Exit status of a request one of whose system calls fails."""
+    library = ctypes.CDLL(None)
+    library.speq_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int]
+    library.speq_arm(os.fsencode(request["room"]), *request["struck"])
+    try:
+        return outcome_of(request)
+    finally:
+        library.speq_disarm()
+        library.speq_write_calls(os.fsencode(request["calls"]))
 
 
 def outcome_of(request: dict[str, Any]) -> int:
@@ -254,6 +270,10 @@ def fake(arguments: list[str]) -> None:
             os.fsync(0)
     elif what == "leave":
         Path(rest[0]).write_bytes(b"half")
+    elif what == "write":
+        file = os.open(rest[0], os.O_WRONLY | os.O_CREAT)
+        os.write(file, b"all of it")  # without a look at what came of it
+        os.close(file)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Devices that fail, or cannot be used: one sentence each, and nothing of the host stays locked."""
 
 import ctypes
+import errno
 import logging
 import re
 from collections.abc import Callable
@@ -48,6 +49,10 @@ OLD_DRIVER = (
             r"^the host has no memory left \(.*DefaultCPUAllocator.*\); give a smaller memory_b",
         ),
         (
+            OSError(errno.EIO, "Input/output error", "model/config.json"),
+            r"^input or output failed: .*Input/output error: 'model/config.json'; check the disk",
+        ),
+        (
             MemoryError(),
             r"^the host has no memory left \(MemoryError\); give a smaller memory_b",
         ),
@@ -62,7 +67,12 @@ def test_failures_are_sentences(error: Exception, sentence: str) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("shapes do not match"), ValueError("CUDA"), SpeqError("as it is"), OSError()],
+    [
+        RuntimeError("shapes do not match"),
+        ValueError("CUDA"),
+        SpeqError("as it is"),
+        BrokenPipeError(),
+    ],
 )
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, translate_errors():
