@@ -40,7 +40,8 @@ def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
     verdict = verdict_of(made, planned.flops_per_s, None if planned.is_here else hub_folder())
     sizes = {settings.memory_budget, *budgets_for(made, machine_memory_bytes())}
     with opt.log_of(quiet=True):  # of each budget it would say the same
-        rows = [*rows_of(plans_in(planned.plan, sorted(sizes)))]
+        instead = {name: other.plan for name, other in planned.instead().items()}
+        rows = [*rows_of(plans_in(planned.plan, sorted(sizes)), instead)]
     told = {"verdict": verdict.to_dict(), "by_budget": [row.to_dict() for row in rows]}
     output.write(made.to_dict() | told)
     if not output.printed:
@@ -56,15 +57,18 @@ def show_rows(rows: "list[BudgetRow]", chosen: int) -> None:
     from rich.table import Table
 
     from speq.measure.console import console
+    from speq.measure.verdict import number
 
-    table = Table(title="speed by memory")
-    for title in ("memory", "experts in slots", "tokens/s", "from", "to"):
+    others = dict.fromkeys(name for row in rows for name in row.instead)
+    table = Table(title="speed by memory, and what would help")
+    for title in ("memory", "experts in slots", "tokens/s", "from", "to", *others):
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(
             format_bytes(row.budget_bytes),
             f"{row.cached:.0%}",
             *row.pace.numbers,
+            *(number(row.instead[name]) if name in row.instead else "-" for name in others),
             style="bold" if row.budget_bytes == chosen else None,
         )
     console().print(table)

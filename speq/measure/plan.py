@@ -14,6 +14,8 @@ from speq.devices.allocator import overhead_bytes
 from speq.devices.named import find_device
 from speq.errors import OptionError, SpeqError
 from speq.files.checkpoint import has_weights, locate_config
+from speq.files.packing import INT4
+from speq.files.published_format import FP8, WORDS
 from speq.governor.profile import Profile
 from speq.heads.head_file import HeadLabel, head_path, model_digest, read_label
 from speq.heads.predicted_experts import AUTO, open_head
@@ -99,6 +101,21 @@ class PlannedModel:
         if self.settings.device != "auto":
             return self.settings.device == "cpu"
         return not device_of(self.machine).startswith("cuda")
+
+    def instead(self) -> "dict[str, PlannedModel]":
+        """What may run faster: experts in fewer bits, if they are published so, or two disks."""
+        found: dict[str, PlannedModel] = {}
+        if self.model_spec.codec.shape.published == WORDS:
+            for name, published in (("in FP8", FP8), ("in INT4", INT4)):
+                with contextlib.suppress(SpeqError):  # sizes that the format does not allow
+                    model_spec = self.model_spec.published_as(published)
+                    found[name] = replace(self, model_spec=model_spec)
+        machine, link = self.machine, self.settings.link
+        if self.on_cpu and isinstance(machine, Rates):
+            twice = replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s)
+            settings = replace(self.settings, link=None if link is None else 2 * link)
+            found["two disks"] = replace(self, machine=twice, settings=settings)
+        return found
 
     def plan(self, memory_budget: int) -> BudgetPlan:
         """Plan for a budget. Raises SpeqError for one that is too small."""

@@ -1,9 +1,9 @@
 """A verdict: does a model run on a machine, how fast, and what does it take?"""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +102,22 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class BudgetRow:
-    """A line of the table over budgets. cached: share of the experts in slots"""
+    """A line of the table over budgets.
+
+    cached   share of the experts in slots
+    instead  tokens a second with what `PlannedModel.instead` names
+    """
 
     budget_bytes: int
     cached: float
     pace: Pace
+    instead: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "budget_bytes": self.budget_bytes,
             "cached": self.cached,
+            "instead": self.instead,
             "tokens_per_s": self.pace.tokens_per_s,
             "tokens_per_s_least": self.pace.least,
             "tokens_per_s_most": self.pace.most,
@@ -181,12 +187,19 @@ def plans_in(plan: Callable[[int], BudgetPlan], budgets: Sequence[int]) -> Itera
             yield plan(budget_bytes)
 
 
-def rows_of(plans: Iterable[BudgetPlan]) -> Iterator[BudgetRow]:
-    """Lines of the table over budgets."""
+def rows_of(
+    plans: Iterable[BudgetPlan], instead: Mapping[str, Callable[[int], BudgetPlan]] | None = None
+) -> Iterator[BudgetRow]:
+    """Lines of the table over budgets. instead: plans of what may run faster"""
     for made in plans:
-        best = made.candidates[made.best]
+        best, budget_bytes = made.candidates[made.best], made.budget.budget_bytes
         share = min(best.slots / made.model_spec.count, 1.0)
-        yield BudgetRow(made.budget.budget_bytes, share, Pace.of(best))
+        others = {
+            name: 1 / other.candidates[other.best].tpot_s
+            for name, plan in (instead or {}).items()
+            for other in plans_in(plan, [budget_bytes])
+        }
+        yield BudgetRow(budget_bytes, share, Pace.of(best), others)
 
 
 def number(value: float) -> str:

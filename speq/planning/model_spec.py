@@ -13,6 +13,7 @@ from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
 from speq.experts.expert_store import check_groups, reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
+from speq.files.packing import INT4, Int4Groups
 from speq.files.published_format import WORDS, format_of, packed_settings
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
@@ -23,6 +24,8 @@ from speq.models.shape import DTYPES, ModelShape, config_in, shape_of
 from speq.planning.cost.planner import PassBytes
 from speq.planning.used_experts import WHOLE, DraftPart
 
+# Columns that share a scale in most publications in INT4.
+USUAL_GROUP = 128
 # Of an expert's record a draft's codes of it take this at most.
 DRAFT_SHARE = 3 / 4
 
@@ -135,6 +138,19 @@ class ModelSpec:
             dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
             packed_dense=opened.packed_dense(computed),
         )
+
+    def published_as(self, published: str) -> "ModelSpec":
+        """The same model, if its experts were published in FP8 or INT4.
+
+        Raises SpeqError for sizes that the format does not allow.
+        """
+        groups = Int4Groups(USUAL_GROUP, zeros=False) if published == INT4 else None
+        stored = replace(self.codec.shape, published=published, groups=groups)
+        stored = replace(stored, dtype=torch.bfloat16)
+        check_groups(stored, Path(self.name))
+        codec = own_codec(stored)
+        draft = None if self.draft is None else useful_draft(self.draft, codec)
+        return replace(self, codec=codec, published=True, draft=draft)
 
     @property
     def num_layers(self) -> int:

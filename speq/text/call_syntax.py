@@ -220,7 +220,7 @@ def mistral_begun(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
 
 
 def begun_arguments(found: Sequence[tuple[str, str]]) -> list[NamedCall]:
-    """Calls by names and what is there of their arguments: where nothing is, there is no call yet."""
+    """Calls by names and what is there of their arguments; without any of it there is no call."""
     return [
         (checked_name(name.strip()), open_object(arguments)[0])
         for name, arguments in found

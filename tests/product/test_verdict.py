@@ -49,6 +49,25 @@ def test_a_verdict_is_what_the_plan_says(planned: PlannedModel, tmp_path: Path) 
     assert slow.first_token_s == pytest.approx(2 * 2.66e9 * 500 / 1e10, rel=0.1)
 
 
+def test_what_would_help(planned: PlannedModel) -> None:
+    instead = planned.instead()
+    assert [*instead] == ["in FP8", "in INT4", "two disks"]
+    [row] = rows_of([planned.plan(12 * GIB)], {name: each.plan for name, each in instead.items()})
+    for name, link, bits in (("in FP8", 2e9, 8), ("in INT4", 2e9, 4), ("two disks", 4e9, None)):
+        made = instead[name].plan(12 * GIB)
+        best = made.candidates[made.best]
+        assert row.instead[name] == pytest.approx(1 / best.tpot_s)
+        assert made.assumptions.link.bandwidth_bytes_per_s == link
+        if bits is not None:  # and scales, one for 128 x 128 or for 128 codes
+            assert best.moved_bytes == pytest.approx(3 * 2048 * 1408 * bits / 8, rel=0.04)
+    assert row.pace.tokens_per_s < row.instead["two disks"]
+    assert row.pace.tokens_per_s < row.instead["in FP8"] < row.instead["in INT4"]
+    # Codes stay as they are published, and a GPU's link is no disk.
+    assert [*instead["in FP8"].instead()] == ["two disks"]
+    card = PlannedModel.of(DEEPSEEK, PlanSettings(12 * GIB, preset="rtx-4090"))
+    assert [*card.instead()] == ["in FP8", "in INT4"]
+
+
 def test_sentences(planned: PlannedModel, tmp_path: Path) -> None:
     made = planned.plan(12 * GIB)
     here = verdict_of(made, None, None)
