@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from speq.engine.engine import Engine
-from speq.engine.request import Request, Token
+from speq.engine.request import Cancelled, Request, Token
 from speq.errors import SpeqError
 from speq.runtime import Runtime
 from speq.stats import Origin
@@ -121,7 +121,7 @@ class Batch:
         run, in turns where there are both; what came of it. Requests that ended have left.
 
         draft_length  of all requests; None: the governor's
-        progress      told while a chunk is run
+        progress      told while a chunk is run; it may raise Cancelled, and drop the request then
         """
         self._renew_record()
         try:
@@ -150,6 +150,8 @@ class Batch:
         try:
             told = None if progress is None else partial(progress, request)
             token_ids = engine.prefill_chunk(request, told, alone=not self.running)
+        except Cancelled:
+            return []
         except SpeqError as error:
             self.prefilling = None
             engine.caches[request.kv_slot].clear()  # what is there may not be finite

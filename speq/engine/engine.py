@@ -30,7 +30,7 @@ from speq.engine.drafter import (
 from speq.engine.forced_tokens import ForcedTokens
 from speq.engine.offload import Offload
 from speq.engine.prefixes import Prefixes
-from speq.engine.request import PromptObserver, Request, RequestState
+from speq.engine.request import Cancelled, PromptObserver, Request, RequestState
 from speq.engine.request_step import PackedDrafts, RequestStep
 from speq.engine.sampler import HostSampler, Sampler
 from speq.engine.verification import EagerVerification, Verification
@@ -115,7 +115,8 @@ class Engine:
     ) -> list[int]:
         """Run the next chunk of a prompt; return the first token after the last chunk.
 
-        progress  told (tokens done, tokens) while it runs
+        progress  told (tokens done, tokens) while it runs, layer by layer; where it raises
+                  Cancelled, only this chunk is lost
         alone     nobody decodes before the next chunk, whose experts may be read ahead
         """
         stats = self.recorder.begin("prefill")
@@ -133,7 +134,7 @@ class Engine:
         emitted: list[int] = []
         with self.recorder.timed("prefill"):
             stream = self.offload.stream.prompt(announced, self.chunk, report)
-            with self.invalidate_on_error(), stream:
+            with self._left_whole(request), self.invalidate_on_error(), stream:
                 self._run_chunk(request, end)
             if not request.left_to_prefill:
                 emitted = self._first_token(request)
@@ -376,12 +377,27 @@ class Engine:
     # --- its memory ---
 
     @contextmanager
+    def _left_whole(self, request: Request) -> Iterator[None]:
+        """Have a sequence's KV end before a chunk that is cancelled: its states may be of part of
+        the layers.
+        """
+        try:
+            yield
+        except Cancelled:
+            cache = self.caches[request.kv_slot]
+            request.prefilled = cache.resumable(request.prefilled)
+            cache.resume(request.prefilled)
+            raise
+
+    @contextmanager
     def invalidate_on_error(self) -> Iterator[None]:
         """An interrupt can strike between any two lines. What lay in expert slots is then
         forgotten, and so is all KV.
         """
         try:
             yield
+        except Cancelled:
+            raise
         except BaseException:
             self.offload.loader.forget()
             for cache in self.caches:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from speq.devices.failures import is_device_error
 from speq.engine.batch import Batch, StepOutput
-from speq.engine.request import Request, Token
+from speq.engine.request import Cancelled, Request, Token
 from speq.engine.token_stream import End, EngineFailed, QueueFull, TokenStream, Unavailable
 from speq.errors import EngineLost, SpeqError
 from speq.stats import Origin
@@ -63,10 +63,6 @@ class Observer:
 
     def on_end(self, stream: TokenStream, end: End | SpeqError) -> None:
         """A request that a batch had taken is over."""
-
-
-class Cancelled(Exception):
-    """Ends a prompt that nobody waits for any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +245,6 @@ class EngineThread:
                     # A request that comes when all have left begins a batch with its own records.
                     while not batch.idle and (taken := self._take(batch.has_room)) is not None:
                         self._join(batch, taken)
-        except Cancelled:
-            self._stop(self._taken[0])
         except SpeqError as error:
             self._fail(error)
         finally:
@@ -273,11 +267,9 @@ class EngineThread:
         return stream.cancelled or self._aborting
 
     def _show_prefill(self, request: Request, done: int, total: int) -> None:
-        """A part of a prompt was run. A chunk that nobody waits for ends there, where it takes no
-        other request's KV with it.
-        """
+        """A part of a prompt was run. A chunk that nobody waits for ends there."""
         stream = self._streams[request]
-        if len(self._taken) == 1 and self._unwanted(stream):
+        if self._unwanted(stream):
             raise Cancelled
         stream.prefilled = request.metrics.cached_tokens + done
         for observer in self._observers:

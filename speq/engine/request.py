@@ -33,6 +33,10 @@ class Token:
     waited_s: float = field(default=0.0, compare=False)
 
 
+class Cancelled(Exception):
+    """Ends a chunk of a prompt that nobody waits for any more."""
+
+
 class RequestState(Enum):
     """WAITING for a KV slot, in PREFILL, in DECODE, or FINISHED."""
 

@@ -14,7 +14,7 @@ from speq.config import SamplingParams
 from speq.engine.batch import PrefillProgress, StepOutput
 from speq.engine.constraint import GrammarCompiler
 from speq.engine.logprobs import Logprobs, TokenLogprobs
-from speq.engine.request import Constraint, Request, RequestMetrics
+from speq.engine.request import Cancelled, Constraint, Request, RequestMetrics
 from speq.engine.thought_budget import ThoughtBudget, ThoughtTokens
 from speq.errors import SpeqError
 from speq.generator import Token
@@ -258,7 +258,10 @@ class ScriptedBatch:
         for done in (1, 2) if at == 0 else ():
             engine.before_prompt(done)
             if progress is not None:
-                progress(request, done, 2)
+                try:
+                    progress(request, done, 2)
+                except Cancelled:
+                    return StepOutput(request, [])
         engine.before(at)
         if at == engine.fault_at and isinstance(engine.fault, SpeqError):
             self.drop(request)

@@ -12,7 +12,7 @@ import torch
 from speq import Generator
 from speq.config import RunConfig, SamplingParams
 from speq.engine.batch import Batch
-from speq.engine.request import Request
+from speq.engine.request import Cancelled, Request
 from speq.errors import SpeqError
 from speq.stats import RunStats, StepStats
 from tests.helpers.cells import Cell, Folders, loaded
@@ -288,6 +288,45 @@ def test_a_damaged_text_ends_alone(tiny: Callable[[str], Path]) -> None:
             wanted = greedy_tokens(plain, prompt, 24)
             got = request.output_token_ids
             assert got == (wanted if request is not requests[1] else wanted[: len(got)])
+    finally:
+        generator.close()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "qwen3_next", "lfm2_moe"])
+def test_a_chunk_that_is_cancelled_takes_no_other_text_with_it(
+    family: str, layer: int, tiny: Callable[[str], Path]
+) -> None:
+    """It ends between two layers; the others' KV and states, and its own before it, are whole."""
+    plain, sampling = load_plain(tiny(family)), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    generator = Generator.from_pretrained(
+        *(tiny(family), ROOMY),
+        **{"dtype": "float32", "draft_length": 2, "max_batch": 2, "context_length": 400},
+    )
+    short, long = [5, 6, 7], [(3 * at * at + at) % 250 for at in range(300)]
+    told: list[int] = []
+
+    def cancel(request: Request, done: int, total: int) -> None:
+        told.append(done)
+        if request is not first and len(told) > 1 + layer:
+            raise Cancelled
+
+    try:
+        with generator.batch() as batch:
+            first = batch.add(Request(short, sampling))
+            batch.step()
+            for _ in range(2):  # the second time it goes on from what is whole
+                second = batch.add(Request(long, sampling))
+                told.clear()
+                while second not in batch.running and len(told) <= 1 + layer:
+                    batch.step(progress=cancel)
+                assert batch.prefilling is second
+                batch.drop(second)
+            third = batch.add(Request(long, sampling))
+            while not batch.idle:
+                batch.step()
+        assert first.output_token_ids == greedy_tokens(plain, short, 12)
+        assert third.output_token_ids == greedy_tokens(plain, long, 12)
     finally:
         generator.close()
 
