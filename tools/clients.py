@@ -61,6 +61,7 @@ PROGRAMS = {
     "aider": ("aider-chat==0.86.2",),
     "lm_eval": ("lm-eval[api]==0.4.13", "transformers==5.23.0"),
     "litellm_proxy": ("litellm[proxy]==1.108.7",),
+    "guidellm": ("guidellm==0.8.1",),
 }
 # Programs of Node, with their packages.
 AGENTS = {
@@ -209,6 +210,19 @@ def litellm_proxy(bench: Bench) -> bool:
     return all(SAID in each for each in told)
 
 
+def guidellm(bench: Bench) -> bool:
+    """A benchmark of three requests, none of which fails."""
+    told = bench.folder / "told.json"
+    load = ("--rate-type", "synchronous", "--max-requests", "3", "--output-path", told)
+    data = "prompt_tokens=16,output_tokens=8"
+    tokenizer = ("--processor", ROOT / "models" / "tiny-moe")
+    program = BUILT / "guidellm" / "bin" / "guidellm"
+    bench.run(program, "benchmark", "--target", bench.root, "--data", data, *tokenizer, *load)
+    (measured,) = json.loads(told.read_text())["benchmarks"]
+    counts = measured["metrics"]["request_totals"]
+    return bool(counts["successful"] == 3 and not counts["errored"])
+
+
 def wait_for(url: str) -> None:
     """Raises TimeoutExpired where nothing answers in time."""
     for _ in range(SECONDS):
@@ -232,6 +246,7 @@ def post(url: str, body: dict[str, Any]) -> str:
 TOOL = {"claude": "Bash", "opencode": "bash"}
 RUNS: dict[str, Callable[[Bench], bool]] = {
     **{"llm": llm, "aider": aider, "lm_eval": lm_eval, "litellm_proxy": litellm_proxy},
+    "guidellm": guidellm,
     **{"claude": claude, "codex": codex, "opencode": opencode},
 }
 
@@ -349,7 +364,7 @@ def failure_of(name: str) -> str:
         home.mkdir()
         tool = (TOOL[name],) if name in TOOL else ()
         server = ("tests.clients.served_agent", folder, *tool)
-        if name == "lm_eval":
+        if name in ("lm_eval", "guidellm"):
             options = "--memory-budget 80MiB --dtype float32 --context-length 512 --port 0"
             server = ("speq", "serve", "models/tiny-moe", *options.split())
         with serving(*server) as url:

@@ -28,6 +28,7 @@ def render(page: Page) -> str:
     values = {
         "policy": _policy(bundle, script),
         "title": _ascii(html.escape(page.title)),
+        "summary": _ascii(html.escape(page.summary)),
         "style": asset("page.css"),
         "page": in_script(page),
         "bundle": bundle,

@@ -70,9 +70,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of pictures. facts: (what, value) lines above them; notes: sentences below these."""
+    """A page of pictures.
+
+    facts    (what, value) lines above them; notes: sentences below these
+    summary  what to know first, above all else
+    """
 
     title: str
     facts: list[tuple[str, str]]
     panels: list[Panel]
     notes: list[str] = field(default_factory=list)
+    summary: str = ""

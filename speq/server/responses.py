@@ -103,7 +103,9 @@ class ResponsesFormat(Events):
     prompt_tokens: int
     reader: AnswerReader
     _items: list[Chunk] = field(default_factory=list, init=False)
+    # Tokens, and those of them with which thoughts were told.
     _generated: int = field(default=0, init=False)
+    _reasoned: int = field(default=0, init=False)
     _number: int = field(default=0, init=False)
 
     def opening(self) -> Iterator[Chunk]:
@@ -113,7 +115,9 @@ class ResponsesFormat(Events):
 
     def chunks(self, token: Token) -> Iterator[Chunk]:
         self._generated += 1
-        yield from self._told(self.reader.read(token))
+        part = self.reader.read(token)
+        self._reasoned += bool(part.reasoning)
+        yield from self._told(part)
 
     def closing(self, end: End) -> Iterator[Chunk]:
         yield from self._told(self.reader.finish())
@@ -156,7 +160,7 @@ class ResponsesFormat(Events):
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": end.stats.get("cached_tokens", 0)},
             "output_tokens": self._generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoned},
             "total_tokens": self.prompt_tokens + self._generated,
         }
 

@@ -248,12 +248,22 @@ def test_texts_are_no_markup(browser: Any, tmp_path: Path) -> None:
     evil = "</script><script>window.ran = 1</script><!-- <script> <img src=x onerror=window.ran=1>"
     panel = replace(lines(), title=evil, aid=evil, table=Table((evil,), [[evil]]))
     panel.data[0]["name"] = evil
-    page = Page(evil, [(evil, evil)], [panel, replace(panel, name="none", absent=evil)], [evil])
+    page = Page(
+        evil, [(evil, evil)], [panel, replace(panel, name="none", absent=evil)], [evil], evil
+    )
     write_page(page, tmp_path / "evil.html")
     with opened(browser, tmp_path / "evil.html") as seen:
         assert seen.page.evaluate("window.ran") is None
         assert seen.page.title() == evil
-        for where in ("h1", "dt", "dd", "#panel-lines h2", "#panel-lines .aid", ".absent >> nth=1"):
+        for where in (
+            "h1",
+            "#summary",
+            "dt",
+            "dd",
+            "#panel-lines h2",
+            "#panel-lines .aid",
+            ".absent >> nth=1",
+        ):
             assert seen.page.locator(where).text_content() == evil, where
         assert seen.cells("lines") == [[evil]]
         assert seen.errors == [] and seen.failed == []

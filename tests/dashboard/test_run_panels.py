@@ -266,6 +266,25 @@ def test_facts_and_notes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stats", "words"),
+    [
+        # 23 of 150 ms; 127 ms would make 23.6 tokens per second.
+        ({}, "15% of that time was spent waiting for experts from the disk; without that it would"),
+        ({"stall_s": 0.075}, "50% of that time.* it would have been 40.$"),
+        ({"stall_s": 0.0}, "20 tokens per second after the first. Nearly none"),
+        ({"stall_s": 0.15}, "Nearly all of that time was spent waiting"),
+        ({"tpot_ms": None, "new_tokens": 1}, "^$"),
+    ],
+)
+def test_the_first_sentence_says_how_fast_it_was(stats: dict[str, Any], words: str) -> None:
+    assert re.search(words, page_of(changed(stats=RUN.stats | stats)).summary)
+
+
+def test_the_first_sentence_counts_the_time_without_waiting() -> None:
+    assert page_of(RUN).summary.endswith("it would have been 23.6.")
+
+
+@pytest.mark.parametrize(
     ("below", "above", "texts"),
     [
         (40.0, 100.0, ["40", "20", "0", "20", "40", "60", "80", "100"]),

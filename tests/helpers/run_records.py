@@ -148,6 +148,7 @@ RUN = RunRecord(
         "tpot_ms": 50.0,
         "ttft_ms": 110.0,
         "hit_rate": 8 / 12,
+        "stall_s": 0.023,
         "moved_bytes_per_token": 4 * MIB / 3,
         "hidden_share": 30 / 48,
         "acceptance_rate": 0.5,

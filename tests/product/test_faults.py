@@ -29,7 +29,7 @@ PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(64)]
 NEW_TOKENS = 24
 PATIENCE_S = 60
 # A few slots of many: experts are read all along.
-SCARCE = 1000 << 10
+SCARCE = 960 << 10
 
 
 @pytest.fixture(scope="module", params=["plain", "packed"])

@@ -27,6 +27,7 @@ class PageSource:
     facts: list[Fact]
     panels: list[Panel]
     notes: list[str] = field(default_factory=list)
+    summary: str = ""
 
 
 def page_of(paths: Sequence[Path]) -> Page:
@@ -106,7 +107,7 @@ def run_source(path: Path, content: dict[str, Any]) -> PageSource:
             f"{path} is damaged ({type(error).__name__}: {error}); write it again with "
             "`speq profile`"
         ) from error
-    return PageSource(path.stem, page.title, page.facts, page.panels, page.notes)
+    return PageSource(path.stem, page.title, page.facts, page.panels, page.notes, page.summary)
 
 
 def page_of_sources(sources: Sequence[PageSource], left_out: Iterable[str] = ()) -> Page:
@@ -118,7 +119,7 @@ def page_of_sources(sources: Sequence[PageSource], left_out: Iterable[str] = ())
     if len(sources) == 1:
         (source,) = sources
         panels = distinctly_named(source.panels)
-        return Page(source.title, source.facts, panels, [*source.notes, *notes])
+        return Page(source.title, source.facts, panels, [*source.notes, *notes], source.summary)
     facts = [
         (source.name, "; ".join(f"{what}: {value}" for what, value in source.facts))
         for source in sources

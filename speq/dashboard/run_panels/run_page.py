@@ -17,6 +17,9 @@ from speq.dashboard.run_record import RunRecord
 from speq.measure.approximation import approximate
 from speq.units import format_bytes
 
+# A smaller share of the time is not worth a sentence.
+LEAST_WAITED = 0.01
+
 
 def panels_of(run: RunRecord) -> list[Panel]:
     """Make all panels of a run; one without data says why."""
@@ -74,7 +77,25 @@ def page_of(run: RunRecord) -> Page:
             f"Panels by step show the last {len(run.steps)} steps and leave out the {run.left_out} "
             "before. The figures above cover all steps."
         )
-    return Page(f"speq: {run.model}", facts_of(run), panels_of(run), notes)
+    return Page(f"speq: {run.model}", facts_of(run), panels_of(run), notes, summary_of(run))
+
+
+def summary_of(run: RunRecord) -> str:
+    """How fast the run was, and how fast it would have been without waiting for experts."""
+    stats = run.stats
+    tpot_ms, tokens = stats["tpot_ms"], stats["new_tokens"]
+    if not tpot_ms or tokens < 2:
+        return ""
+    whole_ms = tpot_ms * (tokens - 1)
+    waited = stats["stall_s"] * 1e3 / whole_ms
+    speed = f"{1e3 / tpot_ms:.3g} tokens per second after the first."
+    if not LEAST_WAITED < waited < 1 - LEAST_WAITED:
+        much = "Nearly none" if waited < LEAST_WAITED else "Nearly all"
+        return f"{speed} {much} of that time was spent waiting for experts."
+    return (
+        f"{speed} {waited:.0%} of that time was spent waiting for experts from the {run.link}; "
+        f"without that it would have been {1e3 / tpot_ms / (1 - waited):.3g}."
+    )
 
 
 def format_figure(value: float | None, form: str) -> str:
