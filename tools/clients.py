@@ -213,11 +213,16 @@ def litellm_proxy(bench: Bench) -> bool:
 def guidellm(bench: Bench) -> bool:
     """A benchmark of three requests, none of which fails."""
     told = bench.folder / "told.json"
-    load = ("--rate-type", "synchronous", "--max-requests", "3", "--output-path", told)
-    data = "prompt_tokens=16,output_tokens=8"
-    tokenizer = ("--processor", ROOT / "models" / "tiny-moe")
-    program = BUILT / "guidellm" / "bin" / "guidellm"
-    bench.run(program, "benchmark", "--target", bench.root, "--data", data, *tokenizer, *load)
+    settings = {
+        "backend": f"kind=openai_http,target={bench.root},model=any",
+        "profile": "kind=concurrent,streams=2",
+        "constraint": "kind=max_requests,count=3",
+        "tokenizer": f"kind=hf_auto,model={ROOT / 'models' / 'tiny-moe'}",
+        "data": "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+        "output": f"kind=json,path={told}",
+    }
+    given = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    bench.run(BUILT / "guidellm" / "bin" / "guidellm", "run", *given, "--disable-console")
     (measured,) = json.loads(told.read_text())["benchmarks"]
     counts = measured["metrics"]["request_totals"]
     return bool(counts["successful"] == 3 and not counts["errored"])
