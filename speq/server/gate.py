@@ -46,6 +46,8 @@ class AccessGate:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             return
+        if scope["method"] == "HEAD":
+            scope = dict(scope) | {"method": "GET"}  # the server leaves the body out
         if self._access.page:
             send = with_headers(send, PAGE_HEADERS)
         origin = self._access.shared_with(scope)

@@ -371,3 +371,10 @@ def test_further_names_of_the_server(model: ScriptedModel) -> None:
     with api_server(ScriptedEngine(pieces("a")), model, allow_host=("Docker.internal",)) as rig:
         for host, status in (("docker.internal", 200), ("localhost", 200), ("other.internal", 421)):
             assert rig.get("/v1/models", Host=f"{host}:{rig.port}").status == status
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/nothing"])
+def test_head_is_get_without_the_body(rig: Rig, path: str) -> None:
+    got, told = rig.get(path), rig.ask("HEAD", path)
+    assert (told.status, told.body) == (got.status, b"")
+    assert told.headers["content-type"] == got.headers["content-type"]
