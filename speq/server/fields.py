@@ -264,6 +264,8 @@ class ChatBody(SampledBody):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+    prediction: JsonObject | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class CompletionBody(SampledBody):

@@ -102,7 +102,7 @@ ANY_JSON = {
     *("StructuredOutputs.json", "ChatBody.guided_json", "CompletionBody.guided_json"),
     *("MessageTool.input_schema", "ToolUseBlock.input", "ResponseTool.parameters"),
     *("MessagesBody.metadata", "MessagesBody.cache_control", "MessagesBody.context_management"),
-    *("ResponseBody.client_metadata", "TextFormat.schema"),
+    *("ResponseBody.client_metadata", "TextFormat.schema", "ChatBody.prediction"),
     *(f"{owner}.cache_control" for owner in ("TextContent", "ChatMessage", "Tool")),
 }
 

@@ -194,6 +194,8 @@ def test_fields_that_ask_for_nothing_are_taken(rig: Rig) -> None:
         "response_format": {"type": "text"},
         "modalities": ["text"],
         "metadata": {"a": "b"},
+        "prediction": {"type": "content", "content": "a"},
+        "verbosity": "low",
         "store": True,
         "service_tier": "flex",
         "tools": [],
