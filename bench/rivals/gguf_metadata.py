@@ -3,7 +3,7 @@
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,37 @@ class Architecture:
 
 def check_qwen2_moe(config: dict[str, Any], where: object) -> None:
     """Raise SpeqError for what llama.cpp's qwen2moe computes in its one way only."""
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    for name, given, wanted in (
-        ("norm_topk_prob", config.get("norm_topk_prob", False), False),
+    width = head_dim_of(config) * config["num_attention_heads"]
+    _check(config, where, norms=False)
+    _check_each(where, [("head_dim times heads", width, config["hidden_size"])])
+
+
+def check_qwen3_moe(config: dict[str, Any], where: object) -> None:
+    """Do as `check_qwen2_moe` for qwen3moe."""
+    _check(config, where, norms=True)
+    _check_each(where, [("attention_bias", config.get("attention_bias", False), False)])
+
+
+def head_dim_of(config: dict[str, Any]) -> int:
+    found: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return found
+
+
+def _check(config: dict[str, Any], where: object, norms: bool) -> None:
+    """norms: whether the weights of a token's experts add up to 1"""
+    fields = [
+        ("norm_topk_prob", config.get("norm_topk_prob", False), norms),
         ("decoder_sparse_step", config.get("decoder_sparse_step", 1), 1),
         ("mlp_only_layers", config.get("mlp_only_layers") or [], []),
         ("use_sliding_window", config.get("use_sliding_window", False), False),
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-        ("head_dim times heads", head_dim * config["num_attention_heads"], config["hidden_size"]),
-    ):
+    ]
+    _check_each(where, fields)
+
+
+def _check_each(where: object, fields: Sequence[tuple[str, Any, Any]]) -> None:
+    """fields: name, value and the only value that llama.cpp computes with"""
+    for name, given, wanted in fields:
         if given != wanted:
             raise UnsupportedError(
                 f"{where} has {name} {given!r}; llama.cpp computes this family with {wanted!r} "
@@ -61,7 +83,19 @@ def write_qwen2_moe(writer: Any, config: dict[str, Any], where: object) -> None:
     writer.add_expert_shared_feed_forward_length(size("shared_expert_intermediate_size"))
 
 
-ARCHITECTURES = {"qwen2_moe": Architecture("qwen2moe", check_qwen2_moe, write_qwen2_moe)}
+def write_qwen3_moe(writer: Any, config: dict[str, Any], where: object) -> None:
+    size = _sizes(config, where)
+    writer.add_expert_count(size("num_experts"))
+    writer.add_expert_used_count(size("num_experts_per_tok"))
+    writer.add_expert_feed_forward_length(size("moe_intermediate_size"))
+    writer.add_key_length(head_dim_of(config))
+    writer.add_value_length(head_dim_of(config))
+
+
+ARCHITECTURES = {
+    "qwen2_moe": Architecture("qwen2moe", check_qwen2_moe, write_qwen2_moe),
+    "qwen3_moe": Architecture("qwen3moe", check_qwen3_moe, write_qwen3_moe),
+}
 
 
 def architecture_of(config: dict[str, Any], where: object) -> Architecture:
@@ -86,7 +120,7 @@ def write_config(writer: Any, config: dict[str, Any], where: object) -> None:
     writer.add_head_count(size("num_attention_heads"))
     writer.add_head_count_kv(size("num_key_value_heads"))
     writer.add_vocab_size(size("vocab_size"))
-    epsilon = checked_number(f"{where}: rms_norm_eps", config.get("rms_norm_eps"), 0, 1)
+    epsilon = checked_number(f"{where}: rms_norm_eps", config.get("rms_norm_eps", 1e-6), 0, 1)
     writer.add_layer_norm_rms_eps(epsilon)
     writer.add_rope_freq_base(rope_theta(config, where))
     architecture.check(config, where)

@@ -131,7 +131,7 @@ def run(model: str, settings: Settings, progress: Progress | None = None) -> Rep
     """
     if settings.protocol is not None:
         return specter.run(model, settings, progress)
-    if not settings.budgets:
+    if not settings.budgets and settings.systems != ("?",):
         raise OptionError("budgets must be given, such as 8GiB,12GiB; or a protocol, which has own")
     if settings.systems:
         return systems_beside(model, settings, progress)

@@ -19,6 +19,8 @@ from speq.options.declared import REQUIRED, Declared, Nested, Option, Options, b
 
 # Given by its place, or so.
 MODEL = "model"
+# The value with which some options list what may be given.
+LIST = "?"
 # Takes options that few users need.
 SET = "set"
 SET_HELP = "Set an option that few need; `--set ?` lists them. May be given several times."
@@ -178,6 +180,8 @@ def _with_model(typed: Mapping[str, Any]) -> dict[str, Any]:
         if given[MODEL] is not None and by_name is not None:
             raise typer.BadParameter("the model is given twice, by its place and with --model")
         if given[MODEL] is None and by_name is None:
-            raise typer.BadParameter("the model is missing; give MODEL, a folder or a hub id")
+            if LIST not in given.values():
+                raise typer.BadParameter("the model is missing; give MODEL, a folder or a hub id")
+            by_name = LIST  # what may be given is the same for all models
         given[MODEL] = by_name if given[MODEL] is None else given[MODEL]
     return {name: value for name, value in given.items() if value is not None and value != []}

@@ -226,5 +226,8 @@ def test_systems_are_listed(command: Command) -> None:
     names = [line.split()[1] for line in shown.out.splitlines() if line.startswith("│ ")]
     assert [name for name in names if name != "│"] == [*SYSTEMS]
     assert "by LRU, no draft" in shown.out
+    alone = command("bench", "tpot", "--systems", "?")
+    assert "by LRU, no draft" in alone.out
+    assert "rtx-4090" in command("plan", "--preset", "?").out
     found = json.loads(command(*arguments, "--json", "-").out)
     assert [row["system"] for row in found["rows"]] == [*SYSTEMS]

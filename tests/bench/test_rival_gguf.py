@@ -140,6 +140,33 @@ def test_head_of_its_own_and_grouped_heads(tmp_path: Path, dtype: torch.dtype) -
     assert key(reader, "tokenizer.ggml.token_type")[4096:] == [gguf.TokenType.UNUSED] * 4
 
 
+def test_a_model_of_qwen3_moe(tmp_path: Path) -> None:
+    """Its heads have norms and a width of their own, and there is no shared expert."""
+    path = write_model(tmp_path / "m", "qwen3_moe", vocab_size=4096, norm_topk_prob=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / name, path / name)
+    config = json.loads((path / "config.json").read_text())
+    config.setdefault("num_experts", config.get("num_local_experts"))  # as it is published
+    (path / "config.json").write_text(json.dumps(config))
+    reader = gguf.GGUFReader(gguf_of(str(path), tmp_path))
+    checkpoint = Checkpoint(path)
+    read = {name: file.tensor(name) for name, (file, _) in checkpoint.tensors.items()}
+    checkpoint.close()
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
+    experts = range(config["num_experts"])
+    ours = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    for name, wanted in (
+        ("blk.1.attn_k_norm.weight", read["model.layers.1.self_attn.k_norm.weight"].float()),
+        ("blk.1.ffn_up_exps.weight", torch.stack([read[ours.format(each)] for each in experts])),
+    ):
+        stored = np.ascontiguousarray(by_name[name].data).tobytes()
+        assert stored == wanted.contiguous().view(torch.uint8).numpy().tobytes(), name
+    assert len(by_name) == 3 + 12 * config["num_hidden_layers"]
+    assert key(reader, "general.architecture") == "qwen3moe"
+    assert key(reader, "qwen3moe.attention.key_length") == config["head_dim"]
+    assert key(reader, "qwen3moe.expert_used_count") == config["num_experts_per_tok"]
+
+
 def test_keys_of_the_bundled_model(bundled_file: Path) -> None:
     reader = gguf.GGUFReader(bundled_file)
     found = {
@@ -186,7 +213,10 @@ def test_tokenizer_of_the_bundled_model(bundled_file: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"model_type": "mixtral"}, r"'mixtral'.* are qwen2_moe: compare without llama\.cpp"),
+        (
+            {"model_type": "mixtral"},
+            r"'mixtral'.* are qwen2_moe, qwen3_moe: compare without llama\.cpp",
+        ),
         ({"model_type": None}, "of family None"),
         ({"norm_topk_prob": True}, "norm_topk_prob True"),
         ({"mlp_only_layers": [2]}, r"mlp_only_layers \[2\]"),
