@@ -135,6 +135,7 @@ def tagged_calls(
 def tagged_begun(
     text: str, begin: re.Pattern[str], parameter: re.Pattern[str], tools: Sequence[Tool]
 ) -> list[NamedCall]:
+    """Find what `tagged_calls` will, with the arguments whose tags are closed."""
     _, *parts = begin.split(text)
     return [
         (name, typed(name, parameter.findall(inside), tools))
@@ -159,23 +160,21 @@ DEEPSEEK_BEGIN, DEEPSEEK_END, DEEPSEEK_SEP = (
 
 def deepseek_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     """V3.1 writes a name and arguments, V3 a kind, a name and arguments in a block of code."""
-    calls = []
-    for name, arguments in marked_calls(text, DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END):
-        if name == "function":
-            name, _, arguments = arguments.partition("\n")
-            arguments = arguments.strip().removeprefix("```json").removesuffix("```")
-        calls.append(named_arguments(name, arguments))
-    return calls
+    found = marked_calls(text, DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END)
+    return [named_arguments(*unfenced(*each)) for each in found]
 
 
 def deepseek_begun(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
-    found = []
-    for name, arguments in marked_begun(text, DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END):
-        if name == "function":
-            name, _, arguments = arguments.partition("\n")
-            arguments = arguments.strip().removeprefix("```json")
-        found.append((name, arguments))
-    return begun_arguments(found)
+    found = marked_begun(text, DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END)
+    return begun_arguments([unfenced(*each) for each in found])
+
+
+def unfenced(name: str, arguments: str) -> tuple[str, str]:
+    """The name and arguments of a call whose kind may stand in the name's place."""
+    if name != "function":
+        return name, arguments
+    name, _, arguments = arguments.partition("\n")
+    return name, arguments.strip().removeprefix("```json").removesuffix("```")
 
 
 KIMI = "<|tool_call_{}|>"
@@ -187,20 +186,16 @@ KIMI_BEGIN, KIMI_ARGUMENT, KIMI_END = (
 def kimi_calls(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     """A name stands in functions.NAME:NUMBER."""
     found = marked_calls(text, KIMI_BEGIN, KIMI_ARGUMENT, KIMI_END)
-    return [
-        named_arguments(name.removeprefix("functions.").partition(":")[0], arguments)
-        for name, arguments in found
-    ]
+    return [named_arguments(kimi_name(name), arguments) for name, arguments in found]
 
 
 def kimi_begun(text: str, tools: Sequence[Tool]) -> list[NamedCall]:
     found = marked_begun(text, KIMI_BEGIN, KIMI_ARGUMENT, KIMI_END)
-    return begun_arguments(
-        [
-            (name.removeprefix("functions.").partition(":")[0], arguments)
-            for name, arguments in found
-        ]
-    )
+    return begun_arguments([(kimi_name(name), arguments) for name, arguments in found])
+
+
+def kimi_name(name: str) -> str:
+    return name.removeprefix("functions.").partition(":")[0]
 
 
 MISTRAL, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"

@@ -37,6 +37,7 @@ FAULTS = {
     "half": HALF,
     "kill": KILL,
 }
+NAMES = {fault: name for name, fault in FAULTS.items()}
 # transformers takes files of a tokenizer that it cannot look at for such as are not there.
 THEIRS = re.compile(r"look .*/(\w*token\w*|chat_template|vocab|merges)\.\w+")
 # Kept for later runs, which do without where it cannot be written.
@@ -283,12 +284,9 @@ def main() -> int:
                 struck += 1
                 found = io_walk.faults(walk, strike, wanted)
                 failed[walk.name] += bool(found)
+                what = f"{walk.name} {strike.at} {NAMES[strike.fault]} {call}"
                 for fault in found:
-                    name = next(name for name, fault_ in FAULTS.items() if fault_ == strike.fault)
-                    print(
-                        f"{walk.name} {strike.at} {name} {calls[strike.at - 1]}: {fault}",
-                        flush=True,
-                    )
+                    print(f"{what}: {fault}", flush=True)
             print(
                 f"{walk.name}: {len(calls)} calls, {struck} struck, {failed[walk.name]} failed, "
                 f"{time.monotonic() - begun_s:.0f} s",

@@ -278,16 +278,14 @@ ssize_t copy_file_range(int from, off64_t *at, int to, off64_t *place, size_t by
   FAILS_ON(ours(to), "copy", to, -1)
   return real(from, at, to, place, bytes, flags);
 }
-ssize_t sendfile(int to, int from, off_t *at, size_t bytes) {
-  static auto real = next<ssize_t (*)(int, int, off_t *, size_t)>("sendfile");
-  FAILS_ON(ours(to), "copy", to, -1)
-  return real(to, from, at, bytes);
-}
-ssize_t sendfile64(int to, int from, off64_t *at, size_t bytes) {
-  static auto real = next<ssize_t (*)(int, int, off64_t *, size_t)>("sendfile64");
-  FAILS_ON(ours(to), "copy", to, -1)
-  return real(to, from, at, bytes);
-}
+#define SENDS(name)                                                                                \
+  ssize_t name(int to, int from, off_t *at, size_t bytes) {                                        \
+    static auto real = next<ssize_t (*)(int, int, off_t *, size_t)>(#name);                        \
+    FAILS_ON(ours(to), "copy", to, -1)                                                             \
+    return real(to, from, at, bytes);                                                              \
+  }
+SENDS(sendfile)
+SENDS(sendfile64)
 
 #define ON_A_FILE(name, call)                                                                      \
   int name(int file) {                                                                             \
@@ -372,32 +370,23 @@ DIR *opendir(const char *path) {
   return real(path);
 }
 
-#define LOOKS(name)                                                                                \
-  int name(const char *path, struct stat *found) {                                                 \
-    static auto real = next<int (*)(const char *, struct stat *)>(#name);                          \
+#define LOOKS(name, Found)                                                                         \
+  int name(const char *path, struct Found *found) {                                                \
+    static auto real = next<int (*)(const char *, struct Found *)>(#name);                         \
     FAILS_ON(ours(AT_FDCWD, path), "look", path, -1)                                               \
     return real(path, found);                                                                      \
   }
-LOOKS(stat)
-LOOKS(lstat)
+LOOKS(stat, stat)
+LOOKS(lstat, stat)
+LOOKS(stat64, stat64)
+LOOKS(lstat64, stat64)
 
-#define LOOKS_WIDE(name)                                                                           \
-  int name(const char *path, struct stat64 *found) {                                               \
-    static auto real = next<int (*)(const char *, struct stat64 *)>(#name);                        \
-    FAILS_ON(ours(AT_FDCWD, path), "look", path, -1)                                               \
-    return real(path, found);                                                                      \
+#define MAPS(name)                                                                                 \
+  void *name(void *address, size_t bytes, int protection, int flags, int file, off_t offset) {     \
+    static auto real = next<void *(*)(void *, size_t, int, int, int, off_t)>(#name);               \
+    FAILS_ON(ours(file), "map", file, MAP_FAILED)                                                  \
+    return real(address, bytes, protection, flags, file, offset);                                  \
   }
-LOOKS_WIDE(stat64)
-LOOKS_WIDE(lstat64)
-
-void *mmap(void *address, size_t bytes, int protection, int flags, int file, off_t offset) {
-  static auto real = next<void *(*)(void *, size_t, int, int, int, off_t)>("mmap");
-  FAILS_ON(ours(file), "map", file, MAP_FAILED)
-  return real(address, bytes, protection, flags, file, offset);
-}
-void *mmap64(void *address, size_t bytes, int protection, int flags, int file, off64_t offset) {
-  static auto real = next<void *(*)(void *, size_t, int, int, int, off64_t)>("mmap64");
-  FAILS_ON(ours(file), "map", file, MAP_FAILED)
-  return real(address, bytes, protection, flags, file, offset);
-}
+MAPS(mmap)
+MAPS(mmap64)
 }

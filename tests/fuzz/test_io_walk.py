@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.io_walk import FAULTS, WALKS, IoWalk, Walk, build_striker, opened, strikes
+from tests.fuzz.io_walk import NAMES, WALKS, IoWalk, Walk, build_striker, opened, strikes
 from tests.fuzz.target import HALF, KILL, Command, Ended, Strike, Target
 
 SEED, SAMPLE = 7, 12
@@ -42,8 +42,7 @@ def test_calls_are_counted_and_struck(striking: Target, tmp_path: Path) -> None:
 
 def test_every_call_has_the_faults_of_its_kind() -> None:
     calls = ["open a", "read a", "create b", "write b", "look c"]
-    named = {fault: name for name, fault in FAULTS.items()}
-    found = [(strike.at, named[strike.fault]) for strike in strikes(calls)]
+    found = [(strike.at, NAMES[strike.fault]) for strike in strikes(calls)]
     assert found == [
         *((1, name) for name in ("EIO", "EINTR", "kill")),
         *((2, name) for name in ("EIO", "EINTR", "half", "kill")),
