@@ -241,6 +241,10 @@ class ShapesSettings(Options):
         Path | None,
         Option("Where the checkpoint is kept; default: in the cache folder.", File("a folder")),
     ] = None
+    llama_cpp: Annotated[
+        bool,
+        Option("Have llama.cpp run the same weights, in a file as large again.", Switch()),
+    ] = False
     max_new_tokens: MaxNewTokens = 32
     rounds: Rounds = 3
     seed: Annotated[int, Option("Of weights, prompts and sampling.", Whole(0, 2**31))] = 0

@@ -11,7 +11,7 @@ Task = Literal["time", "tokens", "choices"]
 
 @dataclass(frozen=True, slots=True)
 class RivalJob:
-    """system: its name; model: the folder as published; all texts are token ids, greedy.
+    """system: its name; model: the folder as published; all texts are token ids.
 
     stores        the model packed, by codec
     scratch       a folder for files a system makes of the model; they stay for its next process
@@ -19,6 +19,7 @@ class RivalJob:
     dtype         what is computed in: "auto", or "float32" to compare tokens
     options       of the run, for those of speq's
     threads       that compute
+    temperature   texts are drawn at this temperature where a system draws; 0: greedy
     continuations the tokens that follow each prompt: of the task `choices` only
     finish_copy   wait, before the texts, until a published model's packed copy is whole
     text_s        a text ends after so long, once `least_tokens` are out
@@ -36,6 +37,7 @@ class RivalJob:
     dtype: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     threads: int = 0
+    temperature: float = 0.0
     continuations: list[list[int]] = field(default_factory=list)
     warm_up_tokens: int = 0
     finish_copy: bool = False

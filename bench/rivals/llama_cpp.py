@@ -27,15 +27,24 @@ KV_TOKENS = 256  # that a cache grows by
 class LlamaCpp:
     """A model that llama.cpp has loaded. Its tokenizer is never asked: token ids in and out."""
 
-    def __init__(self, library: Any, model: Any, settled: dict[str, Any]) -> None:
+    def __init__(
+        self, library: Any, model: Any, settled: dict[str, Any], temperature: float = 0.0
+    ) -> None:
         self._library, self._model, self._settled = library, model, settled
+        self._temperature = temperature
 
     def stream(self, prompt_token_ids: list[int], max_new_tokens: int) -> Iterator[int]:
+        from numpy.random import default_rng
+
         self._model.reset()
+        draws = default_rng(0)
         tokens = prompt_token_ids
         for _ in range(max_new_tokens):
             self._model.eval(tokens)
-            tokens = [self._likeliest()]
+            logits = self._logits()
+            if self._temperature:  # the largest with Gumbel noise is a draw of the softmax
+                logits = logits / self._temperature + draws.gumbel(size=logits.shape)
+            tokens = [int(logits.argmax())]
             yield tokens[0]
 
     def figures(self) -> dict[str, Any]:
@@ -56,12 +65,12 @@ class LlamaCpp:
     def close(self) -> None:
         self._model.close()
 
-    def _likeliest(self) -> int:
-        """The token of the largest logit behind the last one evaluated."""
+    def _logits(self) -> Any:
+        """Those behind the last token evaluated, as they lie in llama.cpp's memory."""
         from numpy.ctypeslib import as_array
 
         logits = self._library.llama_get_logits_ith(self._model.ctx, -1)
-        return int(as_array(logits, shape=(self._model.n_vocab(),)).argmax())
+        return as_array(logits, shape=(self._model.n_vocab(),))
 
 
 def prepare(job: RivalJob, progress: Progress | None) -> None:
@@ -114,6 +123,7 @@ def load(job: RivalJob) -> LlamaCpp:
             "threads": threads,
             "gpu_layers": gpu_layers,
         },
+        job.temperature,
     )
 
 

@@ -47,6 +47,7 @@ class System:
     ours     its tokens, computed in float32, must be the exact model's
     store    the codec of the packed model it reads; None: the model as published
     options  of its run, where it is one of speq's
+    draws    whether it draws tokens at a temperature
     """
 
     name: str
@@ -56,6 +57,7 @@ class System:
     ours: bool = True
     store: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    draws: bool = False
 
     @property
     def maker(self) -> Maker:
@@ -119,6 +121,7 @@ SYSTEMS = {
             module="llama_cpp",
             form=True,
             ours=False,
+            draws=True,
         ),
     )
 }

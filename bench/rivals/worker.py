@@ -126,6 +126,8 @@ def perform(job: RivalJob, tell: Tell) -> None:
     from speq.bench.rivals.systems import system
 
     try:
+        if job.temperature and not system(job.system).draws:
+            raise OptionError(f"system {job.system!r} runs greedily here; give temperature 0")
         limit_device(job)
         began_s = time.perf_counter()
         with closing(system(job.system).maker(job)) as contestant:

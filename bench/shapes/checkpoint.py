@@ -171,9 +171,12 @@ def write_tokenizer(target: Path, model: ShapedModel) -> None:
     size, ends = model.text["vocab_size"], model.text.get("eos_token_id") or 0
     end = ends[0] if isinstance(ends, list) else ends
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    named = [*alphabet, *(f"<|{at}|>" for at in range(len(alphabet), size))][:size]
+    merge = ("t", "h")  # llama.cpp takes no vocabulary without merges
+    more = (f"<|{at}|>" for at in range(len(alphabet) + 1, size))
+    named = [*alphabet, "".join(merge), *more][:size]
     vocabulary = {token: at for at, token in enumerate(named)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    merges = [merge] if "".join(merge) in vocabulary else []
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([named[end]])

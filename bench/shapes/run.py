@@ -4,7 +4,6 @@ A model is written once and kept. Text is sampled at temperature 1, since random
 token for certain; drafts are off, since nothing drafts random text.
 """
 
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,8 @@ from speq.bench.rivals.worker import peak_rss_bytes
 from speq.bench.settings import ShapesSettings as Settings
 from speq.bench.shapes.checkpoint import ShapedModel, write
 from speq.bench.shapes.floor import MeasuredRates, floor_of
+from speq.bench.shapes.llama_cpp import llama_cpp_rows
+from speq.bench.shapes.prompts import random_tokens
 from speq.bench.shapes.published import shape_named
 from speq.bench.shapes.routes import CURVE, SOURCE, Routes, lru_hits, most_used_hits
 from speq.errors import OptionError
@@ -62,7 +63,18 @@ CURVE_COLUMNS: dict[str, Column] = {
     "most used": ("most_used", "{:.1%}"),
     "least recently used": ("lru", "{:.1%}"),
 }
-FURTHER_TABLES = ((f"hits by experts held ({SOURCE})", "curve", CURVE_COLUMNS),)
+BESIDE_COLUMNS: dict[str, Column] = {
+    "budget": ("budget", "{}"),
+    "context": ("context", "{}"),
+    "TPOT ms": ("tpot_ms", "{:.1f}"),
+    "of speq's": ("tpot_ratio", "{:.2f}"),
+    "TTFT s": ("ttft_s", "{:.2f}"),
+    "of speq's TTFT": ("ttft_ratio", "{:.2f}"),
+}
+FURTHER_TABLES = (
+    (f"hits by experts held ({SOURCE})", "curve", CURVE_COLUMNS),
+    ("llama.cpp on the same weights", "beside", BESIDE_COLUMNS),
+)
 CONTEXT = (Axis("context", "tokens of context"),)
 TPOTS = (Axis("tpot_ms", "measured, ms"), Axis("tpot_floor_ms", "floor, ms"))
 TTFTS = (Axis("ttft_s", "measured, s"), Axis("ttft_floor_s", "floor, s"))
@@ -79,9 +91,12 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 
 @dataclass(slots=True)
 class ShapesReport(Report):
-    """curve: of the routes of the run; made: what was written, and the machine's rates."""
+    """curve: of the routes of the run; beside: llama.cpp's rows; made: what was written, and the
+    machine's rates.
+    """
 
     curve: list[dict[str, Any]] = field(default_factory=list)
+    beside: list[dict[str, Any]] = field(default_factory=list)
     made: dict[str, Any] = field(default_factory=dict)
 
 
@@ -116,9 +131,12 @@ def run(
     for budget in track("measuring budgets", settings.budgets, len(settings.budgets), progress):
         bounds = [bounds_of(model, folder, rates, settings, budget, c) for c in settings.contexts]
         measured, layers = measure(folder, settings, budget)
-        report.rows += [
-            summarise(bound, found) for bound, found in zip(bounds, measured, strict=True)
-        ]
+        rows = [summarise(bound, found) for bound, found in zip(bounds, measured, strict=True)]
+        report.rows += rows
+        if settings.llama_cpp:
+            report.beside += llama_cpp_rows(
+                folder, settings, rows, model.model_spec.shape.vocab_size
+            )
         report.curve = report.curve or curve_of(layers, model.model_spec.shape.experts.num_experts)
     return report
 
@@ -205,7 +223,7 @@ def start(folder: Path, settings: Settings, budget: str) -> tuple[Generator, flo
 def prompt_of(generator: Generator, tokens: int, seed: int) -> list[int]:
     """Random tokens, which are to run from the first."""
     generator.forget()
-    return random.Random(seed).choices(range(generator.runtime.shape.vocab_size), k=tokens)
+    return random_tokens(generator.runtime.shape.vocab_size, tokens, seed)
 
 
 def routes_of(generator: Generator, seed: int) -> list[Routes]:
@@ -273,4 +291,9 @@ def notes(report: ShapesReport) -> list[str]:
         f"{made['link_bytes_per_s'] / 1e9:.2f} GB/s, products {made['flops_per_s'] / 1e9:.0f} "
         "Gflop/s, all measured just now; routes drawn by the routers' law, evicted by Belady",
         "drafts are off: nothing drafts random text; it is sampled at temperature 1",
+        *dict.fromkeys(
+            f"llama.cpp at {row['budget']}: {row['failure']}"
+            for row in report.beside
+            if row["failure"]
+        ),
     ]

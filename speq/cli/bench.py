@@ -169,7 +169,8 @@ def show(module: Any, report: Any) -> None:
         return
     report.print(module.COLUMNS)
     for title, name, columns in getattr(module, "FURTHER_TABLES", ()):
-        print_table(title, columns, getattr(report, name))
+        if rows := getattr(report, name):
+            print_table(title, columns, rows)
 
 
 def widen(

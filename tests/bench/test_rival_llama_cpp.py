@@ -79,6 +79,18 @@ def test_streams_begin_anew_and_are_its_own_choices(
 
 
 @pytest.mark.usefixtures("installed")
+def test_tokens_are_drawn_at_a_temperature(job: RivalJob) -> None:
+    """Near 0 they are the likeliest; high up hardly any is."""
+    with loaded(job) as contestant:
+        likeliest = [*contestant.stream(PROMPT, 16)]
+    with loaded(replace(job, temperature=1e-6)) as contestant:
+        assert [*contestant.stream(PROMPT, 16)] == likeliest
+    with loaded(replace(job, temperature=100.0)) as contestant:
+        drawn = [*contestant.stream(PROMPT, 16)]
+    assert sum(map(int.__eq__, drawn, likeliest)) <= 2
+
+
+@pytest.mark.usefixtures("installed")
 def test_choices_are_nearly_always_the_exact_models(job: RivalJob) -> None:
     """Its bfloat16 products and float16 cache are not ours: 99 % and more agree on four texts."""
     text = (ROOT / "CONTRIBUTING.md").read_text()

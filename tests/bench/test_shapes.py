@@ -1,7 +1,9 @@
 """`speq bench shapes`: exact shapes, their floors by hand, and a thin model from end to end."""
 
 import json
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from speq.bench.shapes.tensors import RandomTensor
 from speq.cli.bench import show
 from speq.errors import SpeqError
 from speq.models.opened import open_model
+from tests.helpers.needed import absent
 
 # Of the published files: tensors of the part of text, and their bytes where an index says them.
 FILES = {
@@ -189,20 +192,25 @@ def test_routes_are_as_skewed_as_published() -> None:
     assert hits == pytest.approx([0.37, 0.74, 0.89, 0.96], abs=0.02)
 
 
-def test_thin_model_is_measured_from_end_to_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def thin_settings(tmp_path: Path, **further: Any) -> Settings:
     config: dict[str, Any] = thin("Qwen3-30B-A3B").content(2, None)
     (tmp_path / "thin").mkdir()
     (tmp_path / "thin" / "config.json").write_text(json.dumps(config))
-    settings = Settings(
+    return Settings(
         budgets=("16MiB",),
         contexts=(4, 24),
         folder=tmp_path / "made",
         max_new_tokens=4,
         rounds=2,
         run={"packed_copy": "none"},
+        **further,
     )
+
+
+def test_thin_model_is_measured_from_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = thin_settings(tmp_path)
     report = bench.run(str(tmp_path / "thin"), settings)
     assert "of disk in" in capsys.readouterr().err
     assert [(row["context"], row["samples"]) for row in report.rows] == [(4, 2), (24, 2)]
@@ -216,3 +224,27 @@ def test_thin_model_is_measured_from_end_to_end(
     show(bench, report)
     assert "least recently used" in capsys.readouterr().out
     assert "random parameters in bf16" in bench.notes(report)[0]
+
+
+@pytest.mark.wide
+def test_llama_cpp_runs_beside(
+    tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if find_spec("llama_cpp") is None:
+        absent(request.config, "llama-cpp", "llama-cpp-python is not installed")
+    report = bench.run(str(tmp_path / "thin"), thin_settings(tmp_path, llama_cpp=True))
+    for row, other in zip(report.rows, report.beside, strict=True):
+        assert (other["budget"], other["context"]) == (row["budget"], row["context"])
+        assert other["tpot_ratio"] == other["tpot_ms"] / row["tpot_ms"]
+        assert other["ttft_s"] > 0
+    show(bench, report)
+    assert "llama.cpp on the same weights" in capsys.readouterr().out
+
+
+def test_llama_cpp_that_cannot_run_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    report = bench.run(str(tmp_path / "thin"), thin_settings(tmp_path, llama_cpp=True))
+    assert [row["tpot_ms"] for row in report.beside] == [None, None]
+    assert "llama.cpp at 16MiB: llama_cpp is not installed" in bench.notes(report)[-1]
