@@ -14,9 +14,9 @@ from torch import Tensor
 
 from speq.drafts import draft_file
 from speq.errors import present
-from speq.experts.int4 import ROW_BLOCK, group_size_of
+from speq.experts.int4 import group_size_of, round_into
 from speq.files.checkpoint import Checkpoint
-from speq.kernels.ops import Int4Weight, quantize_int4, quantize_int4_planes
+from speq.kernels.ops import Int4Weight
 
 
 class DenseLayer(Protocol):
@@ -150,7 +150,7 @@ class DenseCodes:
             return source.dense_weight(name)
         qweight, scales = (self._parts[f"{name}.{part}"] for part in layout.shapes)
         if not self._kept:
-            round_into(words(), layout, qweight, scales)
+            round_into(words(), layout.planes, layout.group_size, qweight, scales)
         return Int4Weight(qweight, scales)
 
     def finish(self) -> None:
@@ -161,15 +161,3 @@ class DenseCodes:
 
 
 EXPERTS_ONLY = DenseDraft({})
-
-
-def round_into(words: Tensor, layout: DenseLayout, qweight: Tensor, scales: Tensor) -> None:
-    """Round a matrix [N, K] to nearest, some rows at a time."""
-    quantize = quantize_int4 if layout.planes == 1 else quantize_int4_planes
-    outputs = layout.outputs
-    for start in range(0, outputs, ROW_BLOCK):
-        rows = slice(start, min(start + ROW_BLOCK, outputs))
-        made = quantize(words[rows].cpu(), layout.group_size)
-        for whole, part in zip((qweight, scales), made, strict=True):
-            for plane, codes in zip(whole.split(outputs), part.chunk(layout.planes), strict=True):
-                plane[rows].copy_(codes)

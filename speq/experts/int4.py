@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speq.errors import Broken, UnsupportedError
 from speq.files.alignment import prefer_huge_pages
-from speq.kernels.ops import Int4Slots, quantize_int4
+from speq.kernels.ops import Int4Slots, quantize_int4, quantize_int4_planes
 
 GROUP_SIZE = 128
 # Rows quantised at a time, to limit the memory of float32 copies.
@@ -225,3 +225,20 @@ def expert_of(record: Tensor, layout: Int4Layout) -> Int4Expert:
 def _blocks(rows: int) -> Iterator[slice]:
     for start in range(0, rows, ROW_BLOCK):
         yield slice(start, min(start + ROW_BLOCK, rows))
+
+
+def round_into(
+    words: Tensor, planes: int, group_size: int, qweight: Tensor, scales: Tensor
+) -> None:
+    """Round a matrix [N, K] to nearest, some rows at a time.
+
+    planes   of codes: 1, or 2 for eight bits
+    qweight  [planes * N, K / 2] uint8; scales: [planes * N, K / group_size] float16; filled
+    """
+    quantize = quantize_int4 if planes == 1 else quantize_int4_planes
+    outputs = len(words)
+    for rows in _blocks(outputs):
+        made = quantize(words[rows].cpu(), group_size)
+        for whole, part in zip((qweight, scales), made, strict=True):
+            for plane, codes in zip(whole.split(outputs), part.chunk(planes), strict=True):
+                plane[rows].copy_(codes)

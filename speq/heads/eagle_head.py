@@ -11,14 +11,16 @@ et al., arXiv:2503.01840; SafeAILab/EAGLE, eagle/model/cnets.py):
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from speq.heads.draft_head import FeatureState, VisibleKV
-from speq.heads.eagle_shape import EagleShape
-from speq.heads.moe_head import multiply, rotate
+from speq.heads.eagle_shape import LOOKED_UP, EagleShape
+from speq.heads.head_matrix import hold, multiply
+from speq.heads.moe_head import rotate
 from speq.models.moe_model import MoEModel
 
 # Logit of tokens that the head cannot predict: finite, to differ from a damaged head's, and with
@@ -28,13 +30,13 @@ FAR = -1e9
 
 @dataclass(frozen=True, slots=True)
 class EagleHead:
-    """An EAGLE-3 head: weights by the names of `EagleShape.tensors`.
+    """An EAGLE-3 head: weights by the names of `EagleShape.tensors`; drafts run matrices in codes.
 
     said  [draft_vocab_size] int64, the exact model's ids of the head's tokens; None: all tokens
     """
 
     shape: EagleShape
-    weights: Mapping[str, Tensor]
+    weights: Mapping[str, Any]  # Tensor, or HeadMatrix of a loaded head
     said: Tensor | None
 
     @property
@@ -52,11 +54,14 @@ class EagleHead:
         return said + sum(weight.nbytes for weight in self.weights.values())
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "EagleHead":
-        weights = {name: weight.to(device, dtype) for name, weight in self.weights.items()}
+        weights = {
+            name: weight.to(device, dtype) if name == LOOKED_UP else hold(weight, dtype, device)
+            for name, weight in self.weights.items()
+        }
         return EagleHead(self.shape, weights, None if self.said is None else self.said.to(device))
 
     def reduce(self, features: Tensor) -> Tensor:
-        return multiply(features.to(self.weights["fc"].dtype), self.weights["fc"])
+        return multiply(features.to(self.weights["norm"].dtype), self.weights["fc"])
 
     def embed(self, token_ids: list[int], model: MoEModel) -> Tensor:
         if self.shape.own_embedding:

@@ -18,8 +18,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speq.errors import FileError
+from speq.heads.head_matrix import held_sizes
 from speq.models.shape import ModelShape
 
+LOOKED_UP = "embedding"  # the weight of which passes read rows only
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Fields of a config that rotary embeddings depend on.
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
@@ -97,8 +99,12 @@ class EagleShape:
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
         """Bytes of each of them, and of the ids of its tokens."""
-        words = [torch.Size(shape).numel() * dtype.itemsize for _, shape in self.tensors()]
-        return words + [self.draft_vocab_size * torch.int64.itemsize] * self.maps
+        weights = [
+            size
+            for name, shape in self.tensors()
+            for size in held_sizes(shape, dtype, looked_up=name == LOOKED_UP)
+        ]
+        return weights + [self.draft_vocab_size * torch.int64.itemsize] * self.maps
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return sum(self.sizes(dtype))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from speq.errors import FileError
+from speq.heads.head_matrix import held_sizes
 
 # Widest heads of the attention; narrower ones if it does not divide the hidden size.
 HEAD_WIDTH = 64
@@ -151,7 +152,7 @@ class HeadShape:
             yield "routes", (len(self.named.layers), self.named.num_experts, 2 * d)
 
     def sizes(self, dtype: torch.dtype) -> list[int]:
-        return [torch.Size(shape).numel() * dtype.itemsize for _, shape in self.tensors()]
+        return [size for _, shape in self.tensors() for size in held_sizes(shape, dtype)]
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return sum(self.sizes(dtype))

@@ -29,8 +29,9 @@ from torch.nn import functional
 
 from speq.errors import present
 from speq.heads.draft_head import VisibleKV
+from speq.heads.head_matrix import HeadMatrix, hold, multiply
 from speq.heads.head_shape import ROPE_BASE, HeadShape
-from speq.kernels import ops
+from speq.layers.int4_matrix import Int4Matrix
 from speq.models.moe_model import MoEModel
 from speq.routing import Route, top_experts
 
@@ -71,24 +72,30 @@ class MoEHead(nn.Module):
     def __init__(
         self,
         shape: HeadShape,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, HeadMatrix],
         acceptance_rates: tuple[float, ...] = (),
     ) -> None:
-        """weights  weights by the names of `HeadShape.tensors`, of any float dtype
+        """weights  weights by the names of `HeadShape.tensors`, of any float dtype, or matrices in
+                 codes, for drafting
         acceptance_rates  by depth, measured in training; empty: unknown
         """
         super().__init__()
         self.shape, self.acceptance_rates = shape, acceptance_rates
         # Names in files have dots, which parameters must not have.
         self._weights = nn.ParameterDict(
-            {name.replace(".", "-"): nn.Parameter(weights[name]) for name, _ in shape.tensors()}
+            {
+                name.replace(".", "-"): nn.Parameter(weight)
+                for name, weight in weights.items()
+                if isinstance(weight, Tensor)
+            }
         )
+        self._coded = {name: each for name, each in weights.items() if isinstance(each, Int4Matrix)}
 
     @classmethod
     def random(cls, shape: HeadShape, seed: int = 0) -> "MoEHead":
         """Initialise float32 weights for training."""
         generator = torch.Generator().manual_seed(seed)
-        weights = {}
+        weights: dict[str, HeadMatrix] = {}
         for name, size in shape.tensors():
             if name.endswith("norm"):
                 weights[name] = torch.ones(size)
@@ -102,13 +109,16 @@ class MoEHead(nn.Module):
     def weight(self, name: str) -> Tensor:
         return self._weights[name.replace(".", "-")]
 
+    def matrix(self, name: str) -> HeadMatrix:
+        return self._coded[name] if name in self._coded else self.weight(name)
+
     def weights(self) -> dict[str, Tensor]:
-        """Weights by the names of `HeadShape.tensors`, in their order."""
+        """Weights of a head without codes by the names of `HeadShape.tensors`, in their order."""
         return {name: self.weight(name).detach() for name, _ in self.shape.tensors()}
 
     def load(self, dtype: torch.dtype, device: torch.device) -> "MoEHead":
         """Copy the head for drafting, without gradients."""
-        weights = {name: w.to(device, dtype) for name, w in self.weights().items()}
+        weights = {name: hold(w, dtype, device) for name, w in self.weights().items()}
         return MoEHead(self.shape, weights, self.acceptance_rates).requires_grad_(False)
 
     @property
@@ -117,11 +127,11 @@ class MoEHead(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self.weights().values())
+        return sum(each.nbytes for each in (*self._weights.values(), *self._coded.values()))
 
     def enter(self, embedded: Tensor, features: Tensor) -> Tensor:
         """Map embeddings of tokens [..., H] and features of those before them [..., H] to x."""
-        return multiply(self._pair(embedded, features), self.weight("enter"))
+        return multiply(self._pair(embedded, features), self.matrix("enter"))
 
     def _pair(self, embedded: Tensor, features: Tensor) -> Tensor:
         pair = (self._norm("embedding", embedded), self._norm("feature", features))
@@ -134,14 +144,14 @@ class MoEHead(nn.Module):
         `rotations`, for T positions.
         """
         shape = self.shape
-        parts = multiply(self._norm("attention", x), self.weight("qkv"))
+        parts = multiply(self._norm("attention", x), self.matrix("qkv"))
         parts = parts.unflatten(-1, (3, shape.num_heads, shape.head_width)).permute(2, 0, 3, 1, 4)
         return rotate(parts[0], rotation), rotate(parts[1], rotation), parts[2]
 
     def leave(self, x: Tensor, seen: Tensor) -> BranchState:
         """Finish rows x [B, T, H] from their attention output [B, heads, T, width]."""
         shape = self.shape
-        u = x + multiply(seen.transpose(1, 2).flatten(2), self.weight("output"))
+        u = x + multiply(seen.transpose(1, 2).flatten(2), self.matrix("output"))
         normed = self._norm("branch", u)
         added = [self._mlp(branch, normed) for branch in range(shape.branches)]
         branches = u[..., None, :] + torch.stack(added, dim=-2)
@@ -213,19 +223,13 @@ class MoEHead(nn.Module):
         return logits.unflatten(1, weight.shape[:2]).transpose(0, 1)
 
     def _mlp(self, branch: int, normed: Tensor) -> Tensor:
-        both = multiply(normed, self.weight(f"gate_up.{branch}"))
+        both = multiply(normed, self.matrix(f"gate_up.{branch}"))
         gate, up = both.chunk(2, dim=-1)
-        return multiply(functional.silu(gate) * up, self.weight(f"down.{branch}"))
+        return multiply(functional.silu(gate) * up, self.matrix(f"down.{branch}"))
 
     def _norm(self, what: str, rows: Tensor) -> Tensor:
         weight = self.weight(f"{what}_norm")
         return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, EPSILON)
-
-
-def multiply(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Multiply [..., K] by [N, K]. The kernels for few rows have no gradients."""
-    linear = functional.linear if weight.requires_grad else ops.linear
-    return linear(inputs, weight)
 
 
 def rotations(

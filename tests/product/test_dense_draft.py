@@ -15,8 +15,9 @@ from torch import Tensor
 
 from speq import Generator, SpeqError
 from speq.drafts import draft_file
-from speq.drafts.dense_draft import DenseCodes, DenseDraft, DenseLayout, round_into
+from speq.drafts.dense_draft import DenseCodes, DenseDraft, DenseLayout
 from speq.drafts.draft_source import dense_draft, open_draft
+from speq.experts.int4 import round_into
 from speq.kernels import ops
 from speq.kernels.ops import Int4Weight
 from speq.layers.int4_matrix import Int4Matrix
@@ -114,7 +115,7 @@ def test_matrices_are_rounded_some_rows_at_a_time(planes: int) -> None:
         name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.shapes.items()
     }
     assert layout.nbytes == sum(part.nbytes for part in parts.values())
-    round_into(words, layout, parts["qweight"], parts["scales"])
+    round_into(words, planes, layout.group_size, parts["qweight"], parts["scales"])
     whole = (ops.quantize_int4, ops.quantize_int4_planes)[planes - 1](words, GROUP)
     assert torch.equal(parts["qweight"], whole[0])
     assert torch.equal(parts["scales"], whole[1])
@@ -212,7 +213,7 @@ def test_rounded_codes_are_kept_and_read_again(tiny: Folder, tmp_path: Path) -> 
     assert len(asked) == len(draft.layouts)
     for name, layout in draft.layouts.items():
         wanted = torch.empty_like(first[name].qweight), torch.empty_like(first[name].scales)
-        round_into(words(name), layout, *wanted)
+        round_into(words(name), layout.planes, layout.group_size, *wanted)
         for held in (first[name], again[name]):
             assert torch.equal(held.qweight, wanted[0])
             assert torch.equal(held.scales, wanted[1])

@@ -16,10 +16,12 @@ from speq.engine.drafter import DraftContext, DraftLimits, DraftRequest
 from speq.engine.drafters.head import HeadDrafter
 from speq.engine.request import Request
 from speq.engine.sampler import HostSampler
+from speq.heads.draft_head import FeatureState
 from speq.heads.eagle_file import read_eagle
 from speq.heads.eagle_head import FAR, EagleHead
 from speq.heads.eagle_shape import eagle_shape
 from speq.heads.head_context import HeadContext
+from speq.layers.int4_matrix import Int4Matrix
 from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
 from speq.models.shape import ModelShape
@@ -107,6 +109,30 @@ class Whole:
             own = torch.zeros(1, rows.shape[1], dtype=torch.float64)
             own[0, :HIDDEN] = torch.from_numpy(found["feature"][-1])
             rows, fed = torch.cat([rows, own]), fed + 1
+
+
+def test_runs_of_16_bits_hold_heads_in_eight(tmp_path: Path) -> None:
+    """All matrices but the embedding, of which rows are looked up."""
+    config = eagle_config(64, 200, 128, intermediate_size=96)
+    tensors = random_tensors(config, seed=2, embedding=True)
+    given = write_eagle(tmp_path / "given", *as_speculators(config, tensors))
+    plain = read_eagle(given, sizes(hidden_size=64, vocab_size=200))
+    held = plain.load(torch.bfloat16, torch.device("cpu"))
+    assert held.nbytes == held.shape.nbytes(torch.bfloat16)
+    coded = {name for name, each in held.weights.items() if isinstance(each, Int4Matrix)}
+    assert coded == {"fc", "qkv", "output", "gate_up", "down", "head"}
+    for name in coded:
+        weight = plain.weights[name].double()
+        error = (held.weights[name].words().double() - weight).norm() / weight.norm()
+        assert error < 0.01, name
+    model: Any = Model()
+    state = FeatureState(torch.randn(1, 64, generator=torch.Generator().manual_seed(5)))
+    wanted = plain.load(torch.float32, torch.device("cpu")).next_scores(state, model)[0]
+    found = held.next_scores(FeatureState(state.feature.bfloat16()), model)[0]
+    said = wanted > FAR
+    assert torch.equal(found > FAR, said)
+    error = (found[said] - wanted[said]).norm() / wanted[said].norm()
+    assert error < 0.03
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -111,6 +111,26 @@ def test_layers_that_cannot_be_named(layers: Any, experts: tuple[int, int], sent
         NamedLayers(layers, *experts)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_runs_of_16_bits_hold_heads_in_eight(dtype: torch.dtype) -> None:
+    """A byte a weight and a scale for 128 twice over; what passes make differs by a percent."""
+    shape = HeadShape(128, 96, window=8)
+    head = random_head(shape).to(dtype)
+    rows = torch.randn(2, 9, shape.hidden_size).to(dtype)
+    held = head.load(dtype, torch.device("cpu"))
+    matrices = {"enter": (128, 256), "qkv": (384, 128), "output": (128, 128)}
+    matrices |= {f"gate_up.{j}": (192, 128) for j in (0, 1)}
+    coded = sum(n * k + 2 * 2 * n * k // 128 for n, k in matrices.values())
+    down = 2 * (128 * 96 + 2 * 2 * 128 * 96 // 32)
+    words = 2 * (4 * 128 + 2 * 2 * 128 + 2)  # norms, gate, contrast and its bias
+    assert held.nbytes == shape.nbytes(dtype) == sum(shape.sizes(dtype)) == coded + down + words
+    wanted = head_in_numpy(head, *rows.double().numpy())
+    for name, values in forward(held, *rows).items():
+        close = torch.from_numpy(wanted[name])
+        error = (values.double() - close).norm() / close.norm()
+        assert error < 0.03, name
+
+
 def test_heads_to_draft_with_compute_the_same() -> None:
     """Kernels of few rows in place of torch's products."""
     shape = SHAPES[0]
