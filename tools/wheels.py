@@ -4,6 +4,7 @@
 
 The package's wheel holds the CPU library with all its instruction sets, for any Python 3 and any
 torch that it supports. It is built from the unpacked source distribution, so that is tried as well.
+Where there is Debian's cross compiler, one for aarch64 is built beside it, which nothing here runs.
 The model of `speq demo` is a wheel of its own. Both are installed into an environment that shares
 torch and transformers with this one, and run with nothing else on the PATH.
 """
@@ -11,6 +12,7 @@ torch and transformers with this one, and run with nothing else on the PATH.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import tarfile
 import tempfile
 import time
 import venv
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,6 +29,12 @@ from tools.releases import ROOT, packages_of
 
 # Torch brings these itself.
 TORCHS = ("libtorch_cpu.so", "libtorch.so", "libc10.so")
+# The wheel for aarch64, by Debian 12's compiler.
+COMPILER, PLATFORM = "aarch64-linux-gnu-g++", "manylinux_2_34_aarch64"
+TARGET = (
+    "-DSPEQ_CUDA=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 "
+    f"-DCMAKE_CXX_COMPILER={COMPILER}"
+)
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
@@ -61,9 +70,26 @@ def build(out: Path) -> list[Path]:
         repair = (sys.executable, "-m", "auditwheel", "repair", "-w", out)
         excluded = [word for library in TORCHS for word in ("--exclude", library)]
         run(*repair, *excluded, only(folder, "speq_moe-*.whl"), env=settings)
+        if shutil.which(COMPILER):
+            shutil.rmtree(source / "build", ignore_errors=True)
+            (source / "speq" / "libspeq_cpu.so").unlink(missing_ok=True)
+            wheel = (sys.executable, "setup.py", "-q", "bdist_wheel", "--plat-name", PLATFORM)
+            run(*wheel, "--dist-dir", out, cwd=source, env=settings | {"CMAKE_ARGS": TARGET})
+            check_aarch64(only(out, f"speq_moe-*{PLATFORM}.whl"))
         run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", out, ROOT / "models")
         shutil.rmtree(ROOT / "models" / "build", ignore_errors=True)
-    return [only(out, "speq_moe-*.whl"), only(out, "speq_moe_demo-*.whl")]
+    return [only(out, "speq_moe-*x86_64.whl"), only(out, "speq_moe_demo-*.whl")]
+
+
+def check_aarch64(wheel: Path) -> None:
+    """Exit where a wheel's library is another processor's, or asks for more than its tag says."""
+    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("speq/libspeq_cpu.so", name)
+        told = run("readelf", "--wide", "-h", "-d", "-V", library)
+    asked = {tuple(map(int, found)) for found in re.findall(r"GLIBC_(\d+)\.(\d+)", told)}
+    most = tuple(map(int, PLATFORM.split("_")[1:3]))
+    if "AArch64" not in told or max(asked) > most or "[libtorch_cpu.so]" not in told:
+        sys.exit(f"wheels: {wheel.name} has a library that it cannot hold:\n{told}")
 
 
 def try_out(wheels: list[Path]) -> None:

@@ -3,10 +3,18 @@
 #include <algorithm>
 #include <atomic>
 
+#ifdef SPEQ_AARCH64
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace speq::cpu {
 namespace {
 
 Isa detect() {
+#ifdef SPEQ_AARCH64
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? Isa::neon_dot : Isa::neon;
+#endif
 #ifdef SPEQ_X86
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -55,6 +63,12 @@ const MicroKernels &micro_kernels() {
   case Isa::avx2:
     return avx2_kernels;
 #endif
+#ifdef SPEQ_AARCH64
+  case Isa::neon_dot:
+    return neon_dot_kernels;
+  case Isa::neon:
+    return neon_kernels;
+#endif
   default:
     return portable_kernels;
   }
@@ -69,7 +83,12 @@ DotInt4 dot_int4_for(const Int4Matrix &matrix) {
 
 // Called by speq/kernels/library.py through ctypes.
 extern "C" {
-__attribute__((visibility("default"))) int speq_best_isa() { return int(speq::cpu::best_isa()); }
+// Whether this build and this processor can run it.
+__attribute__((visibility("default"))) int speq_has_isa(int isa) {
+  const auto best = speq::cpu::best_isa(), of = speq::cpu::Isa(isa);
+  const bool arm = best == speq::cpu::Isa::neon_dot || best == speq::cpu::Isa::neon;
+  return of == speq::cpu::Isa::portable || (of >= best && (arm || of <= speq::cpu::Isa::avx2));
+}
 __attribute__((visibility("default"))) int speq_isa() { return int(speq::cpu::current_isa()); }
 __attribute__((visibility("default"))) void speq_limit_isa(int isa) {
   speq::cpu::limit.store(speq::cpu::Isa(isa));

@@ -7,7 +7,16 @@
 namespace speq::cpu {
 
 // In the order of ISAS in speq/kernels/library.py, best first.
-enum class Isa : int { avx512_bf16, avx512_vbmi2, avx512_vnni, avx512, avx2, portable };
+enum class Isa : int {
+  avx512_bf16,
+  avx512_vbmi2,
+  avx512_vnni,
+  avx512,
+  avx2,
+  neon_dot,
+  neon,
+  portable
+};
 
 Isa best_isa();
 Isa current_isa();

@@ -166,5 +166,9 @@ extern const MicroKernels avx512_vnni_kernels;
 extern const MicroKernels avx512_vbmi2_kernels;
 extern const MicroKernels avx512_bf16_kernels;
 #endif
+#ifdef SPEQ_AARCH64
+extern const MicroKernels neon_kernels;
+extern const MicroKernels neon_dot_kernels;
+#endif
 
 } // namespace speq::cpu

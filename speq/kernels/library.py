@@ -378,7 +378,10 @@ def report_backends(device: str) -> None:
 
 
 # Instruction sets that the CPU kernels are compiled for, best first.
-ISAS = ("avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512", "avx2", "portable")
+ISAS = (
+    *("avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512", "avx2"),
+    *("neon_dot", "neon", "portable"),
+)
 
 
 def isa() -> str:
@@ -387,8 +390,7 @@ def isa() -> str:
 
 def supported_isas() -> tuple[str, ...]:
     """Instruction sets that this processor and this build can run."""
-    best = cpu_library().speq_best_isa()
-    return ISAS[best:]
+    return tuple(name for at, name in enumerate(ISAS) if cpu_library().speq_has_isa(at))
 
 
 def limit_isa(name: str) -> None:

@@ -2,6 +2,7 @@
 on the host, which `make sanitize` builds.
 """
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +38,13 @@ class Backend:
             arguments[-1].copy_(out)
 
 
-CPU_BACKENDS = [f"cpu-{isa}" for isa in library.ISAS]
+# Instruction sets of this kind of processor, which it may have or lack.
+ISAS = tuple(
+    name
+    for name in library.ISAS
+    if name == "portable" or name.startswith("neon") == (platform.machine() in ("aarch64", "arm64"))
+)
+CPU_BACKENDS = [f"cpu-{isa}" for isa in ISAS]
 CUDA_BACKENDS = ["cuda_on_host", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

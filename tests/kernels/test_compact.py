@@ -12,6 +12,7 @@ from speq.errors import SpeqError
 from speq.kernels import compact_ops, library, ops, reference_compact
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import Int4Slots, quantize_int4
+from tests.helpers.backends import ISAS
 from tests.helpers.pairwise import covering
 
 # Hidden size and expert width: whole blocks, parts of blocks, rows that are no whole quads.
@@ -21,7 +22,7 @@ SEED = 11
 Pair = tuple[Tensor, Tensor]
 
 
-@pytest.fixture(params=library.ISAS)
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in library.supported_isas():
         pytest.skip(f"this processor has no {request.param}")

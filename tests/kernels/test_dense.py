@@ -15,7 +15,7 @@ from speq.errors import SpeqError
 from speq.kernels import dense_ops, library, ops, reference_dense
 from speq.kernels.compact_layout import STREAMS_END, CompactLayout
 from speq.kernels.ops import Int4Pair, quantize_int4
-from tests.helpers.backends import poisoned_memory
+from tests.helpers.backends import ISAS, poisoned_memory
 from tests.helpers.pairwise import covering
 
 CODECS = ("lossless", "residual")
@@ -25,7 +25,7 @@ KINDS = ("normal", "planted", "any bits")
 SEED = 21
 
 
-@pytest.fixture(params=library.ISAS)
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in library.supported_isas():
         pytest.skip(f"this processor has no {request.param}")

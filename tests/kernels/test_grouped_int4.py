@@ -15,7 +15,7 @@ from torch import Tensor
 from speq.kernels import library, ops, reference_scaled, scaled_ops
 from speq.kernels.scaled_layout import Int4GroupsLayout
 from speq.kernels.scaled_words import int4_codes, int4_words, part_of
-from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.backends import CUDA_BACKENDS, ISAS, Backend, backend_named
 from tests.helpers.pairwise import covering
 from tests.reference import packed_int4
 
@@ -34,7 +34,7 @@ SHAPES: tuple[Shape, ...] = (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=library.ISAS)
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in library.supported_isas():
         pytest.skip(f"this processor has no {request.param}")

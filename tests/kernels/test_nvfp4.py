@@ -15,7 +15,7 @@ from torch import Tensor
 from speq.kernels import library, ops, reference_scaled, scaled_ops
 from speq.kernels.scaled_layout import Nvfp4Layout
 from speq.kernels.scaled_words import nvfp4_codes, nvfp4_words, part_of
-from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.backends import CUDA_BACKENDS, ISAS, Backend, backend_named
 from tests.helpers.pairwise import covering
 from tests.reference import scaled
 
@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OF_MATRIX = (2.3e-5, 8123.0, 1.0, 1 / 3, 1e-38, 1e-44, 3e38, -0.01, 0.0, float("inf"), float("nan"))
 
 
-@pytest.fixture(params=library.ISAS)
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in library.supported_isas():
         pytest.skip(f"this processor has no {request.param}")

@@ -19,7 +19,7 @@ from speq.kernels.checks import EXACT_DTYPES, FLOAT_DTYPES
 from speq.kernels.library import Backend
 from speq.kernels.ops import Int4Slots
 from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout, Nvfp4Layout
-from tests.helpers.backends import need_backend
+from tests.helpers.backends import ISAS, need_backend
 from tests.reference import int4
 from tests.reference.int4 import rounded
 
@@ -679,7 +679,7 @@ def test_quantize_takes_the_nearest_code(dtype: torch.dtype, columns: int, group
     assert (error <= steps / 2 + 7 * steps * 2**-10).all()
 
 
-@pytest.mark.parametrize("isa", library.ISAS)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", EXACT_DTYPES, ids=str)
 def test_quantize_is_the_reference(
     isa: str, dtype: torch.dtype, request: pytest.FixtureRequest

@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from speq.kernels import library, ops, reference_scaled, scaled_ops
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words, part_of
+from tests.helpers.backends import ISAS
 from tests.helpers.fp8_files import words_of
 from tests.helpers.pairwise import covering
 
@@ -30,7 +31,7 @@ REFERENCE = {
 }
 
 
-@pytest.fixture(params=library.ISAS)
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in library.supported_isas():
         pytest.skip(f"this processor has no {request.param}")

@@ -1,0 +1,8 @@
+#include "cpu/decode_neon.h"
+#include "cpu/neon_vectors.h"
+
+namespace speq::cpu {
+
+const MicroKernels neon_kernels = with_coded<Neon, NeonScaled, NeonLossless, PortableResidual>();
+
+} // namespace speq::cpu

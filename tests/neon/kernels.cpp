@@ -1,0 +1,355 @@
+// The kernels of NEON beside the plain ones, on random problems, away from torch: words bit for
+// bit, products of coded rows bit for bit those of their words, sums within rounding of the same in
+// double. Run on any machine by qemu-aarch64. Prints how many comparisons there were; ends with 1
+// at the first that fails.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/encode.h"
+#include "cpu/isa.h"
+#include "cpu/records.h"
+
+namespace {
+
+using namespace speq;
+using namespace speq::cpu;
+
+std::mt19937_64 random_bits(7);
+std::int64_t comparisons = 0;
+
+std::int64_t drawn(std::int64_t least, std::int64_t most) {
+  return least + std::int64_t(random_bits() % std::uint64_t(most - least + 1));
+}
+
+float normal() {
+  static std::normal_distribution<float> distribution;
+  return distribution(random_bits);
+}
+
+void require(bool holds, const char *isa, const std::string &what) {
+  ++comparisons;
+  if (!holds) {
+    std::printf("%s: %s\n", isa, what.c_str());
+    std::exit(1);
+  }
+}
+
+// Memory behind which there is nothing to read but `slack`, so that the checkers see what is.
+std::vector<std::uint8_t> bytes_of(std::int64_t count, std::int64_t slack) {
+  std::vector<std::uint8_t> bytes(count + slack);
+  for (std::uint8_t &byte : bytes) {
+    byte = std::uint8_t(random_bits());
+  }
+  return bytes;
+}
+
+struct InputRows {
+  std::vector<std::vector<float>> rows;
+  std::vector<const void *> pointers;
+
+  InputRows(std::int64_t count, std::int64_t columns) {
+    const std::int64_t padded = (columns + kBlockColumns - 1) / kBlockColumns * kBlockColumns;
+    for (std::int64_t r = 0; r < count; ++r) {
+      rows.emplace_back(padded, 0.0f);
+      std::generate_n(rows.back().begin(), columns, normal);
+    }
+    for (const std::vector<float> &row : rows) {
+      pointers.push_back(row.data());
+    }
+  }
+};
+
+struct Results {
+  std::vector<std::vector<float>> rows;
+  std::vector<float *> pointers;
+
+  Results(std::int64_t count, std::int64_t columns) : rows(count, std::vector<float>(columns)) {
+    for (std::vector<float> &row : rows) {
+      pointers.push_back(row.data());
+    }
+  }
+};
+
+// The sign of what is no number is the compiler's choice.
+bool same_bits(float one, float other) {
+  return bits_as<std::uint32_t>(one) == bits_as<std::uint32_t>(other) ||
+         (std::isnan(one) && std::isnan(other));
+}
+
+// Words of a matrix by both, and its products by those of its words.
+template <typename Rows>
+void check_coded(const char *isa, const MicroKernels &kernels, const CodedKernels<Rows> &coded,
+                 const CodedKernels<Rows> &plain, const Rows &matrix, const std::string &what) {
+  const std::int64_t quads = quads_of(matrix.rows), columns = matrix.columns;
+  std::vector<BFloat16> words(quads * kQuadRows * columns), wanted(words.size());
+  for (std::int64_t quad = 0; quad < quads; ++quad) {
+    coded.decode(matrix, quad, words.data() + quad * kQuadRows * columns);
+    plain.decode(matrix, quad, wanted.data() + quad * kQuadRows * columns);
+  }
+  for (std::int64_t at = 0; at < matrix.rows * columns; ++at) {
+    require(same_bits(to_float(words[at]), to_float(wanted[at])), isa, what + ": words");
+  }
+  for (const std::int64_t count : {std::int64_t(1), drawn(2, 9)}) {
+    const InputRows inputs(count, columns);
+    Results found(count, matrix.rows), of_words(count, matrix.rows);
+    coded.dot(matrix, 0, matrix.rows, inputs.pointers.data(), count, found.pointers.data());
+    kernels.dot_bfloat16(wanted.data(), columns, matrix.rows, inputs.pointers.data(), count,
+                         of_words.pointers.data());
+    for (std::int64_t r = 0; r < count; ++r) {
+      for (std::int64_t n = 0; n < matrix.rows; ++n) {
+        require(same_bits(found.rows[r][n], of_words.rows[r][n]), isa,
+                what + ": products are not those of the words");
+      }
+    }
+  }
+}
+
+void check_compact(const char *isa, const MicroKernels &kernels, bool lossless) {
+  const std::int64_t rows = drawn(1, 21);
+  const std::int64_t columns = lossless ? drawn(1, 300) : 32 * drawn(1, 9);
+  const bool wild = drawn(0, 3) == 0; // any bits: escapes everywhere
+  std::vector<BFloat16> words(rows * columns);
+  for (BFloat16 &word : words) {
+    word = wild ? BFloat16{std::uint16_t(random_bits())} : to_bfloat16(0.02f * normal());
+  }
+  const std::int64_t group_size =
+      lossless ? 32 : std::int64_t(32) << (drawn(0, 1) * (columns % 64 == 0));
+  std::vector<std::uint8_t> qweight = bytes_of(rows * columns / 2, 64);
+  std::vector<Float16> scales(rows * columns / group_size + 4);
+  std::generate(scales.begin(), scales.end(),
+                [] { return to_float16(0.01f * std::fabs(normal())); });
+  const Int4Matrix codes = {qweight.data(), scales.data(), columns, group_size};
+  const CompactLayout layout = dense_layout(rows, columns, lossless);
+  std::vector<std::uint8_t> record;
+  const auto encode = [&](CompactEncoder &&encoder) {
+    encoder.measure(0, encoder.quads());
+    record.assign(encoder.finish(), 0);
+    encoder.write(0, encoder.quads(), record.data());
+  };
+  if (lossless) {
+    encode(LosslessEncoder(layout, {words.data()}));
+    const LosslessRows matrix =
+        lossless_rows(layout, {record.data(), std::int64_t(record.size())}, 0);
+    std::vector<BFloat16> again(quads_of(rows) * kQuadRows * columns);
+    for (std::int64_t quad = 0; quad < quads_of(rows); ++quad) {
+      kernels.lossless.decode(matrix, quad, again.data() + quad * kQuadRows * columns);
+    }
+    require(std::memcmp(again.data(), words.data(), words.size() * sizeof(BFloat16)) == 0, isa,
+            "lossless: words are not those that were encoded");
+    check_coded(isa, kernels, kernels.lossless, portable_kernels.lossless, matrix, "lossless");
+  } else {
+    encode(ResidualEncoder(layout, {words.data()}, {codes}));
+    check_coded(isa, kernels, kernels.residual, portable_kernels.residual,
+                residual_rows(layout, {record.data(), std::int64_t(record.size())}, 0, codes),
+                "residual");
+  }
+}
+
+void check_scaled(const char *isa, const MicroKernels &kernels) {
+  const std::int64_t rows = 4 * drawn(1, 5), columns = 32 * drawn(1, 9);
+  std::vector<std::uint8_t> codes = bytes_of(rows * columns, 64);
+  {
+    const std::int64_t odd = drawn(1, 300); // of FP8 any number of columns goes
+    std::vector<std::uint8_t> bytes = bytes_of(rows * odd, 64);
+    if (drawn(0, 1)) { // normal codes alone, as most blocks are
+      for (std::uint8_t &byte : bytes) {
+        byte = std::uint8_t((byte & 0x80) | (8 + (byte & 0x7F) % 0x70));
+      }
+    }
+    std::vector<float> scales(fp8_blocks(rows) * fp8_blocks(odd));
+    constexpr float kOdd[4] = {0.0f, 1e-36f, -0.25f, INFINITY};
+    for (float &scale : scales) {
+      scale = drawn(0, 5) == 0 ? kOdd[drawn(0, 3)] : 0.01f * normal();
+    }
+    check_coded(isa, kernels, kernels.fp8, portable_kernels.fp8,
+                Fp8Rows{rows, odd, bytes.data(), scales.data()}, "fp8");
+  }
+  {
+    const std::vector<std::uint8_t> scales = bytes_of(rows * columns / kMxfp4Block, 64);
+    check_coded(
+        isa, kernels, kernels.mxfp4, portable_kernels.mxfp4,
+        Mxfp4Rows{rows, columns, codes.data(), scales.data(), columns / 2, columns / kMxfp4Block},
+        "mxfp4");
+  }
+  {
+    const std::int64_t group_size = columns % 128 == 0 ? 128 : 32, groups = columns / group_size;
+    std::vector<std::uint16_t> scales(rows * groups);
+    for (std::uint16_t &scale : scales) {
+      scale = drawn(0, 7) == 0 ? std::uint16_t(random_bits()) : to_bfloat16(0.01f * normal()).bits;
+    }
+    std::vector<std::uint32_t> zeros((rows + kZeroRows - 1) / kZeroRows * groups);
+    std::generate(zeros.begin(), zeros.end(), [] { return std::uint32_t(random_bits()); });
+    check_coded(isa, kernels, kernels.int4, portable_kernels.int4,
+                Int4Rows{rows, columns, codes.data(), scales.data(),
+                         drawn(0, 1) ? zeros.data() : nullptr, group_size, drawn(0, 1) == 1},
+                "int4");
+  }
+  {
+    const std::vector<std::uint8_t> scales = bytes_of(rows * columns / kNvfp4Block, 64);
+    check_coded(isa, kernels, kernels.nvfp4, portable_kernels.nvfp4,
+                Nvfp4Rows{rows, columns, codes.data(), scales.data(), 0.37f, drawn(0, 1) == 1},
+                "nvfp4");
+  }
+}
+
+// Whether a sum is that of double but for rounding in float32, product by product.
+bool is_near(float found, double wanted, double magnitudes, std::int64_t count) {
+  return std::fabs(found - wanted) <= 1e-7 * double(count) * magnitudes + 1e-30;
+}
+
+template <typename Word>
+void check_exact(const char *isa, DotExact dot, AddRows add, const std::string &what) {
+  const std::int64_t rows = drawn(1, 9), columns = drawn(1, 200), count = drawn(1, 9);
+  std::vector<Word> words(rows * columns);
+  for (Word &word : words) {
+    store(normal(), word);
+  }
+  const InputRows inputs(count, columns);
+  Results found(count, rows);
+  dot(words.data(), columns, rows, inputs.pointers.data(), count, found.pointers.data());
+  for (std::int64_t r = 0; r < count; ++r) {
+    for (std::int64_t n = 0; n < rows; ++n) {
+      double sum = 0, magnitudes = 0;
+      for (std::int64_t k = 0; k < columns; ++k) {
+        const double product = double(to_float(words[n * columns + k])) * inputs.rows[r][k];
+        sum += product;
+        magnitudes += std::fabs(product);
+      }
+      require(is_near(found.rows[r][n], sum, magnitudes, columns), isa, what + ": product");
+    }
+  }
+  const InputRows weights(count, rows);
+  Results sums(count, columns);
+  std::vector<const float *> rows_of_weights;
+  for (std::int64_t r = 0; r < count; ++r) {
+    rows_of_weights.push_back(weights.rows[r].data());
+    std::generate(sums.rows[r].begin(), sums.rows[r].end(), normal);
+  }
+  const std::vector<std::vector<float>> before = sums.rows;
+  add(words.data(), columns, rows, rows_of_weights.data(), count, sums.pointers.data());
+  for (std::int64_t r = 0; r < count; ++r) {
+    for (std::int64_t k = 0; k < columns; ++k) {
+      double sum = before[r][k], magnitudes = std::fabs(sum);
+      for (std::int64_t n = 0; n < rows; ++n) {
+        const double product = double(to_float(words[n * columns + k])) * weights.rows[r][n];
+        sum += product;
+        magnitudes += std::fabs(product);
+      }
+      require(is_near(sums.rows[r][k], sum, magnitudes, rows + 1), isa, what + ": added rows");
+    }
+  }
+}
+
+void check_int4(const char *isa, const MicroKernels &kernels) {
+  constexpr std::int64_t kGroups[4] = {32, 64, 128, 0};
+  const std::int64_t group = kGroups[drawn(0, 3)];
+  const std::int64_t columns = group == 0 ? 2 * drawn(1, 200) : group * drawn(1, 5);
+  const std::int64_t group_size = group == 0 ? columns : group;
+  const std::int64_t rows = drawn(1, 9), count = drawn(1, 6);
+  const std::vector<std::uint8_t> qweight = bytes_of(rows * columns / 2, 0);
+  std::vector<Float16> scales(rows * (columns / group_size));
+  std::generate(scales.begin(), scales.end(), [] { return to_float16(0.01f * normal()); });
+  const Int4Matrix matrix = {qweight.data(), scales.data(), columns, group_size};
+  const InputRows inputs(count, columns);
+  std::vector<std::vector<Int8Step>> steps(count, std::vector<Int8Step>(steps_of(columns)));
+  std::vector<const Int8Step *> pointers;
+  for (std::int64_t r = 0; r < count; ++r) {
+    for (std::int64_t block = 0; block * kInt8Block < columns; ++block) {
+      const std::int64_t left = columns - block * kInt8Block;
+      kernels.round_block(inputs.rows[r].data() + block * kInt8Block,
+                          left < kInt8Block ? left : kInt8Block, steps[r].data(), block);
+    }
+    pointers.push_back(steps[r].data());
+  }
+  Results found(count, rows), wanted(count, rows);
+  kernels.dot_int4(matrix, 0, rows, pointers.data(), count, found.pointers.data());
+  portable_kernels.dot_int4(matrix, 0, rows, pointers.data(), count, wanted.pointers.data());
+  for (std::int64_t r = 0; r < count; ++r) {
+    double magnitude = 0;
+    for (const float value : inputs.rows[r]) {
+      magnitude += std::fabs(value);
+    }
+    for (std::int64_t n = 0; n < rows; ++n) {
+      require(is_near(found.rows[r][n], wanted.rows[r][n], magnitude, 8), isa,
+              "int4 draft product");
+    }
+  }
+}
+
+void check_delta(const char *isa, const MicroKernels &kernels) {
+  const std::int64_t rows = drawn(1, 40), columns = drawn(1, 70);
+  std::vector<float> state(rows * columns), query(rows), key(rows), value(columns), out(columns);
+  for (std::vector<float> *each : {&state, &query, &key, &value}) {
+    std::generate(each->begin(), each->end(), normal);
+  }
+  std::vector<float> changed = state, other(columns);
+  kernels.delta_step(state.data(), rows, columns,
+                     {query.data(), key.data(), value.data(), 0.9f, 0.5f, out.data()});
+  portable_kernels.delta_step(changed.data(), rows, columns,
+                              {query.data(), key.data(), value.data(), 0.9f, 0.5f, other.data()});
+  const double magnitude = 8.0 * rows * rows;
+  for (std::int64_t k = 0; k < columns; ++k) {
+    require(is_near(out[k], other[k], magnitude, 8), isa, "delta rule: output");
+  }
+  for (std::size_t at = 0; at < state.size(); ++at) {
+    require(is_near(state[at], changed[at], magnitude, 8), isa, "delta rule: state");
+  }
+}
+
+void check_panels(const char *isa, const MicroKernels &kernels) {
+  const std::int64_t rows = drawn(1, 15), panels = drawn(1, 5), depth = drawn(1, 70);
+  std::vector<float> left(rows * depth), right(panels * depth * kPanelColumns);
+  std::vector<float> sums(rows * panels * kPanelColumns);
+  for (std::vector<float> *each : {&left, &right, &sums}) {
+    std::generate(each->begin(), each->end(), normal);
+  }
+  std::vector<float> wanted = sums;
+  const PanelRows of_rows = {left.data(), rows, depth};
+  const Panels of_panels = {right.data(), panels, depth * kPanelColumns, depth};
+  const bool adds = drawn(0, 1) == 1;
+  kernels.panels(of_rows, of_panels, {sums.data(), panels * kPanelColumns, adds});
+  portable_kernels.panels(of_rows, of_panels, {wanted.data(), panels * kPanelColumns, adds});
+  for (std::size_t at = 0; at < sums.size(); ++at) {
+    require(is_near(sums[at], wanted[at], 4.0 * depth, 8), isa, "panels");
+  }
+}
+
+} // namespace
+
+int main(int count, char **arguments) {
+  const int rounds = count > 1 ? std::atoi(arguments[1]) : 100;
+  struct Named {
+    const char *name;
+    const MicroKernels &kernels;
+    Isa isa;
+  };
+  const Named all[] = {{"neon", neon_kernels, Isa::neon},
+                       {"neon_dot", neon_dot_kernels, Isa::neon_dot}};
+  for (const Named &each : all) {
+    if (each.isa < best_isa()) {
+      continue; // this processor lacks it
+    }
+    const std::int64_t before = comparisons;
+    for (int round = 0; round < rounds; ++round) {
+      check_compact(each.name, each.kernels, true);
+      check_compact(each.name, each.kernels, false);
+      check_scaled(each.name, each.kernels);
+      check_exact<float>(each.name, each.kernels.dot_float32, each.kernels.add_float32, "float32");
+      check_exact<BFloat16>(each.name, each.kernels.dot_bfloat16, each.kernels.add_bfloat16,
+                            "bfloat16");
+      check_exact<Float16>(each.name, each.kernels.dot_float16, each.kernels.add_float16,
+                           "float16");
+      check_int4(each.name, each.kernels);
+      check_delta(each.name, each.kernels);
+      check_panels(each.name, each.kernels);
+    }
+    std::printf("%s: %lld comparisons\n", each.name, (long long)(comparisons - before));
+  }
+  return 0;
+}
