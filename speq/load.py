@@ -25,6 +25,7 @@ from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
 from speq.files import heap
+from speq.files.heap import spare_collections
 from speq.governor.batches import Governors
 from speq.governor.profile import ProfileKey
 from speq.heads.draft_head import DraftHead
@@ -124,6 +125,7 @@ def load(
 
     Raises SpeqError where options, files or the budget do not allow it.
     """
+    spare_collections()
     device = find_device(config.device)
     if not isinstance(device, Processor):
         # Recorded passes refer to themselves in circles: those of a model that was closed may

@@ -1,6 +1,18 @@
-"""Return of freed memory to the system."""
+"""The process's heap: what collections look through, and what goes back to the system."""
 
 import ctypes
+import gc
+
+
+def spare_collections() -> None:
+    """Leave the objects that exist out of garbage collections, once in a process.
+
+    Torch and transformers are 400,000 objects. A collection that looks through all of them takes
+    0.2 s, and comes in the middle of a text. Called before the first model is loaded, so that no
+    model is left out, and what a closed one leaves is collected as ever.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
 
 
 def give_back() -> bool:

@@ -1,9 +1,16 @@
 import ctypes
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 
 from speq.files import heap
+
+
+class Circle:
+    itself: "Circle"
+
 
 BLOCK_BYTES, BLOCKS = 100 << 10, 640
 
@@ -34,3 +41,17 @@ def test_freed_blocks_go_back_to_the_system() -> None:
 def test_a_library_that_cannot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert not heap.give_back()
+
+
+def test_what_is_loaded_later_is_still_collected() -> None:
+    heap.spare_collections()
+    assert gc.get_freeze_count() > 100_000  # torch and transformers among them
+    circle = Circle()
+    circle.itself = circle
+    gone = weakref.ref(circle)
+    del circle
+    gc.collect()
+    assert gone() is None
+    before = gc.get_freeze_count()
+    heap.spare_collections()
+    assert gc.get_freeze_count() <= before
