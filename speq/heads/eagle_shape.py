@@ -111,7 +111,10 @@ class EagleShape:
 
     def workspace_bytes(self, rows: int, vocab_size: int, context: int, dtype: torch.dtype) -> int:
         d, n = self.hidden_size, self.num_heads * self.head_width
-        activations = rows * (10 * d + 6 * n + 3 * self.width) + 4 * context * n
+        products = rows * (10 * d + 6 * n + 3 * self.width)
+        if dtype.itemsize == 2:  # matrices in eight bits make two, and add them
+            products += rows * (3 * n + 4 * self.width)
+        activations = products + 4 * context * n
         scores = 2 * rows * context * self.num_heads
         said = 48 * vocab_size + 12 * self.draft_vocab_size
         return (activations + scores) * max(dtype.itemsize, 4) + said

@@ -165,7 +165,10 @@ class HeadShape:
         """
         d, j = self.hidden_size, self.branches
         seen = min(context, self.window + rows)
-        activations = rows * (10 * d + 3 * self.width * j) + 4 * seen * d
+        products = rows * (10 * d + 3 * self.width * j)
+        if dtype.itemsize == 2:  # matrices in eight bits make two, and add them
+            products += rows * (4 * d + 4 * self.width * j)
+        activations = products + 4 * seen * d
         scores = 2 * rows * seen * self.num_heads
         return (activations + scores) * max(dtype.itemsize, 4) + 16 * (j + 2) * vocab_size
 
