@@ -36,7 +36,6 @@ def llama_cpp_rows(
         settings.max_new_tokens,
         scratch=str(folder / ".speq" / "rivals"),
         temperature=1.0,
-        text_s=LIMIT_S,
     )
     try:
         found = run_llama_cpp(job)

@@ -72,12 +72,6 @@ inline void store_words(BFloat16 *words, __m256i low, __m256i high) {
   store_halves(words, _mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high));
 }
 
-inline void clear_behind(WordBlock &block, std::int64_t present) {
-  if (present < kBlockColumns) {
-    std::memset(block.words + present, 0, (kBlockColumns - present) * sizeof(BFloat16));
-  }
-}
-
 class Avx2Lossless {
 public:
   using Block = WordBlock;

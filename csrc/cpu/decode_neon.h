@@ -16,12 +16,6 @@ SPEQ_MEMBER void store_words(BFloat16 *words, uint8x16_t low, uint8x16_t high) {
   vst1q_u8(bytes + 16, vzip2q_u8(low, high));
 }
 
-inline void clear_behind(WordBlock &block, std::int64_t present) {
-  if (present < kBlockColumns) {
-    std::memset(block.words + present, 0, (kBlockColumns - present) * sizeof(BFloat16));
-  }
-}
-
 // 32 codes, two to the byte, in their order.
 SPEQ_MEMBER uint8x16x2_t codes_of(const std::uint8_t *packed) {
   const uint8x16_t bytes = vld1q_u8(packed);

@@ -22,6 +22,13 @@ struct FloatBlock {
   alignas(64) float words[kBlockColumns];
 };
 
+// Zeros behind the columns that are in the matrix.
+template <typename Block> inline void clear_behind(Block &block, std::int64_t present) {
+  if (present < kBlockColumns) {
+    std::memset(block.words + present, 0, (kBlockColumns - present) * sizeof block.words[0]);
+  }
+}
+
 template <typename Decoder> struct DecoderOfWords {
   using Type = Decoder;
 };

@@ -26,12 +26,6 @@ SPEQ_MEMBER void store_dealt(float *floats, __m256i low, __m256i high) {
   _mm256_store_si256(out + 3, _mm256_unpackhi_epi16(none, back));
 }
 
-inline void clear_behind(FloatBlock &block, std::int64_t present) {
-  if (present < kBlockColumns) {
-    std::memset(block.words + present, 0, (kBlockColumns - present) * sizeof(float));
-  }
-}
-
 // FP8 under one scale: words of an octave are those of the one before but for the exponent. So
 // sixteen words tell those of all normal codes: of the eight mantissas in two neighbouring octaves,
 // found by the lower half of a code. Its upper half tells what is to be added to their high bytes.

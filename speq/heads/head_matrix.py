@@ -1,7 +1,7 @@
 """Matrices of a draft head: eight bits a weight in runs of 16 bits, the file's weights in others.
 
-A pass of a head is bound by the reading of its weights. Eight bits change what it drafts hardly
-ever, and what is accepted never.
+A pass of a head is bound by the reading of its weights. In eight bits it may draft another token;
+every accepted token is the exact model's.
 """
 
 from math import prod
