@@ -1,7 +1,9 @@
 """The kernels for aarch64, compiled here and run by QEMU: with products of bytes, and without."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ TARGET = (
     *("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DSPEQ_CUDA=OFF"),
     *(f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DSPEQ_WERROR=ON", "-DCMAKE_BUILD_TYPE=Release"),
 )
+# cmake and ninja come with the environment that runs the tests: Debian's may be too old.
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 PROCESSORS = {"max": ["neon", "neon_dot"], "cortex-a53": ["neon"]}
 
 
@@ -22,7 +26,8 @@ PROCESSORS = {"max": ["neon", "neon_dot"], "cortex-a53": ["neon"]}
 def test_kernels_compute_what_the_plain_ones_do(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    missing = [name for name in (COMPILER, EMULATOR, "cmake", "ninja") if not shutil.which(name)]
+    tools = (COMPILER, EMULATOR, "cmake", "ninja")
+    missing = [name for name in tools if not shutil.which(name, path=PATH)]
     if missing:
         absent(request.config, "aarch64", f"not installed: {', '.join(missing)}")
     prefix = f"-DTORCH_PREFIX={Path(torch.__file__).parent}"
@@ -30,7 +35,10 @@ def test_kernels_compute_what_the_plain_ones_do(
         ["cmake", "-GNinja", f"-S{ROOT}", f"-B{tmp_path}", prefix, *TARGET],
         ["cmake", "--build", tmp_path, "--target", "speq_neon"],
     ):
-        built = subprocess.run(command, capture_output=True, text=True)
+        command[0] = shutil.which("cmake", path=PATH)
+        built = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PATH": PATH}
+        )
         assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
     for processor, names in PROCESSORS.items():
         command = [EMULATOR, "-cpu", processor, tmp_path / "speq_neon", "200"]
