@@ -40,12 +40,29 @@ class ExpertCache:
         for layer in list(self._filled):
             self.trim(layer)
 
+    def limit(self, num_slots: int, policy: EvictionPolicy | None = None) -> None:
+        """Use the first `num_slots` slots of the arena from now on; none may be being filled.
+        Experts in the others are evicted.
+
+        policy  a new one, which takes the place of the present one; None: it stays
+        """
+        if policy is not None:
+            self.policy = policy
+            for key in self._slots:
+                policy.touch(key)
+        for key in [key for key, slot in self._slots.items() if slot >= num_slots]:
+            self._evict(key)
+        kept = [slot for slot in self._free if slot < num_slots]
+        self._free = [*reversed(range(self.num_slots, num_slots)), *kept]
+        self.num_slots = num_slots
+        self.reserve(self._spare)
+
     def clear(self) -> None:
         """Empty every slot, also those being filled."""
         self.policy.clear()
         self._slots: dict[ExpertKey, int] = {}
         self._table.fill(-1)
-        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
         self._filled: Counter[int] = Counter()
         self._pins: Counter[ExpertKey] = Counter()
         self._unused: set[ExpertKey] = set()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from itertools import islice
 
+from speq.scheduler.eviction import EvictionPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.link_pace import LinkThrottle
@@ -228,6 +229,14 @@ class ExpertLoader:
         self._under_way.clear()
         self.cache.clear()
         self._unsettled = False
+
+    def limit(self, num_slots: int, policy: EvictionPolicy | None = None) -> None:
+        """Wait until no transfer writes to slots, and limit the cache: see `ExpertCache.limit`."""
+        if self._unsettled:
+            self.forget()
+        self._transfer.drain()
+        self.collect_finished()
+        self.cache.limit(num_slots, policy)
 
     def close(self) -> None:
         self._transfer.close()

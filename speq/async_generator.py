@@ -12,12 +12,10 @@ from transformers import GenerationConfig
 from speq.engine.engine_thread import EngineThread
 from speq.engine.request import Token
 from speq.errors import present
-from speq.generator import Generation, Generator
+from speq.generator import CLOSED, Generation, Generator
 from speq.options.typed import RunOptions, SamplingOptions
 from speq.text.prompts import Prompt
 from speq.units import Progress
-
-CLOSED = "this generator was closed; make a new one with from_pretrained"
 
 
 class AsyncGenerator:
@@ -96,6 +94,10 @@ class AsyncGenerator:
         reason, stats = ended[0]
         text = "".join(token.text for token in tokens)
         return Generation(text, [token.id for token in tokens], reason, stats)
+
+    async def resize(self, memory_budget: str | int) -> None:
+        """Change the memory budget without blocking other tasks: see `Generator.resize`."""
+        await asyncio.to_thread(self.generator.resize, memory_budget)
 
     async def aclose(self) -> None:
         """Close it without blocking other tasks."""

@@ -7,6 +7,7 @@ and the groups around it holds. Both versions of control groups are read; both m
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -49,6 +50,30 @@ def granted_bytes(proc: Path = PROC) -> int | None:
     Page cache that the kernel can reclaim does not count as used.
     """
     return min(_limits("memory", _memory, _memory_v1, proc), default=None)
+
+
+def memory_stalls(proc: Path = PROC) -> float:
+    """Share of the last ten seconds, in percent, in which some process of these groups waited for
+    memory, or of the machine where no group tells; 0 where the kernel does not say.
+    """
+    groups = [
+        _stalled(folder / "memory.pressure")
+        for kind, folder in _folders("memory", proc)
+        if kind == UNIFIED
+    ]
+    known = [share for share in groups if share is not None]
+    return max(known) if known else _stalled(proc / "pressure" / "memory") or 0.0
+
+
+def _stalled(file: Path) -> float | None:
+    """Read a file of the kernel's pressure stall information; None if it cannot be read."""
+    for line in _lines(file):
+        kind, *values = line.split()
+        for name, _, value in (each.partition("=") for each in values):
+            if (kind, name) == ("some", "avg10"):
+                with suppress(ValueError):
+                    return float(value)
+    return None
 
 
 def _limits(

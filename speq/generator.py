@@ -26,6 +26,7 @@ from speq.load import load
 from speq.models.layer_range import RemoteStages
 from speq.models.opened import Opened, open_model
 from speq.options.declared import build
+from speq.options.kinds import Size
 from speq.options.typed import RunOptions, SamplingOptions
 from speq.pipeline.first_stage import open_first
 from speq.pipeline.rendezvous import Rendezvous
@@ -43,6 +44,8 @@ from speq.text.vocabulary import Vocabulary
 from speq.units import Progress
 
 logger = logging.getLogger("speq")
+
+CLOSED = "this generator was closed; make a new one with from_pretrained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +325,7 @@ class Generator:
             self._streaming_thread = threading.get_ident()
             try:
                 start_s = time.perf_counter()
+                self._runtime.follow_budget(idle=True)
                 self._runtime.reserve(context)
                 with ExitStack() as record:
 
@@ -462,7 +466,7 @@ class Generator:
             )
         with self._turn:
             if self._closed:
-                raise SpeqError("this generator was closed; make a new one with from_pretrained")
+                raise SpeqError(CLOSED)
             yield
 
     @contextmanager
@@ -503,6 +507,31 @@ class Generator:
         """Reserve memory for a context now, instead of at the first request that needs it."""
         with self._own_turn(), translate_errors():
             self._runtime.reserve(context)
+
+    def resize(self, memory_budget: str | int) -> None:
+        """Change the memory budget: experts get more slots, or fewer. Output stays the same.
+
+        A request that runs follows with its next step. Where more slots are asked for than were
+        laid out, the others come when no request runs.
+
+        Raises SpeqError where what is loaded does not fit, where the machine has less memory, and
+        on a GPU.
+        """
+        if self._closed:
+            raise SpeqError(CLOSED)
+        self._runtime.resize(Size().check("memory_budget", memory_budget))
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._closed:
+                    with translate_errors():
+                        self._runtime.follow_budget(idle=True)
+            finally:
+                self._turn.release()
+
+    @property
+    def wanted_budget(self) -> int:
+        """The memory budget in bytes that the next step follows."""
+        return self._runtime.wanted_budget
 
     def check_alive(self) -> None:
         """Raise EngineLost if nothing more can be generated because a pipeline stage is gone."""

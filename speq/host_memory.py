@@ -19,6 +19,10 @@ HOST_SHARE = 0.8
 BUDGET_STEP = 256 << 20
 
 
+class ChosenBytes(int):
+    """A memory budget that was chosen here, so that a run may give some of it back."""
+
+
 def available_bytes(proc: Path = PROC) -> int:
     """Host memory available without swapping, within the limits of the process's control groups.
 
@@ -35,7 +39,7 @@ def available_bytes(proc: Path = PROC) -> int:
     return free if granted is None else min(free, granted)
 
 
-def free_budget() -> int:
+def free_budget() -> ChosenBytes:
     """The memory budget of a run that gives none, in bytes.
 
     Raises SpeqError for a machine with a GPU, whose memory it would be, and for one without room.
@@ -56,4 +60,4 @@ def free_budget() -> int:
         )
     budget -= budget % BUDGET_STEP
     logger.info("memory budget: %s of %s that are free", format_bytes(budget), format_bytes(free))
-    return budget
+    return ChosenBytes(budget)

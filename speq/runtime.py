@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,23 +19,28 @@ from speq.devices.device import Processor
 from speq.engine.engine import Engine
 from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine_layout import EngineLayout
-from speq.errors import SpeqError
+from speq.errors import OptionError, SpeqError
 from speq.experts.packed_store import PackedExpertStore, VerifiedBytes
 from speq.files.cache_folder import SPILLED, cache_folder
+from speq.host_memory import ChosenBytes
 from speq.layers.draft_experts import DraftExperts
 from speq.load import Loaded
+from speq.machine import machine_memory_bytes
+from speq.memory_watch import MemoryWatch
 from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.models.shape import ModelShape
+from speq.planning import forecasts
 from speq.planning.choose_plan import replan
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import demand_of
 from speq.planning.fitting import FittingPlan, fit
-from speq.planning.memory import Demand, MemoryPlan
+from speq.planning.forecasts import SteadyTime
+from speq.planning.memory import MIN_SLOTS, Demand, MemoryPlan
 from speq.planning.run_budget import CONTEXT_STEP, check_context
 from speq.stats import Recorder, RunStats
-from speq.units import Progress
+from speq.units import Progress, format_bytes
 
 logger = logging.getLogger("speq")
 
@@ -52,6 +58,11 @@ class Runtime:
         self.residency_plan: ResidencyPlan = loaded.decision.residency_plan
         self.plan: MemoryPlan = loaded.decision.memory
         self.recorder = Recorder()
+        budget_bytes = self.config.memory_budget
+        watched = isinstance(budget_bytes, ChosenBytes) and self.link == "disk"
+        self._watch = MemoryWatch(budget_bytes) if watched else None
+        self._wanted_bytes = self.plan.budget
+        self._steady = SteadyTime()
         self._drop_draft(self.residency_plan, self.plan)
         self._spilled = spilled_prefixes(self.config)
         self.engine = self._lay_out(progress)
@@ -153,6 +164,7 @@ class Runtime:
                 yield
             finally:
                 stats.card = summary(readings)
+                self._steady.add(stats)
                 stats.verified_bytes = verified.nbytes - before[0]
                 stats.verified_s = verified.seconds - before[1]
 
@@ -170,18 +182,94 @@ class Runtime:
             if self._drop_draft(residency_plan, plan):  # for good, also where what follows fails
                 loaded, plain = self._loaded, self.residency_plan.without_draft
                 before = fit(loaded.model_spec, plain, loaded.budget_for(self.plan.context))
-            # The old arenas go first: the budget has no room for both.
-            self.engine.prefixes.spill_all()
-            self.engine.close()
-            self._loaded.device.release_cached()
-            try:
-                self.residency_plan, self.plan = residency_plan, plan
-                self.engine = self._lay_out()
-            except BaseException:
-                self.residency_plan, self.plan = before
-                self.engine = self._lay_out()
-                raise
+            self._lay_out_again(residency_plan, plan, before)
         return self.engine
+
+    def _lay_out_again(
+        self, residency_plan: ResidencyPlan, plan: MemoryPlan, before: FittingPlan | None = None
+    ) -> None:
+        """Lay arenas out by another plan, or by the one before where that fails."""
+        before = before or (self.residency_plan, self.plan)
+        # The old arenas go first: the budget has no room for both.
+        self.engine.prefixes.spill_all()
+        self.engine.close()
+        self._loaded.device.release_cached()
+        try:
+            self.residency_plan, self.plan = residency_plan, plan
+            self.engine = self._lay_out()
+        except BaseException:
+            self.residency_plan, self.plan = before
+            self.engine = self._lay_out()
+            raise
+
+    def resize(self, budget_bytes: int) -> None:
+        """Have steps follow another budget, from the next one on. Any thread may ask.
+
+        Raises OptionError where what is loaded leaves no room for slots, where the machine has less
+        memory, and on a GPU.
+        """
+        least, most = self.least_budget, machine_memory_bytes()
+        given = f"memory_budget is {format_bytes(budget_bytes)}"
+        if self.link != "disk":
+            raise OptionError(f"{given} and the run is on a GPU, where it is fixed; load it again")
+        if not least <= budget_bytes <= most:
+            raise OptionError(
+                f"{given}; what is loaded needs {format_bytes(least)} ({least} bytes) at the "
+                f"least, and this machine has {format_bytes(most)}"
+            )
+        self._watch, self._wanted_bytes = None, budget_bytes
+
+    @property
+    def wanted_budget(self) -> int:
+        """The budget that the next step follows."""
+        return self._wanted_bytes
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget for what is loaded, with the fewest slots."""
+        return self._beside_slots + min(MIN_SLOTS, self._loaded.model_spec.count) * self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        return self.plan.items["slots"] // self.plan.slots
+
+    @property
+    def _beside_slots(self) -> int:
+        return sum(self.plan.items.values()) - self.plan.items["slots"]
+
+    def follow_budget(self, idle: bool = False) -> None:
+        """Take expert slots, or give them back, where the budget has changed, between steps.
+
+        idle  no request runs, so that more slots than there were at first can be laid out; the KV
+              caches are, too
+        """
+        if self._watch is not None:
+            asked = self._watch.budget(self._wanted_bytes)
+            self._wanted_bytes = max(asked, self.least_budget)
+        wanted, laid_out = self._wanted_bytes, len(self.engine.offload.slots)
+        slots = (wanted - self._beside_slots) // self._slot_bytes
+        slots = min(slots, self._loaded.model_spec.count)
+        lays_out = idle and slots > laid_out
+        if wanted == self.plan.budget and not lays_out:
+            return
+        loaded, before = self._loaded, self.plan
+        self._loaded = replace(loaded, budget=replace(loaded.budget, budget_bytes=wanted))
+        if lays_out:
+            budget = self._loaded.budget_for(self.plan.context)
+            try:
+                self._lay_out_again(*replan(loaded.model_spec, self.residency_plan, budget))
+            except BaseException:
+                self._loaded, self._wanted_bytes = loaded, before.budget
+                raise
+        else:
+            slots = min(slots, laid_out)
+            self.engine.offload.limit(slots)
+            self.plan = self.plan.with_slots(wanted, slots)
+            self.residency_plan = replace(self.residency_plan, slots=slots)
+        logger.info(
+            "memory budget: %s in place of %s, with %d expert slots in place of %d",
+            *(format_bytes(wanted), format_bytes(before.budget), self.plan.slots, before.slots),
+        )
 
     def has_room(self, context: int) -> bool:
         """True if memory is laid out for so many tokens."""
@@ -240,7 +328,11 @@ class Runtime:
             self._spilled.close()
 
     def close(self) -> None:
-        """Give back memory, files and transfers."""
+        """Give back memory, files and transfers. Keep what was expected of the run, and came."""
+        config, expected = self.config, self._loaded.decision.residency_plan
+        if config.profile == "auto" and config.draft_length is None:
+            name = Path(self._loaded.model_spec.name).name
+            forecasts.keep(name, self._loaded.decision.memory.budget, expected, self._steady)
         if self._spilled is not None:
             self._spilled.close()
         try:

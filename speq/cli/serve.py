@@ -47,7 +47,10 @@ def serve(
     from speq.server.server import ApiServer, listen, serve_model
 
     name = settings.served_model_name or model_name(model)
-    keys = None if settings.api_key_file is None else Keys.read(settings.api_key_file)
+    keys, admin_keys = (
+        None if path is None else Keys.read(path)
+        for path in (settings.api_key_file, settings.admin_key_file)
+    )
     if replicas.ray and not machines.wanted:
         serve_on_ray(model, name, settings, run, replicas, keys, output)
         return
@@ -65,7 +68,7 @@ def serve(
             serve_model(generator, name, settings, watched=settings.dashboard)
         )
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        server = ApiServer(served, keys, listening, page)
+        server = ApiServer(served, keys, listening, page, admin_keys)
         urls = [server.url] if page is None else [server.url, server.page_url]
         print(*urls, sep="\n", flush=True)
         if not output.quiet:
@@ -105,6 +108,11 @@ def serve_on_ray(
     check_ray()
     if settings.dashboard:
         raise OptionError("dashboard and ray are both given; the page shows a single generator")
+    if settings.admin_key_file is not None:
+        raise OptionError(
+            "admin_key_file and ray are both given; the budget of replicas stays as it is: leave "
+            "admin_key_file out"
+        )
     from speq.ray.replicas import replicas_on_ray
 
     with (

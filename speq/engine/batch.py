@@ -124,6 +124,7 @@ class Batch:
         progress      told while a chunk is run; it may raise Cancelled, and drop the request then
         """
         self._renew_record()
+        self.runtime.follow_budget()
         try:
             if not (self._decode_is_due and self.running):
                 outputs = self._prefill(progress)

@@ -10,6 +10,7 @@ from speq.devices.device import Accelerator, Processor
 from speq.engine.resident_slots import ResidentSlots
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
+from speq.files.alignment import release_pages
 from speq.kernels.ops import ExpertBiases
 from speq.layers.cached_experts import CachedExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer
@@ -20,7 +21,7 @@ from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.routing import Route
-from speq.scheduler.eviction import KeepAllPolicy
+from speq.scheduler.eviction import EvictionPolicy, KeepAllPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.expert_loader import ExpertLoader
@@ -40,6 +41,7 @@ class Offload:
     target, prefetcher  backend of verifications, and its server
     reader, stream      backend of prefill, and its server
     rows                prunes rows of a verification
+    policy_of           makes the policy that evicts from so many slots
     budget              limits the experts of a verification; None: all are allowed
     """
 
@@ -50,8 +52,18 @@ class Offload:
     loader: ExpertLoader
     slots: Tensor
     rows: RowPruner
+    policy_of: Callable[[int], EvictionPolicy]
     budget: ExpertBudget | None = None
     resident: ResidentSlots | None = None
+
+    def limit(self, num_slots: int) -> None:
+        """Use the first `num_slots` slots from now on, between steps, and give the memory of the
+        others back to the system.
+        """
+        before, policy = self.loader.cache.policy, self.policy_of(num_slots)
+        changes = policy.keeps_all != before.keeps_all
+        self.loader.limit(num_slots, policy if changes else None)
+        release_pages(self.slots[num_slots:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +105,16 @@ def offload_over(
     timed: Timed,
 ) -> Offload:
     """Build cache, prefetcher and both backends over an arena of slots [S, slot_bytes]."""
-    all_fit = len(slots) >= sizes.num_layers * sizes.num_experts
-    policy_class = KeepAllPolicy if all_fit else CACHE_POLICIES[scheduling.cache_policy]
-    policy = policy_class(len(slots), sizes.num_layers, sizes.num_experts)
+    num_experts = sizes.num_layers * sizes.num_experts
+    all_fit = len(slots) >= num_experts
+
+    def policy_of(num_slots: int) -> EvictionPolicy:
+        evicting = CACHE_POLICIES[scheduling.cache_policy]
+        policy_class = KeepAllPolicy if num_slots >= num_experts else evicting
+        return policy_class(num_slots, sizes.num_layers, sizes.num_experts)
+
     table = torch.full((sizes.num_layers, sizes.num_experts), -1)
-    cache = ExpertCache(len(slots), policy, table.numpy() if all_fit else None)
+    cache = ExpertCache(len(slots), policy_of(len(slots)), table.numpy() if all_fit else None)
     loader = ExpertLoader(cache, transfer, recorder)
     prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](
         loader, LookaheadBuffer(sizes.num_layers)
@@ -147,6 +164,7 @@ def offload_over(
         loader=loader,
         slots=slots,
         rows=rows,
+        policy_of=policy_of,
         budget=budget,
         resident=resident,
     )

@@ -1,4 +1,4 @@
-"""Slots that experts never leave, whose layers run without asking the host."""
+"""Slots that experts do not leave, whose layers run without asking the host."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,8 @@ class ResidentSlots:
 
     @property
     def straight(self) -> bool:
-        return not self._loader.unsettled and self._rows.policy is None
+        keeps_all = self._loader.cache.policy.keeps_all  # until slots are given back
+        return keeps_all and not self._loader.unsettled and self._rows.policy is None
 
     def passed(self, layers: Sequence[PassedLayer]) -> None:
         recorder = self._recorder

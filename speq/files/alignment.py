@@ -34,8 +34,20 @@ def prefer_huge_pages(memory: Tensor) -> None:
     A disk writes to contiguous pages at once: reads into huge pages are up to a fifth faster than
     into other fresh memory. Kernels look up fewer addresses as well.
     """
+    _advise(memory, "MADV_HUGEPAGE")
+
+
+def release_pages(memory: Tensor) -> None:
+    """Give the memory of a tensor that nobody reads back to the system, in whole pages, until it is
+    written again.
+    """
+    _advise(memory, "MADV_DONTNEED")
+
+
+def _advise(memory: Tensor, advice: str) -> None:
+    """Do nothing where the system does not know the advice."""
     start = align(memory.data_ptr())
-    length = memory.data_ptr() + memory.nbytes - start
-    if hasattr(mmap, "MADV_HUGEPAGE") and length > 0:
+    length = (memory.data_ptr() + memory.nbytes) // ALIGNMENT * ALIGNMENT - start
+    if hasattr(mmap, advice) and length > 0:
         libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), getattr(mmap, advice))

@@ -196,6 +196,8 @@ class PackOptions(_RunPackTune, total=False):
     """How experts are written: raw, their own words; lossless: smaller, bit for bit the same;
     residual: smaller still, over a draft's codes and with that draft; auto is raw.
     """
+    mirror: str | Path | None
+    """Folder on another disk that gets the experts too; runs read from both."""
 
 
 class QuantizeOptions(TypedDict, total=False):

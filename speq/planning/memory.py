@@ -1,7 +1,7 @@
 """One budget for everything on the device, item by item; exact-expert slots get what is left."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from speq.errors import NoRoom
 from speq.units import format_bytes
@@ -65,6 +65,12 @@ class MemoryPlan:
     chunk: int
     slots: int
     items: dict[str, int]
+
+    def with_slots(self, budget: int, slots: int) -> "MemoryPlan":
+        """The plan of the same run with more or fewer slots."""
+        slot_bytes = self.items["slots"] // self.slots
+        items = self.items | {"slots": slots * slot_bytes}
+        return replace(self, budget=budget, slots=slots, items=items)
 
     def report(self) -> dict[str, int]:
         """The items in bytes, with the budget and what is left of it."""

@@ -26,6 +26,8 @@ LEAST_CHARACTERS = 16
 OPEN_PATHS = frozenset({"/health"})
 # The chat page and its files, in which nothing is secret: it asks for a key itself.
 CHAT_FILES = ("chat.js", "chat.css", "page.css")
+# What changes the server, with a key of its own.
+ADMIN_PATHS = frozenset({"/v1/speq/resize"})
 CHAT_PATHS = frozenset({"/", *(f"/assets/{name}" for name in CHAT_FILES)})
 
 
@@ -85,6 +87,7 @@ class Access:
 
     host, port  where the server listens
     keys        of which a request must give one; None: it need not
+    admin_keys  of which one that changes the server must give one; None: nobody may
     max_body_bytes  of what is posted
     page        the live page is there: its key may stand in the query, where browsers write it
     hosts       further names by which clients reach the server, such as host.docker.internal
@@ -98,6 +101,7 @@ class Access:
     page: bool = False
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    admin_keys: Keys | None = None
 
     @property
     def authority(self) -> str:
@@ -153,17 +157,24 @@ class Access:
         return given[0]
 
     def _wrong_key(self, scope: Scope) -> ApiError | None:
-        if self.keys is None or (scope["path"] in OPEN_PATHS | CHAT_PATHS and not self.page):
+        keys = self.keys
+        if scope["path"] in ADMIN_PATHS:
+            keys = self.admin_keys
+            if keys is None:
+                return ApiError(403, "this server has no admin key; start it with --admin-key-file")
+        elif keys is None or (scope["path"] in OPEN_PATHS | CHAT_PATHS and not self.page):
             return None
         given = self._given_keys(scope)
         # One right and one wrong are refused: who guesses may not try two at a time.
-        if len(given) == 1 and self.keys.hold(given[0]):
+        if len(given) == 1 and keys.hold(given[0]):
             return None
         what = "has another key" if given else "has no key"
         remedy = (
             "open the address speq printed"
             if self.page
             else "give Authorization: Bearer KEY with a key of this server"
+            if keys is self.keys
+            else "give Authorization: Bearer KEY with an admin key of this server"
         )
         headers = {"www-authenticate": "Bearer"}
         return ApiError(

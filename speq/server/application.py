@@ -13,7 +13,7 @@ from speq.errors import SpeqError
 from speq.server.answer import Answer, StreamedAnswer, TextChoice, ToldBeside, WholeAnswer
 from speq.server.api_error import ApiError, error_of
 from speq.server.body_route import BodyRoute
-from speq.server.fields import ChatBody, CompletionBody, SampledBody, TokenizeBody
+from speq.server.fields import ChatBody, CompletionBody, ResizeBody, SampledBody, TokenizeBody
 from speq.server.gate import OWNER_KEY
 from speq.server.message_fields import CountBody, MessagesBody
 from speq.server.messages import error_content
@@ -129,6 +129,10 @@ def make_app(service: Service, thread: EngineThread, metrics: Metrics) -> FastAP
     @app.get("/v1/speq")
     async def facts() -> Response:
         return JSONResponse(service.facts)
+
+    @app.post("/v1/speq/resize")
+    async def resize(body: ResizeBody, request: Request) -> Response:
+        return JSONResponse(await service.resize(body))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:

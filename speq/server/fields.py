@@ -292,6 +292,12 @@ class TokenizeBody(Body):
     tools: Annotated[list[Tool], Field(max_length=256), FIRST] | None = None
 
 
+class ResizeBody(Body):
+    """memory_budget: bytes, or a size such as 12GiB"""
+
+    memory_budget: str | Annotated[int, Field(ge=0)]
+
+
 BODIES: tuple[type[Body], ...] = (
     *(
         StreamOptions,
@@ -304,5 +310,5 @@ BODIES: tuple[type[Body], ...] = (
         Tool,
     ),
     *(NamedFunction, NamedTool, JsonSchema, ResponseFormat, StructuredOutputs),
-    *(ChatBody, CompletionBody, TokenizeBody),
+    *(ChatBody, CompletionBody, TokenizeBody, ResizeBody),
 )

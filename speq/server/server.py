@@ -78,6 +78,7 @@ class ApiServer:
     """A served model at one or two addresses: for clients, and for its live page.
 
     keys            None: whoever reaches the clients' address may ask
+    admin_keys      of who may change the server; None: nobody
     listening       a socket that listens, which the server closes; who comes before `run` waits
     page_listening  another one, on an address of this machine's own, where the model is watched
     """
@@ -88,6 +89,7 @@ class ApiServer:
         keys: Keys | None,
         listening: socket.socket | None,
         page_listening: socket.socket | None = None,
+        admin_keys: Keys | None = None,
     ) -> None:
         self.token = secrets.token_urlsafe(32)
         most = model.settings.max_body
@@ -95,7 +97,12 @@ class ApiServer:
         if listening is not None:
             host, port = listening.getsockname()[:2]
             named = model.settings
-            self.access = Access(host, port, keys, most, hosts=named.allow_host, origins=named.cors)
+            self.access = Access(
+                *(host, port, keys, most),
+                hosts=named.allow_host,
+                origins=named.cors,
+                admin_keys=admin_keys,
+            )
             gates[self.access.port] = model.gated_app(self.access)
             self._sockets.append(listening)
         if page_listening is not None:

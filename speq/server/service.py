@@ -31,6 +31,7 @@ from speq.server.fields import (
     MOST_CHOICES,
     ChatBody,
     CompletionBody,
+    ResizeBody,
     SampledBody,
     TokenizeBody,
 )
@@ -298,6 +299,11 @@ class Service:
         if body.tools:
             raise OptionError("tools are given without messages; give messages")
         return await self._encode(body.prompt or "")
+
+    async def resize(self, body: ResizeBody) -> dict[str, int]:
+        """Give experts more memory, or less. A request that runs follows with its next step."""
+        await asyncio.to_thread(self.model.resize, body.memory_budget)
+        return {"memory_budget": self.model.wanted_budget}
 
     def check_model(self, name: str) -> None:
         """Raises ApiError for another one's name."""

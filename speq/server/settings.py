@@ -32,6 +32,14 @@ class ServerSettings(Options):
             File("a file of keys", readable=True),
         ),
     ] = None
+    admin_key_file: Annotated[
+        Path | None,
+        Option(
+            "File with a key in each line, of which a request for another memory budget must give "
+            "one; without it there are none.",
+            File("a file of keys", readable=True),
+        ),
+    ] = None
     allow_host: Annotated[
         tuple[str, ...],
         Option(

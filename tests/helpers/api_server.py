@@ -131,6 +131,7 @@ def api_server(
     defaults: dict[str, Any] | None = None,
     view: LiveView | None = None,
     observers: Sequence[Observer] = (),
+    admin_keys: Keys | None = None,
     **settings: Any,
 ) -> Iterator[Rig]:
     """A server on a free port for as long as the block lasts, with a live page where it has a view.
@@ -146,7 +147,7 @@ def api_server(
         stack.enter_context(closing(thread))
         served = ServedModel(service, thread, counted, chosen, view)
         page = None if view is None else listen(chosen.host, 0)
-        server = ApiServer(served, keys, listen(chosen.host, chosen.port), page)
+        server = ApiServer(served, keys, listen(chosen.host, chosen.port), page, admin_keys)
         rig = Rig(server, thread, counted, threading.Thread(target=server.run))
         rig.thread.start()
         stack.callback(rig.stop)

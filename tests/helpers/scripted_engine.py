@@ -18,6 +18,7 @@ from speq.engine.request import Cancelled, Constraint, Request, RequestMetrics
 from speq.engine.thought_budget import ThoughtBudget, ThoughtTokens
 from speq.errors import SpeqError
 from speq.generator import Token
+from speq.options.kinds import Size
 from speq.text.answer_parts import AnswerParser
 from speq.text.grammar import AnswerGrammar
 from speq.text.prompts import Prompt, PromptEncoder, Tools
@@ -45,6 +46,7 @@ class ScriptedModel:
     max_context: int = 200
     folder: Path = BUNDLED
     tokenizer: Any = field(init=False)
+    wanted_budget: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
@@ -61,6 +63,9 @@ class ScriptedModel:
     @property
     def vocab_size(self) -> int:
         return self._encoder.vocab_size
+
+    def resize(self, memory_budget: str | int) -> None:
+        self.wanted_budget = Size().check("memory_budget", memory_budget)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,6 +167,27 @@ def test_keys_alone_do_where_there_is_no_page() -> None:
     other = (b"authorization", b"Bearer another")
     assert access.owner(scope_of([BEARER])) != access.owner(scope_of([other])) != ""
     assert PAGE.owner(scope_of([BEARER])) == ""
+
+
+def test_what_changes_the_server_has_keys_of_its_own() -> None:
+    path = "/v1/speq/resize"
+    post = {"method": "POST", "path": path}
+    body = JSON, (b"content-length", b"2")
+    admin = (b"authorization", b"Bearer an-admin")
+    own = Keys((digest("an-admin"),))
+    for keys in (None, Keys((digest(TOKEN),))):
+        shut = Access("127.0.0.1", 4711, keys, MOST_BYTES)
+        assert status(HOST, BEARER, *body, access=shut, **post) == 403
+        assert status(HOST, *body, access=shut, **post) == 403
+        access = Access("127.0.0.1", 4711, keys, MOST_BYTES, admin_keys=own)
+        assert status(HOST, admin, *body, access=access, **post) is None
+        assert status(HOST, BEARER, *body, access=access, **post) == 401
+        assert status(HOST, *body, access=access, **post) == 401
+        assert status(HOST, BEARER, admin, *body, access=access, **post) == 401
+        # It opens nothing else.
+        assert status(HOST, admin, access=access) == (401 if keys else None)
+    foreign = (b"origin", b"https://example.org")
+    assert status(HOST, admin, foreign, *body, access=replace(access, keys=None), **post) == 403
 
 
 def answered(scope: Scope) -> tuple[list[Message], list[Scope]]:

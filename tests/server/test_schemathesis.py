@@ -15,6 +15,7 @@ ROUTES = [
     *(("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/health"), ("GET", "/metrics")),
     *(("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show")),
     *(("GET", "/api/tags"), ("GET", "/api/ps"), ("GET", "/api/version"), ("GET", "/v1/speq")),
+    ("POST", "/v1/speq/resize"),
 ]
 
 
