@@ -192,8 +192,8 @@ class PlanChooser:
         gives_up = any(way.drafts for way in plans) and not chosen.drafts
         step = present(chosen.expected, "a plan that was chosen has no estimate of its step")
         logger.info(
-            "about %.3g ms per token expected (%.3g tokens/s), %s%s",
-            step.token_s * 1e3,
+            "about %g ms per token expected (%.3g tokens/s), %s%s",
+            float(f"{step.token_s * 1e3:.3g}"),
             1 / step.token_s,
             "with a draft" if chosen.drafts else "without a draft",
             ", though one would fit" if gives_up else "",
