@@ -1,6 +1,9 @@
 """`speq plan`: what fits a budget and what it would give, before anything is loaded."""
 
-from typing import TYPE_CHECKING, Any
+import time
+from dataclasses import asdict
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -8,6 +11,8 @@ from speq.cli import options as opt
 from speq.config import Model
 from speq.errors import present
 from speq.measure.settings import PlanSettings
+from speq.options.declared import Option
+from speq.options.kinds import Switch
 from speq.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -16,7 +21,17 @@ if TYPE_CHECKING:
     from speq.planning.cost.presets import Rates
 
 
-def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
+Accuracy = Annotated[
+    bool,
+    Option(
+        "Print how far forecasts were off in runs of this machine, whatever the model.", Switch()
+    ),
+]
+
+
+def plan(
+    model: Model, settings: PlanSettings, output: opt.Output, accuracy: Accuracy = False
+) -> None:
     """Say whether a model runs here and how fast, what fits, and where a draft breaks even.
 
     A model's config.json is enough, in a folder or on the hub: nothing is loaded. This machine's
@@ -27,6 +42,9 @@ def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
 
     if settings.preset == "?":
         show_presets(PRESETS)
+        return
+    if accuracy:
+        show_accuracy(output)
         return
     from speq.files.cache_folder import hub_folder
     from speq.machine import machine_memory_bytes
@@ -50,6 +68,46 @@ def plan(model: Model, settings: PlanSettings, output: opt.Output) -> None:
         show(made)
         for line in findings(made):
             output.note(line)
+
+
+def show_accuracy(output: opt.Output) -> None:
+    """What was expected of the runs that this machine keeps, and what came."""
+    from speq.planning import forecasts
+
+    output.check()
+    runs = forecasts.kept()
+    output.write({"runs": [asdict(run) | {"off": run.off} for run in runs]})
+    if output.printed:
+        return
+    if not runs:
+        typer.echo(
+            "No run of this machine is kept yet: those of some tens of tokens are, with --profile "
+            "auto."
+        )
+        return
+    from rich.table import Table
+
+    from speq.measure.console import console
+
+    table = Table(title="ms per token: expected and measured")
+    for title in ("model", "budget", "expected", "from", "to", "measured", "off", "tokens", "on"):
+        table.add_column(title, justify="left" if title == "model" else "right")
+    for run in runs:
+        table.add_row(
+            run.model,
+            format_bytes(run.budget_bytes),
+            *(f"{each * 1e3:.3g}" for each in (run.expected_s, run.hidden_s, run.exposed_s)),
+            f"{run.measured_s * 1e3:.3g}",
+            f"{run.off:+.0%}",
+            str(run.tokens),
+            time.strftime("%Y-%m-%d", time.localtime(run.ended_at)),
+        )
+    console().print(table)
+    off, inside = median(abs(run.off) for run in runs), sum(run.in_range for run in runs)
+    typer.echo(
+        f"Of {len(runs)} runs, half were off by {off:.0%} or less, and {inside} lay between from "
+        "and to."
+    )
 
 
 def show_rows(rows: "list[BudgetRow]", chosen: int) -> None:

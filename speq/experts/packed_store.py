@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, fields
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from speq.errors import FileError
 from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
+from speq.experts.mirrored_records import MirroredRecords, open_mirror
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
@@ -214,7 +216,6 @@ class PackedExpertStore:
         self.num_experts = self.manifest.num_experts
         self.verify_reads = False
         self.verified = VerifiedBytes()
-        self._sound = bytearray(len(self.manifest.records))  # 1: verified
         self.reading_bytes = 0
         given = [getattr(self.manifest, name) for name in SIZES[:4]]
         wanted = [layout.hidden_size, layout.expert_width, len(layout.layers), layout.num_experts]
@@ -235,12 +236,18 @@ class PackedExpertStore:
             )
         self._codec = codec.with_slot_bytes(max(self.record_bytes(*each) for each in self._own()))
         self._file = RangeFile(folder / RECORDS_FILE)
+        files = [self._file]
         if self._file.size != self.manifest.end:
             self._file.close()
             raise FileError(
                 f"{self._file.path} has {self._file.size} bytes and its manifest says "
                 f"{self.manifest.end}; pack the model again"
             )
+        if (mirror := open_mirror(folder, self._file.size)) is not None:
+            files.append(mirror)
+        self._records = MirroredRecords(files)
+        # By file and record, 1: verified.
+        self._sound = [bytearray(len(self.manifest.records)) for _ in files]
 
     @property
     def codec(self) -> ExpertCodec:
@@ -252,7 +259,7 @@ class PackedExpertStore:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (self._file.path,)
+        return tuple(file.path for file in self._records.files)
 
     @property
     def tied_draft(self) -> TiedDraft | None:
@@ -274,18 +281,31 @@ class PackedExpertStore:
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
         at = self._at(layer, expert)
         wanted = self.manifest.records[at]
-        read_bytes = self._file.read_aligned(wanted.offset, wanted.nbytes, slot)
-        if self.verify_reads or not self._sound[at]:
-            begun_s = time.perf_counter()
-            sound = crc32_of(slot[: wanted.nbytes]) == wanted.crc32
-            self.verified.add(wanted.nbytes, time.perf_counter() - begun_s)
-            if not sound:
-                raise FileError(
-                    f"{self._file.path}: the record of {self._describe(at)}, {wanted.nbytes} bytes "
-                    f"at {wanted.offset}, is not what was packed; {PACK_AGAIN}"
-                )
-            self._sound[at] = 1
-        return read_bytes
+        verify = partial(self._verify, at, slot)
+        return self._records.read(wanted.offset, wanted.nbytes, slot, verify)
+
+    def _verify(self, at: int, slot: Tensor, file: int) -> None:
+        """Compare a record that was read from one of the files with its checksum."""
+        if self._sound[file][at] and not self.verify_reads:
+            return
+        wanted = self.manifest.records[at]
+        begun_s = time.perf_counter()
+        sound = crc32_of(slot[: wanted.nbytes]) == wanted.crc32
+        self.verified.add(wanted.nbytes, time.perf_counter() - begun_s)
+        if not sound:
+            raise FileError(
+                f"{self.files[file]}: the record of {self._describe(at)}, {wanted.nbytes} bytes at "
+                f"{wanted.offset}, is not what was packed; {PACK_AGAIN}"
+            )
+        self._sound[file][at] = 1
+
+    def compare(self, layer: int, expert: int, slot: Tensor) -> None:
+        """Read an expert from each file. Raises SpeqError where one is not what was packed."""
+        at = self._at(layer, expert)
+        wanted = self.manifest.records[at]
+        for number, file in enumerate(self._records.files):
+            file.read_aligned(wanted.offset, wanted.nbytes, slot)
+            self._verify(at, slot, number)
 
     def _describe(self, at: int) -> str:
         """Name of an expert in messages."""
@@ -293,7 +313,7 @@ class PackedExpertStore:
         return f"expert {expert} in MoE layer {layer}"
 
     def close(self) -> None:
-        self._file.close()
+        self._records.close()
 
 
 def open_experts(

@@ -28,7 +28,7 @@ def compare(
     slot = expert_slot(store)
     count = store.num_layers * store.num_experts
     for at in track("comparing experts", range(count), count, progress):
-        store.read(*divmod(at, store.num_experts), slot)
+        store.compare(*divmod(at, store.num_experts), slot)
     if store.tied_draft is not None:
         compare_draft(opened, store.tied_draft.digest, progress)
     checkpoint = opened.checkpoint

@@ -10,8 +10,10 @@ from speq.drafts.draft_source import gptq_path, open_draft
 from speq.errors import OptionError
 from speq.experts.codec import codec_of, own_codec
 from speq.experts.expert_store import SafetensorsExpertStore
+from speq.experts.mirrored_records import write_mirror
 from speq.experts.pack import pack as write_pack
-from speq.experts.packed_store import Manifest
+from speq.experts.pack import packed_from
+from speq.experts.packed_store import RECORDS_FILE, Manifest
 from speq.experts.record_writer import Packing
 from speq.files.published_format import WORDS
 from speq.heads.head_file import copy_head
@@ -67,14 +69,20 @@ def pack_with(
             raise OptionError(
                 f"model {str(model)!r} is packed already; give the one it was packed from"
             )
-        packing = packing_of(opened, settings.codec, settings.draft)
-        try:
-            manifest = write_pack(opened.checkpoint, store, settings.out, packing, progress)
-            copy_head(opened.checkpoint.path, settings.out)
-            return manifest
-        finally:
-            if packing.draft is not None:
-                packing.draft.close()
+        manifest = None
+        if settings.mirror is not None:  # the pack may be whole, and its mirror cut short
+            manifest = packed_from(opened.checkpoint, settings.out)
+        if manifest is None:
+            packing = packing_of(opened, settings.codec, settings.draft)
+            try:
+                manifest = write_pack(opened.checkpoint, store, settings.out, packing, progress)
+                copy_head(opened.checkpoint.path, settings.out)
+            finally:
+                if packing.draft is not None:
+                    packing.draft.close()
+    if settings.mirror is not None:
+        write_mirror(settings.out / RECORDS_FILE, settings.mirror, progress)
+    return manifest
 
 
 def packing_of(opened: Opened, codec: str, draft: str) -> Packing:

@@ -141,3 +141,10 @@ class PackSettings(Options):
         ),
     ] = "auto"
     draft: Draft = "auto"
+    mirror: Annotated[
+        Path | None,
+        Option(
+            "Folder on another disk that gets the experts too; runs read from both.",
+            File("a folder"),
+        ),
+    ] = None

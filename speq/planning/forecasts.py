@@ -1,0 +1,123 @@
+"""What was expected of runs of this machine, and what came."""
+
+import json
+import logging
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from speq.errors import SpeqError, checked_number
+from speq.files.atomic_file import make_folder, write_whole
+from speq.files.cache_folder import cache_folder
+from speq.files.json_file import read_json
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.stats import RunStats
+
+logger = logging.getLogger("speq")
+
+NAME, FORMAT = "forecasts.json", 1
+# Runs that are kept; those of fewer tokens say little.
+MOST_RUNS, LEAST_TOKENS = 100, 16
+# Of a figure, beyond any machine or model.
+MOST_S, MOST_COUNT = 1e6, 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastRun:
+    """One run of a model: time per token, expected and measured.
+
+    hidden_s, exposed_s  expected with all transfers hidden that can be, and with none
+    measured_s           in the second halves of its texts, when slots were filled
+    tokens               that were measured
+    ended_at             seconds since 1970
+    """
+
+    model: str
+    budget_bytes: int
+    expected_s: float
+    hidden_s: float
+    exposed_s: float
+    measured_s: float
+    tokens: int
+    ended_at: float
+
+    @property
+    def off(self) -> float:
+        """Measured over expected, less 1."""
+        return self.measured_s / self.expected_s - 1
+
+    @property
+    def in_range(self) -> bool:
+        return self.hidden_s <= self.measured_s <= self.exposed_s
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> "ForecastRun":
+        """Raises SpeqError, ValueError, KeyError or TypeError for what `asdict` did not write."""
+        names = ("expected_s", "hidden_s", "exposed_s", "measured_s")
+        times = [checked_number(name, entry[name], 1e-9, MOST_S) for name in names]
+        budget_bytes, tokens = (
+            int(checked_number(name, entry[name], 0, MOST_COUNT))
+            for name in ("budget_bytes", "tokens")
+        )
+        ended_at = checked_number("ended_at", entry["ended_at"], 0, MOST_COUNT)
+        return cls(str(entry["model"]), budget_bytes, *times, tokens, ended_at)
+
+
+@dataclass(slots=True)
+class SteadyTime:
+    """Time per token of texts, each in the second half of its steps."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def add(self, run: RunStats) -> None:
+        """Count a run's steps of single sequences."""
+        steps = run.decode
+        for step in steps[len(steps) // 2 :]:
+            if step.sequences == 1:
+                self.seconds += step.duration_s
+                self.tokens += step.emitted
+
+
+def keep(model: str, budget_bytes: int, plan: ResidencyPlan, steady: SteadyTime) -> None:
+    """Keep what was expected of a run beside what came, if that is enough to tell."""
+    path, step = _path(), plan.expected
+    if path is None or step is None or steady.tokens < LEAST_TOKENS:
+        return
+    serial_s, overlapped_s = step.serial_s / step.tokens, step.overlapped_s / step.tokens
+    run = ForecastRun(
+        model,
+        budget_bytes,
+        plan.tpot_s,
+        min(overlapped_s, plan.tpot_s),
+        max(serial_s, plan.tpot_s),
+        steady.seconds / steady.tokens,
+        steady.tokens,
+        round(time.time()),
+    )
+    runs = [asdict(each) for each in (*kept(), run)][-MOST_RUNS:]
+    with suppress(SpeqError):  # then it is not kept
+        make_folder(path.parent)
+        write_whole(path, (json.dumps({"format": FORMAT, "runs": runs}, indent=1) + "\n").encode())
+
+
+def kept() -> list[ForecastRun]:
+    """The runs that are kept, the last one last; none where the file is damaged."""
+    path = _path()
+    if path is None or not path.exists():
+        return []
+    try:
+        content = read_json(path, "remove it")
+        if content.get("format") != FORMAT:
+            raise ValueError("another format")
+        return [ForecastRun.of(entry) for entry in content["runs"]]
+    except (SpeqError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is not read, and is written anew: %s", path, error)
+        return []
+
+
+def _path() -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / NAME

@@ -1,0 +1,99 @@
+"""What was expected of runs beside what came: kept, read, shown."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from speq.planning import forecasts
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.forecasts import LEAST_TOKENS, MOST_RUNS, ForecastRun, SteadyTime
+from speq.stats import RunStats, StepStats
+from tests.helpers.command import Command
+from tests.helpers.paths import BUNDLED
+
+KEPT = Path(".cache/speq/forecasts.json")
+RUN = ForecastRun("a-model", 12 << 30, 0.4, 0.3, 0.5, 0.5, 64, 1.7e9)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def write(home: Path, content: object) -> None:
+    (home / KEPT).parent.mkdir(parents=True, exist_ok=True)
+    (home / KEPT).write_text(json.dumps(content))
+
+
+def test_second_halves_of_texts_are_measured() -> None:
+    run, steady = RunStats(0.0, {}), SteadyTime()
+    for at, (emitted, seconds, sequences) in enumerate(
+        [(1, 9.0, 1), (1, 9.0, 1), (1, 9.0, 1), (2, 0.5, 1), (8, 1.0, 2), (1, 0.25, 1)]
+    ):
+        step = StepStats("decode", sequences=sequences, emitted=emitted)
+        run.steps.append(replace(step, start_s=float(at), end_s=at + seconds))
+    run.steps.insert(0, replace(StepStats("prefill", emitted=1), start_s=0.0, end_s=100.0))
+    steady.add(run)
+    assert (steady.seconds, steady.tokens) == (0.75, 3)
+
+
+def test_a_run_is_kept_beside_the_others(home: Path) -> None:
+    assert forecasts.kept() == []
+    for at in range(MOST_RUNS + 3):
+        write(home, {"format": 1, "runs": [*map(vars_of, forecasts.kept()), vars_of(RUN)]})
+        if at == 1:
+            assert forecasts.kept() == [RUN, RUN]
+    plan = ResidencyPlan("raw", "none", 1, 1, 1)
+    forecasts.keep("b", 1, plan, SteadyTime(9.0, LEAST_TOKENS))  # of which nothing was expected
+    assert {run.model for run in forecasts.kept()} == {"a-model"}
+
+
+def vars_of(run: ForecastRun) -> dict[str, object]:
+    return {name: getattr(run, name) for name in run.__slots__}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {"format": 2, "runs": []},
+        {"format": 1},
+        {"format": 1, "runs": [{}]},
+        {"format": 1, "runs": [vars_of(RUN) | {"expected_s": 0}]},
+        {"format": 1, "runs": [vars_of(RUN) | {"measured_s": "fast"}]},
+        {"format": 1, "runs": [vars_of(RUN) | {"tokens": -1}]},
+    ],
+)
+def test_a_damaged_file_is_none(
+    content: object, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(home, content)
+    assert forecasts.kept() == []
+    assert str(home / KEPT) in caplog.text and "anew" in caplog.text
+
+
+def test_they_are_shown(home: Path, command: Command) -> None:
+    shown = command("plan", BUNDLED, "--accuracy")
+    assert shown.code == 0 and "No run of this machine is kept yet" in shown.out
+    slow = replace(RUN, model="another", measured_s=0.7)
+    write(home, {"format": 1, "runs": [vars_of(RUN), vars_of(slow)]})
+    told = json.loads(command("plan", BUNDLED, "--accuracy", "--json", "-").out)
+    assert [round(run["off"], 9) for run in told["runs"]] == [0.25, 0.75]
+    shown = command("plan", BUNDLED, "--accuracy")
+    assert "+25%" in shown.out and "+75%" in shown.out and "another" in shown.out
+    assert "Of 2 runs, half were off by 50% or less, and 1 lay between from and to." in shown.out
+
+
+def test_a_run_says_what_came_of_its_forecast(home: Path, command: Command) -> None:
+    text = ("generate", BUNDLED, "--prompt", "The sea", "--max-new-tokens", "48", "--ignore-eos")
+    done = command(*text, "--memory-budget", "32MiB")
+    assert done.code == 0, done.err
+    (run,) = forecasts.kept()
+    assert run.model == BUNDLED.name and run.budget_bytes == 32 << 20
+    assert run.hidden_s <= run.expected_s <= run.exposed_s and 20 <= run.tokens <= 28
+    assert 0 < run.measured_s < 60
+    assert command(*text, "--profile", "none", "--memory-budget", "32MiB").code == 0
+    assert len(forecasts.kept()) == 1
