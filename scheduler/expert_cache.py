@@ -28,6 +28,7 @@ class ExpertCache:
         self.policy = policy
         self._table = np.zeros((0, 0), np.int64) if table is None else table
         self._spare = 0
+        self._free: list[int] = []
         # By layer: prefetched experts that were used, and that were evicted unused.
         self.used: Counter[int] = Counter()
         self.wasted: Counter[int] = Counter()
@@ -62,7 +63,7 @@ class ExpertCache:
         self.policy.clear()
         self._slots: dict[ExpertKey, int] = {}
         self._table.fill(-1)
-        self._free: list[int] = list(range(self.num_slots - 1, -1, -1))
+        self._free = list(range(self.num_slots - 1, -1, -1))
         self._filled: Counter[int] = Counter()
         self._pins: Counter[ExpertKey] = Counter()
         self._unused: set[ExpertKey] = set()

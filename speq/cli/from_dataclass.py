@@ -21,6 +21,8 @@ from speq.options.declared import REQUIRED, Declared, Nested, Option, Options, b
 MODEL = "model"
 # The value with which some options list what may be given.
 LIST = "?"
+# Options that ask for what is the same for all models.
+OF_ALL_MODELS = frozenset({"accuracy"})
 # Takes options that few users need.
 SET = "set"
 SET_HELP = "Set an option that few need; `--set ?` lists them. May be given several times."
@@ -180,8 +182,9 @@ def _with_model(typed: Mapping[str, Any]) -> dict[str, Any]:
         if given[MODEL] is not None and by_name is not None:
             raise typer.BadParameter("the model is given twice, by its place and with --model")
         if given[MODEL] is None and by_name is None:
-            if LIST not in given.values():
+            asked = {name for name, value in given.items() if value}
+            if LIST not in given.values() and not asked & OF_ALL_MODELS:
                 raise typer.BadParameter("the model is missing; give MODEL, a folder or a hub id")
-            by_name = LIST  # what may be given is the same for all models
+            by_name = LIST  # the answer is the same for all models
         given[MODEL] = by_name if given[MODEL] is None else given[MODEL]
     return {name: value for name, value in given.items() if value is not None and value != []}

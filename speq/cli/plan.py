@@ -1,7 +1,7 @@
 """`speq plan`: what fits a budget and what it would give, before anything is loaded."""
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ from speq.cli import options as opt
 from speq.config import Model
 from speq.errors import present
 from speq.measure.settings import PlanSettings
-from speq.options.declared import Option
+from speq.options.declared import Option, Options
 from speq.options.kinds import Switch
 from speq.units import format_bytes, format_rate
 
@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from speq.planning.cost.presets import Rates
 
 
-Accuracy = Annotated[
-    bool,
-    Option(
-        "Print how far forecasts were off in runs of this machine, whatever the model.", Switch()
-    ),
-]
+@dataclass(frozen=True, slots=True)
+class ShownInstead(Options):
+    """What `plan` prints instead of a plan."""
+
+    accuracy: Annotated[
+        bool,
+        Option(
+            "Print how far forecasts were off in runs of this machine, whatever the model.",
+            Switch(),
+        ),
+    ] = False
 
 
-def plan(
-    model: Model, settings: PlanSettings, output: opt.Output, accuracy: Accuracy = False
-) -> None:
+def plan(model: Model, settings: PlanSettings, shown: ShownInstead, output: opt.Output) -> None:
     """Say whether a model runs here and how fast, what fits, and where a draft breaks even.
 
     A model's config.json is enough, in a folder or on the hub: nothing is loaded. This machine's
@@ -43,7 +46,7 @@ def plan(
     if settings.preset == "?":
         show_presets(PRESETS)
         return
-    if accuracy:
+    if shown.accuracy:
         show_accuracy(output)
         return
     from speq.files.cache_folder import hub_folder

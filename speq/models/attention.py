@@ -19,10 +19,8 @@ KVShapes = tuple[tuple[int, int], tuple[int, int]]
 # Arguments of attention that are ignored: the mask already holds the window, and nothing is
 # trained.
 BESIDE_MASK = ("dropout", "sliding_window", *LAYER_ARGUMENTS)
-# Rows of a block of attention, and where its first one sees few tokens.
-BLOCK_ROWS, FEW_SEEN, ROWS_OF_FEW = 256, 512, 64
-# Most elements of a block's mask, unless one row has more.
-BLOCK_ELEMENTS = 1 << 22
+# Of a block of attention: rows, and elements of its mask unless one row has more.
+BLOCK_ROWS, BLOCK_ELEMENTS = 256, 1 << 22
 # What the native attention computes in; float64 takes torch's.
 NATIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Columns of queries with a sink are a multiple of so many.
@@ -113,7 +111,7 @@ def heads_with_sinks(config: Any) -> AttentionShape:
     """`cached_heads` with sinks."""
     shape = cached_heads(config)
     (kv_heads, width), _ = shape.kv_shapes
-    # Keys and values with columns added, twice: a block has one token more than it sees.
+    # Keys and values with columns added, twice: there is one token more.
     copied_width = 2 * 2 * kv_heads * (width + SINK_ALIGNMENT)
     # On a GPU torch may hold the scores of all heads.
     return replace(shape, copied_width=copied_width, score_heads=config.num_attention_heads)
@@ -127,7 +125,7 @@ def attend_in_blocks(
     attention_mask: Tensor,
     scaling: float,
     s_aux: Tensor | None = None,
-    by_range: bool = True,
+    native: bool = True,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Run attention of any number of rows, a block of them at a time, in transformers' place.
@@ -136,10 +134,8 @@ def attend_in_blocks(
     value              [B, kv_heads, N, V]; the result is [B, T, heads, V]
     attention_mask     [B, 1, T, N] bool, true where seen
     s_aux              [heads], sinks: scores that take their share of a row's weights
-    by_range           a block reads only the tokens between the first and the last that one of its
-                       rows sees: half of them in a prompt, and a window's where there is one. The
-                       host looks at the mask, which must not happen on a GPU. In 16 and 32 bits
-                       the blocks are a native op's
+    native             in 16 and 32 bits the blocks are a native op's, which reads what a row sees
+                       alone; False on a GPU, which has none
 
     Queries that share keys are rows of one product, so that no keys are repeated.
     """
@@ -147,7 +143,7 @@ def attend_in_blocks(
     batch, heads, count, _ = query.shape
     kv_heads, width = key.shape[1], value.shape[3]
     group = heads // kv_heads
-    if by_range and query.dtype in NATIVE_DTYPES:
+    if native and query.dtype in NATIVE_DTYPES:
         out = query.new_empty(batch, count, heads, width)
         for at in range(batch):
             sequence = query[at], key[at], value[at], attention_mask[at, 0].contiguous()
@@ -162,41 +158,22 @@ def attend_in_blocks(
         for each in (query, key, value)
     )
     if s_aux is not None:
-        # The column after a query's own is the score of a token that is added to each block.
+        # The column after a query's own is the score of a token that is added to all.
         query[..., wide - 1] = (s_aux / scaling)[:, None]
+        key, value = (functional.pad(each, (0, 0, 0, 1)) for each in (key, value))
+        key[:, :, -1, -1] = 1
     out = query.new_empty(batch, count, heads, width)
-    first = 0
-    while first < count:
-        last = first + block_rows(attention_mask, first, group, by_range)
-        mask = attention_mask[:, :, first:last]
-        begin, end = seen_range(mask) if by_range else (0, key.shape[2])
-        mask = mask[..., begin:end].expand(batch, group, -1, -1).flatten(1, 2)[:, None]
-        keys, values = key[:, :, begin:end], value[:, :, begin:end]
+    step = min(max(BLOCK_ELEMENTS // (group * attention_mask.shape[3]), 1), BLOCK_ROWS)
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        mask = attention_mask[:, :, first:last].expand(batch, group, -1, -1).flatten(1, 2)[:, None]
         if s_aux is not None:
             mask = functional.pad(mask, (0, 1), value=True)
-            keys, values = (functional.pad(each, (0, 0, 0, 1)) for each in (keys, values))
-            keys[:, :, -1, -1] = 1
         rows = query[:, :, first:last].reshape(batch, kv_heads, -1, wide)
-        made = functional.scaled_dot_product_attention(rows, keys, values, mask, scale=scaling)
+        made = functional.scaled_dot_product_attention(rows, key, value, mask, scale=scaling)
         made = made.view(batch, heads, last - first, wide)[..., :width]
         out[:, first:last] = made.transpose(1, 2)
-        first = last
     return out, None
-
-
-def block_rows(mask: Tensor, first: int, group: int, by_range: bool) -> int:
-    """Rows of a block from row `first` on: few where they see little, or the mask is large."""
-    rows = min(mask.shape[2] - first, max(BLOCK_ELEMENTS // (group * mask.shape[3]), 1))
-    if rows <= ROWS_OF_FEW or not by_range:
-        return rows
-    seen = int(mask[:, :, first].sum(-1).max())
-    return min(rows, ROWS_OF_FEW if seen < FEW_SEEN else BLOCK_ROWS)
-
-
-def seen_range(mask: Tensor) -> tuple[int, int]:
-    """First token that some row of a mask sees, and the one after the last."""
-    seen = mask.flatten(0, 2).any(0).nonzero()
-    return int(seen[0]), int(seen[-1]) + 1
 
 
 def build_seen_mask(*sizes: Any, **others: Any) -> Tensor | None:
@@ -208,6 +185,6 @@ def build_seen_mask(*sizes: Any, **others: Any) -> Tensor | None:
 # torch's own knows no sinks.
 IN_BLOCKS, BESIDE_SINKS = "speq_in_blocks", "speq_beside_sinks"
 AttentionInterface.register(IN_BLOCKS, attend_in_blocks)
-AttentionInterface.register(BESIDE_SINKS, partial(attend_in_blocks, by_range=False))
+AttentionInterface.register(BESIDE_SINKS, partial(attend_in_blocks, native=False))
 for each in (IN_BLOCKS, BESIDE_SINKS):
     AttentionMaskInterface.register(each, build_seen_mask)

@@ -41,7 +41,7 @@ class ForecastRun:
     exposed_s: float
     measured_s: float
     tokens: int
-    ended_at: float
+    ended_at: int
 
     @property
     def off(self) -> float:
@@ -55,14 +55,23 @@ class ForecastRun:
     @classmethod
     def of(cls, entry: dict[str, Any]) -> "ForecastRun":
         """Raises SpeqError, ValueError, KeyError or TypeError for what `asdict` did not write."""
-        names = ("expected_s", "hidden_s", "exposed_s", "measured_s")
-        times = [checked_number(name, entry[name], 1e-9, MOST_S) for name in names]
-        budget_bytes, tokens = (
-            int(checked_number(name, entry[name], 0, MOST_COUNT))
-            for name in ("budget_bytes", "tokens")
+
+        def time_s(name: str) -> float:
+            return checked_number(name, entry[name], 1e-9, MOST_S)
+
+        def count(name: str) -> int:
+            return int(checked_number(name, entry[name], 0, MOST_COUNT))
+
+        return cls(
+            str(entry["model"]),
+            count("budget_bytes"),
+            time_s("expected_s"),
+            time_s("hidden_s"),
+            time_s("exposed_s"),
+            time_s("measured_s"),
+            count("tokens"),
+            count("ended_at"),
         )
-        ended_at = checked_number("ended_at", entry["ended_at"], 0, MOST_COUNT)
-        return cls(str(entry["model"]), budget_bytes, *times, tokens, ended_at)
 
 
 @dataclass(slots=True)

@@ -62,19 +62,17 @@ SIZES = {
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", masks())
-@pytest.mark.parametrize("by_range", [True, False])
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_blocks_give_what_the_formula_gives(
     dtype: torch.dtype,
-    by_range: bool,
+    native: bool,
     kind: str,
     sizes: str,
     sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK_ROWS", 48)
-    monkeypatch.setattr(attention, "FEW_SEEN", 90)
-    monkeypatch.setattr(attention, "ROWS_OF_FEW", 16)
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 20_000)
     heads, kv_heads, width, of_values = SIZES[sizes]
     mask = masks()[kind]
@@ -87,9 +85,7 @@ def test_blocks_give_what_the_formula_gives(
     )
     given = drawn(heads, seed=9).to(dtype) if sinks else None
     before = [each.clone() for each in (query, key, value)]
-    found, _ = attend_in_blocks(
-        nn.Identity(), query, key, value, mask, 0.25, given, by_range=by_range
-    )
+    found, _ = attend_in_blocks(nn.Identity(), query, key, value, mask, 0.25, given, native=native)
     assert found.shape == (1, rows, heads, of_values) and found.dtype == dtype
     wanted = by_hand(
         *(each[0].double().numpy() for each in (query, key, value)),
@@ -100,25 +96,6 @@ def test_blocks_give_what_the_formula_gives(
     atol = {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, 2e-2)
     np.testing.assert_allclose(found[0].double().numpy(), wanted, atol=atol)
     assert all(torch.equal(*each) for each in zip(before, (query, key, value), strict=True))
-
-
-def test_what_no_row_of_a_block_sees_is_not_read() -> None:
-    """Neither later tokens nor those before a window."""
-    mask = causal_mask(torch.arange(600)[None], 600, 50)
-    query, key, value = (
-        drawn(1, heads, 600, 8, seed=at).double() for at, heads in enumerate([4, 2, 2])
-    )
-    read: list[int] = []
-    own = attention.functional.scaled_dot_product_attention
-
-    def counted(rows: Tensor, keys: Tensor, *others: Any, **more: Any) -> Tensor:
-        read.append(rows.shape[2] // 2 * keys.shape[2])
-        return own(rows, keys, *others, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention.functional, "scaled_dot_product_attention", counted)
-        attend_in_blocks(nn.Identity(), query, key, value, mask, 0.3)
-    assert len(read) == 10 and sum(read) <= 600 * (50 + 64)
 
 
 def test_bytes_of_blocks_are_bounded() -> None:

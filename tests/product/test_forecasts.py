@@ -14,7 +14,7 @@ from tests.helpers.command import Command
 from tests.helpers.paths import BUNDLED
 
 KEPT = Path(".cache/speq/forecasts.json")
-RUN = ForecastRun("a-model", 12 << 30, 0.4, 0.3, 0.5, 0.5, 64, 1.7e9)
+RUN = ForecastRun("a-model", 12 << 30, 0.4, 0.3, 0.5, 0.5, 64, 1_700_000_000)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_none(
 
 
 def test_they_are_shown(home: Path, command: Command) -> None:
-    shown = command("plan", BUNDLED, "--accuracy")
+    shown = command("plan", "--accuracy")
     assert shown.code == 0 and "No run of this machine is kept yet" in shown.out
     slow = replace(RUN, model="another", measured_s=0.7)
     write(home, {"format": 1, "runs": [vars_of(RUN), vars_of(slow)]})

@@ -32,6 +32,7 @@ LEAVES = (
     "speq.host_memory",
     "speq.listening",
     "speq.machine",
+    "speq.memory_watch",
     "speq.options",
     "speq.registries",
     "speq.routing",
