@@ -5,7 +5,7 @@
 # make wide       what CI runs besides: wider products
 # make test-full  all of that, and the long products as well
 # make clients    programs that others wrote, against the server
-# make soak       long runs of faults, cancellations and hostile files
+# make soak       long runs of faults, cancellations and hostile files; N=10000: so many schedules
 # make newest     the exactness tests in short, on the newest transformers of the package index
 # make releases   the exactness tests of every family on the oldest supported transformers and on the newest
 # make sanitize   the kernels and their tests under AddressSanitizer and UBSan
@@ -97,7 +97,10 @@ test-full: lint sanitize rehearse host
 clients: $(READY)
 	$(BIN)/python -m tools.clients $(CLIENTS)
 
+# N: schedules of a simulated disk, clock and interrupts.
+N ?= 300
 soak: host
+	$(BIN)/python -m tests.simulation --schedules $(N)
 	$(PYTEST) -m "not gpu" tests/fuzz tests/server/test_random_cancellations.py \
 	  tests/product/test_faults.py tests/product/test_random_batches.py
 

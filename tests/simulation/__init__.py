@@ -1,0 +1,1 @@
+"""A whole system under a simulated disk, clock and interrupts: `python -m tests.simulation`."""

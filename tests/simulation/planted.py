@@ -1,0 +1,122 @@
+"""Faults to find, each planted in the product for as long as a block lasts."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from speq.engine.offload import Offload
+from speq.engine.prefixes import Prefixes
+from speq.experts.packed_store import PackedExpertStore
+from speq.files.alignment import release_pages
+from speq.files.range_file import RangeFile
+from speq.models.kv_cache import KVCache
+from speq.runtime import Runtime
+from speq.scheduler.expert_cache import ExpertCache
+from speq.scheduler.expert_loader import ExpertLoader
+
+Planted = AbstractContextManager[Any]
+
+
+def evicts_nothing(cache: ExpertCache, num_slots: int, policy: Any = None) -> None:
+    """Slots that are given back keep their experts."""
+    cache._free = [slot for slot in cache._free if slot < num_slots]
+    cache.num_slots = num_slots
+
+
+def gives_back_one_too_many(offload: Offload, num_slots: int) -> None:
+    limit(offload, num_slots)
+    release_pages(offload.slots[num_slots - 1 :])
+
+
+def limits_without_waiting(loader: ExpertLoader, num_slots: int, policy: Any = None) -> None:
+    loader.cache.limit(num_slots, policy)
+
+
+def forgets_without_waiting(loader: ExpertLoader) -> None:
+    loader._under_way.clear()
+    loader.cache.clear()
+    loader._unsettled = False
+
+
+def publishes_what_failed(loader: ExpertLoader, key: Any, ticket: Any) -> None:
+    del loader._under_way[key]
+    loader.cache.publish(key, ticket.slot, ticket.ahead)
+
+
+def takes_short_reads(file: RangeFile, descriptor: int, offset: int, views: Any, n: int) -> int:
+    with mock.patch.object(os, "preadv", once(os.preadv, sum(map(len, views)))):
+        return fill(file, descriptor, offset, views, n)
+
+
+def once(read: Callable[..., int], whole: int) -> Callable[..., int]:
+    """A read that is taken for whole, however little it brought."""
+
+    def taken(descriptor: int, views: Any, offset: int) -> int:
+        return whole if read(descriptor, views, offset) else 0
+
+    return taken
+
+
+def evicts_what_is_pinned(cache: ExpertCache, keys: Any) -> None:
+    pass
+
+
+def keeps_a_chain(cache: KVCache, path: list[int]) -> None:
+    keep_path(cache, list(range(len(path))))
+
+
+def keeps_one_less(cache: KVCache, path: list[int]) -> None:
+    keep_path(cache, path[:-1] or path)
+
+
+def takes_any_prefix(prefixes: Prefixes, kv_slot: int, ids: list[int], owner: str = "") -> int:
+    return min(prefixes.caches[kv_slot].length, max(len(ids) - 1, 0))
+
+
+def follows_no_budget(runtime: Runtime, idle: bool = False) -> None:
+    """The budget is said, and slots stay."""
+    runtime.plan = runtime.plan.with_slots(runtime.wanted_budget, runtime.plan.slots)
+
+
+def leaves_files_open(file: RangeFile) -> None:
+    pass
+
+
+limit, keep_path, fill = Offload.limit, KVCache.keep_path, RangeFile._fill
+
+
+def patched(kind: type, name: str, by: Callable[..., Any]) -> Callable[[], Planted]:
+    return lambda: mock.patch.object(kind, name, by)
+
+
+# World in which a fault is to be found, and what plants it.
+PLANTED: dict[str, tuple[str, Callable[[], Planted]]] = {
+    "experts stay in slots given back": ("plain", patched(ExpertCache, "limit", evicts_nothing)),
+    "a used slot is given back": ("plain", patched(Offload, "limit", gives_back_one_too_many)),
+    "slots are taken from under transfers": (
+        "batch",
+        patched(ExpertLoader, "limit", limits_without_waiting),
+    ),
+    "an interrupt leaves transfers": (
+        "batch",
+        patched(ExpertLoader, "forget", forgets_without_waiting),
+    ),
+    "failed reads are published": ("plain", patched(ExpertLoader, "_close", publishes_what_failed)),
+    "short reads are taken for whole": ("plain", patched(RangeFile, "_fill", takes_short_reads)),
+    "checksums are not compared": ("pack", patched(PackedExpertStore, "_verify", lambda *_: None)),
+    "pins hold nothing": ("batch", patched(ExpertCache, "pin", evicts_what_is_pinned)),
+    "a tree's path is kept as a chain": (
+        "tree",
+        patched(KVCache, "keep_path", keeps_a_chain),
+    ),
+    "a token of a draft is lost": ("int4", patched(KVCache, "keep_path", keeps_one_less)),
+    "another prompt's prefix is reused": ("plain", patched(Prefixes, "begin", takes_any_prefix)),
+    "states are not those of the prefix": ("states", patched(KVCache, "_restore", lambda *_: None)),
+    "a budget is said and not followed": (
+        "plain",
+        patched(Runtime, "follow_budget", follows_no_budget),
+    ),
+    "files stay open": ("pack", patched(RangeFile, "close", leaves_files_open)),
+}

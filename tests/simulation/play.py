@@ -1,0 +1,259 @@
+"""Plays a schedule of events on a world, and checks what comes of each."""
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from speq import Generator, SpeqError
+from speq.engine.batch import Batch, StepOutput
+from speq.engine.request import Request
+from speq.memory_watch import MemoryWatch
+from tests.simulation.disk import FAULTS, SimulatedDisk
+from tests.simulation.readers import SimulatedReaders
+from tests.simulation.world import MODES, PROMPTS, TOKENS, World, prompts, sampling
+
+BUDGET = "8MiB"
+# Kinds of events, by how often they come.
+KINDS = {
+    "step": 24,
+    "add": 7,
+    "cancel": 1,
+    "resize": 2,
+    "pressure": 2,
+    "fault": 2,
+    "interrupt": 1,
+    "forget": 1,
+    "reload": 1,
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens; its number decides how, whatever happened before."""
+
+    kind: str
+    number: int
+
+
+def schedule_of(seed: int, length: int) -> list[Event]:
+    rng = random.Random(seed)
+    kinds = rng.choices([*KINDS], [*KINDS.values()], k=length)
+    return [Event(kind, rng.randrange(1 << 30)) for kind in kinds]
+
+
+class Reload(Exception):
+    """The run ends, and another one begins."""
+
+
+@dataclass
+class Simulation:
+    """One system, from its first run to its last.
+
+    asked   requests that run or wait, by (prompt, mode)
+    errors  requests that ended by an error
+    counts  of what happened, for who looks whether anything does
+    """
+
+    world: World
+    proc: Path
+    disk: SimulatedDisk = field(default_factory=SimulatedDisk)
+    asked: dict[Request, tuple[int, int | None]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    now_s: float = 0.0
+
+    def play(self, events: Sequence[Event]) -> None:
+        """Raises whatever is found."""
+        left = list(reversed(events))
+        before = open_files()
+        with (
+            self.disk.mounted(),
+            mock.patch("speq.engine_layout.ReaderThreads", SimulatedReaders),
+        ):
+            while left:
+                self.run(left)
+        assert open_files() == before, "files are left open"
+
+    def run(self, left: list[Event]) -> None:
+        """One run of the model: until its events end, or another one begins."""
+        self.free(1 << 40)
+        SimulatedReaders.chance.interrupt_in = None
+        self.disk.calm()
+        with ExitStack() as stack:
+            generator = Generator.from_pretrained(self.world.folder, BUDGET, **self.world.options)
+            stack.callback(generator.close)
+            # Most runs begin with too few slots for all experts.
+            runtime, slots = generator.runtime, 2 + left[-1].number % 30
+            generator.resize(runtime.least_budget + slots * runtime.residency_plan.slot_bytes)
+            self.watched(generator)
+            struck = self.disk.struck
+            with suppress(Reload):
+                while left:
+                    with suppress(KeyboardInterrupt), generator.batch() as batch:
+                        self.batch(generator, batch, left)
+                    self.asked.clear()
+                    self.quiet(generator)
+            self.asked.clear()
+            self.disk.calm()
+            SimulatedReaders.chance.interrupt_in = None
+            self.contents(generator)
+            if self.disk.struck == struck:  # all is well: it writes what it should
+                ids = generator.generate(list(prompts()[0]), **sampling(None, 8)).token_ids
+                assert ids == self.world.wanted[0, None][:8]
+
+    def watched(self, generator: Generator) -> None:
+        """Have the run follow the memory that is free."""
+        runtime = generator.runtime
+        runtime._watch = MemoryWatch(runtime.plan.budget, self.proc, lambda: self.now_s)
+
+    def batch(self, generator: Generator, batch: Batch, left: list[Event]) -> None:
+        while left:
+            event = left.pop()
+            rng = random.Random(event.number)
+            SimulatedReaders.chance.rng = random.Random(event.number + 1)
+            self.disk.rng = random.Random(event.number + 2)
+            self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
+            happen: Callable[[Generator, Batch, random.Random], None] = getattr(self, event.kind)
+            happen(generator, batch, rng)
+            self.quiet(generator)
+
+    # --- events ---
+
+    def add(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        at, mode = rng.randrange(PROMPTS), rng.choice(MODES)
+        options = sampling(mode, rng.randint(1, TOKENS))
+        request = batch.add(generator.prepare(list(prompts()[at]), None, options))
+        self.asked[request] = (at, mode)
+
+    def step(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        length = rng.choice([None, None, 0, 1, 3, 7])
+        if not generator.runtime.residency_plan.drafts:
+            length = None
+        for _ in range(rng.randint(1, 8)):
+            self.now_s += 1
+            for output in batch.step(length):
+                self.told(output)
+
+    def told(self, output: StepOutput) -> None:
+        request = output.request
+        at, mode = self.asked[request]
+        made, wanted = request.output_token_ids, self.world.wanted[at, mode]
+        assert made == wanted[: len(made)], f"prompt {at}, mode {mode}: {made}, not {wanted}"
+        if output.error is not None:
+            assert isinstance(output.error, SpeqError), repr(output.error)
+            assert self.disk.struck, f"an error of a sound disk: {output.error}"
+            self.counts["error"] = self.counts.get("error", 0) + 1
+            del self.asked[request]
+        elif request.finish_reason is not None:
+            assert len(made) == request.sampling.max_new_tokens
+            self.counts["text"] = self.counts.get("text", 0) + 1
+            del self.asked[request]
+
+    def cancel(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        if self.asked:
+            request = rng.choice([*self.asked])
+            batch.drop(request)
+            del self.asked[request]
+
+    def resize(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        runtime = generator.runtime
+        most = runtime.residency_plan.slot_bytes * rng.randint(0, 40)
+        generator.resize(runtime.least_budget + most)
+
+    def pressure(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        self.free(rng.choice([0, 1 << 19, 1 << 20, 1 << 22, 1 << 40]))
+        self.now_s += rng.choice([0.5, 3, 40])
+
+    def free(self, nbytes: int) -> None:
+        (self.proc / "meminfo").write_text(f"MemAvailable: {nbytes >> 10} kB\n")
+
+    def fault(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        kinds = FAULTS if self.world.verified else FAULTS[:-1]
+        self.disk.plan(rng.choice(kinds), rng.randint(0, 6), rng.choice([1, 1, 2, 5]))
+
+    def interrupt(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        SimulatedReaders.chance.interrupt_in = rng.randint(0, 40)
+
+    def forget(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        if not self.asked:
+            generator.runtime.forget()
+
+    def reload(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        raise Reload
+
+    # --- what holds between steps ---
+
+    def quiet(self, generator: Generator) -> None:
+        runtime = generator.runtime
+        loader = runtime.engine.offload.loader
+        cache, under_way = loader.cache, loader._under_way.values()
+        if not loader.unsettled:
+            taken = [*cache._slots.values(), *cache._free, *(each.slot for each in under_way)]
+            assert sorted(taken) == list(range(cache.num_slots)), "slots are lost, or held twice"
+            assert not +cache._pins, "experts stay pinned"
+        assert cache.num_slots == runtime.plan.slots
+        assert sum(runtime.plan.items.values()) <= runtime.plan.budget
+        for kv in runtime.engine.caches:
+            assert 0 <= kv.length <= kv.capacity
+
+    def contents(self, generator: Generator) -> None:
+        """Each expert's slot holds the expert."""
+        runtime = generator.runtime
+        loader, store = runtime.engine.offload.loader, runtime.opened.store
+        if loader.unsettled:
+            return
+        loader.collect_finished()
+        slots = runtime.engine.offload.slots
+        for key, slot in loader.cache._slots.items():
+            wanted = slots[slot].clone()
+            count = store.moved_bytes(key.layer, key.expert)
+            room = aligned_like(slots)
+            store.read(key.layer, key.expert, room)
+            assert room[:count].equal(wanted[:count]), f"slot {slot} does not hold {key}"
+
+
+def aligned_like(slots: Any) -> Any:
+    from speq.files.alignment import allocate_aligned
+
+    return allocate_aligned(1, slots.shape[1])[0]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def kernel_folder(root: Path) -> Iterator[Path]:
+    """A constructed /proc, in which nothing is said but what is free."""
+    proc = root / "proc"
+    proc.mkdir(parents=True, exist_ok=True)
+    yield proc
+
+
+def found_in(world: World, events: Sequence[Event], root: Path) -> BaseException | None:
+    """What a schedule finds; None: nothing."""
+    with kernel_folder(root) as proc:
+        try:
+            Simulation(world, proc).play(events)
+        except (Exception, KeyboardInterrupt) as error:
+            return error
+    return None
+
+
+def shrunk(world: World, events: Sequence[Event], root: Path) -> list[Event]:
+    """The fewest events that still find something, by leaving out ever smaller parts."""
+    kept, size = list(events), max(len(events) // 2, 1)
+    while size:
+        at = 0
+        while at < len(kept):
+            fewer = kept[:at] + kept[at + size :]
+            if fewer and found_in(world, fewer, root) is not None:
+                kept = fewer
+            else:
+                at += size
+        size //= 2
+    return kept

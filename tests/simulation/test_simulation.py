@@ -1,0 +1,64 @@
+"""Schedules find nothing, and find each fault that is planted."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.simulation.planted import PLANTED
+from tests.simulation.play import found_in, schedule_of, shrunk
+from tests.simulation.world import KINDS, World, world_of
+
+LENGTH = 40
+# Of a world, until a planted fault must be found.
+MOST = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+    made: dict[str, World] = {}
+    root = tmp_path_factory.mktemp("worlds")
+
+    def world(name: str) -> World:
+        if name not in made:
+            made[name] = world_of(name, root)
+        return made[name]
+
+    return world
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "count",
+    [2, pytest.param(43, marks=pytest.mark.wide), pytest.param(300, marks=pytest.mark.full)],
+)
+def test_nothing_is_found(
+    count: int, name: str, worlds: Callable[[str], World], tmp_path: Path
+) -> None:
+    for seed in range(1000, 1000 + count):
+        found = found_in(worlds(name), schedule_of(seed, LENGTH), tmp_path)
+        assert found is None, f"python -m tests.simulation --world {name} --seed {seed}: {found!r}"
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(
+    fault: str, worlds: Callable[[str], World], tmp_path: Path
+) -> None:
+    name, plant = PLANTED[fault]
+    world = worlds(name)
+    with plant():
+        seeds = (s for s in range(MOST) if found_in(world, schedule_of(s, LENGTH), tmp_path))
+        seed = next(seeds, None)
+        assert seed is not None
+        events = schedule_of(seed, LENGTH)
+        fewer = shrunk(world, events, tmp_path)
+        assert 0 < len(fewer) < len(events)
+        assert found_in(world, fewer, tmp_path) is not None
+    assert found_in(world, fewer, tmp_path) is None
