@@ -131,3 +131,9 @@ class PlanSettings(Options):
             "Share of drafted tokens that are accepted; default: measured, or 0.9.", Number(1.0)
         ),
     ] = None
+
+    @property
+    def of_this_machine(self) -> bool:
+        """True unless another machine's rates are given, or a profile is."""
+        given = self.preset, self.link, self.memory_bandwidth
+        return given == (None, None, None) and self.profile == "auto"

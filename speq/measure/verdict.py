@@ -31,10 +31,11 @@ class Pace:
     most: float
 
     @classmethod
-    def of(cls, plan: ResidencyPlan) -> "Pace":
+    def of(cls, plan: ResidencyPlan, ratio: float = 1.0) -> "Pace":
+        """ratio: of times that runs here took to those that were planned for them"""
         step = plan.step
         times = plan.tpot_s, step.serial_s / step.tokens, step.overlapped_s / step.tokens
-        expected, slow, fast = (1 / time_s for time_s in times)
+        expected, slow, fast = (1 / time_s / ratio for time_s in times)
         return cls(expected, min(slow, expected), max(fast, expected))
 
     @property
@@ -124,10 +125,13 @@ class BudgetRow:
         }
 
 
-def verdict_of(made: BudgetPlan, flops_per_s: float | None, folder: Path | None) -> Verdict:
+def verdict_of(
+    made: BudgetPlan, flops_per_s: float | None, folder: Path | None, ratio: float = 1.0
+) -> Verdict:
     """flops_per_s: of products; None: not known, and prompts are told by what they read.
 
     folder  where the model's files would lie; None: they are there
+    ratio   see `Pace.of`
     """
     spec, best = made.model_spec, made.candidates[made.best]
     experts = spec.shape.experts
@@ -139,7 +143,7 @@ def verdict_of(made: BudgetPlan, flops_per_s: float | None, folder: Path | None)
     return Verdict(
         spec.name,
         made.budget.budget_bytes,
-        Pace.of(best),
+        Pace.of(best, ratio),
         max(loaded_s, computed_s) + best.tpot_s,
         files_bytes(spec),
         copy_bytes(spec, best) if made.budget.on_cpu else 0,
@@ -188,18 +192,25 @@ def plans_in(plan: Callable[[int], BudgetPlan], budgets: Sequence[int]) -> Itera
 
 
 def rows_of(
-    plans: Iterable[BudgetPlan], instead: Mapping[str, Callable[[int], BudgetPlan]] | None = None
+    plans: Iterable[BudgetPlan],
+    instead: Mapping[str, Callable[[int], BudgetPlan]] | None = None,
+    ratio_in: Callable[[int], float] = lambda budget_bytes: 1.0,
 ) -> Iterator[BudgetRow]:
-    """Lines of the table over budgets. instead: plans of what may run faster"""
+    """Lines of the table over budgets.
+
+    instead   plans of what may run faster
+    ratio_in  of a budget, see `Pace.of`
+    """
     for made in plans:
         best, budget_bytes = made.candidates[made.best], made.budget.budget_bytes
         share = min(best.slots / made.model_spec.count, 1.0)
+        ratio = ratio_in(budget_bytes)
         others = {
-            name: 1 / other.candidates[other.best].tpot_s
+            name: 1 / other.candidates[other.best].tpot_s / ratio
             for name, plan in (instead or {}).items()
             for other in plans_in(plan, [budget_bytes])
         }
-        yield BudgetRow(budget_bytes, share, Pace.of(best), others)
+        yield BudgetRow(budget_bytes, share, Pace.of(best, ratio), others)
 
 
 def number(value: float) -> str:

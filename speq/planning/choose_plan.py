@@ -25,6 +25,7 @@ from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.fitting import FittingPlan, fit, fit_all, least_refusal, smallest
+from speq.planning.forecasts import correction
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.model_spec import ModelSpec
@@ -191,10 +192,11 @@ class PlanChooser:
         chosen, reason = choose(outlook, plans, margin)
         gives_up = any(way.drafts for way in plans) and not chosen.drafts
         step = present(chosen.expected, "a plan that was chosen has no estimate of its step")
+        expected_s = step.token_s * correction(spec.name, self.budget.budget_bytes)
         logger.info(
             "about %g ms per token expected (%.3g tokens/s), %s%s",
-            float(f"{step.token_s * 1e3:.3g}"),
-            1 / step.token_s,
+            float(f"{expected_s * 1e3:.3g}"),
+            1 / expected_s,
             "with a draft" if chosen.drafts else "without a draft",
             ", though one would fit" if gives_up else "",
         )

@@ -20,6 +20,8 @@ logger = logging.getLogger("speq")
 NAME, FORMAT = "forecasts.json", 1
 # Runs that are kept; those of fewer tokens say little.
 MOST_RUNS, LEAST_TOKENS = 100, 16
+# Budgets of which one is at most so many times the other are near.
+NEAR = 1.25
 # Of a figure, beyond any machine or model.
 MOST_S, MOST_COUNT = 1e6, 1e15
 
@@ -28,6 +30,7 @@ MOST_S, MOST_COUNT = 1e6, 1e15
 class ForecastRun:
     """One run of a model: time per token, expected and measured.
 
+    expected_s           what was said, corrected by earlier runs; planned_s: without that
     hidden_s, exposed_s  expected with all transfers hidden that can be, and with none
     measured_s           in the second halves of its texts, when slots were filled
     tokens               that were measured
@@ -37,6 +40,7 @@ class ForecastRun:
     model: str
     budget_bytes: int
     expected_s: float
+    planned_s: float
     hidden_s: float
     exposed_s: float
     measured_s: float
@@ -64,8 +68,9 @@ class ForecastRun:
 
         return cls(
             str(entry["model"]),
-            count("budget_bytes"),
+            max(count("budget_bytes"), 1),
             time_s("expected_s"),
+            time_s("planned_s"),
             time_s("hidden_s"),
             time_s("exposed_s"),
             time_s("measured_s"),
@@ -95,13 +100,15 @@ def keep(model: str, budget_bytes: int, plan: ResidencyPlan, steady: SteadyTime)
     path, step = _path(), plan.expected
     if path is None or step is None or steady.tokens < LEAST_TOKENS:
         return
+    ratio = correction(model, budget_bytes)
     serial_s, overlapped_s = step.serial_s / step.tokens, step.overlapped_s / step.tokens
     run = ForecastRun(
-        model,
+        name_of(model),
         budget_bytes,
+        ratio * plan.tpot_s,
         plan.tpot_s,
-        min(overlapped_s, plan.tpot_s),
-        max(serial_s, plan.tpot_s),
+        ratio * min(overlapped_s, plan.tpot_s),
+        ratio * max(serial_s, plan.tpot_s),
         steady.seconds / steady.tokens,
         steady.tokens,
         round(time.time()),
@@ -110,6 +117,26 @@ def keep(model: str, budget_bytes: int, plan: ResidencyPlan, steady: SteadyTime)
     with suppress(SpeqError):  # then it is not kept
         make_folder(path.parent)
         write_whole(path, (json.dumps({"format": FORMAT, "runs": runs}, indent=1) + "\n").encode())
+
+
+def correction(model: str, budget_bytes: int) -> float:
+    """What to multiply an expected time by: measured over planned in the runs of the same model
+    whose budget is nearest, the last of them; 1 where none is near.
+    """
+    near = [
+        (max(run.budget_bytes / budget_bytes, budget_bytes / run.budget_bytes), -at, run)
+        for at, run in enumerate(kept())
+        if run.model == name_of(model)
+    ]
+    if not near:
+        return 1.0
+    distance, _, run = min(near)
+    return run.measured_s / run.planned_s if distance <= NEAR else 1.0
+
+
+def name_of(model: str) -> str:
+    """A model by its folder's name, or by that of its repository."""
+    return Path(model).name
 
 
 def kept() -> list[ForecastRun]:

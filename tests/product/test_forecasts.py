@@ -1,6 +1,7 @@
 """What was expected of runs beside what came: kept, read, shown."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.helpers.command import Command
 from tests.helpers.paths import BUNDLED
 
 KEPT = Path(".cache/speq/forecasts.json")
-RUN = ForecastRun("a-model", 12 << 30, 0.4, 0.3, 0.5, 0.5, 64, 1_700_000_000)
+RUN = ForecastRun("a-model", 12 << 30, 0.4, 0.25, 0.3, 0.5, 0.5, 64, 1_700_000_000)
 
 
 @pytest.fixture
@@ -93,7 +94,44 @@ def test_a_run_says_what_came_of_its_forecast(home: Path, command: Command) -> N
     assert done.code == 0, done.err
     (run,) = forecasts.kept()
     assert run.model == BUNDLED.name and run.budget_bytes == 32 << 20
-    assert run.hidden_s <= run.expected_s <= run.exposed_s and 20 <= run.tokens <= 28
+    assert (
+        run.hidden_s <= run.expected_s == run.planned_s <= run.exposed_s and 20 <= run.tokens <= 28
+    )
     assert 0 < run.measured_s < 60
     assert command(*text, "--profile", "none", "--memory-budget", "32MiB").code == 0
     assert len(forecasts.kept()) == 1
+    # The next run expects what this one took.
+    assert command(*text, "--memory-budget", "33MiB").code == 0
+    _, second = forecasts.kept()
+    assert math.isclose(second.expected_s / second.planned_s, run.measured_s / run.planned_s)
+
+
+def test_runs_correct_what_is_expected_of_others(home: Path) -> None:
+    runs = [
+        replace(RUN, measured_s=1.0),  # 4 times as long as planned
+        replace(RUN, measured_s=0.5),
+        replace(RUN, budget_bytes=16 << 30, measured_s=0.75),
+        replace(RUN, model="another", measured_s=5.0),
+    ]
+    write(home, {"format": 1, "runs": [vars_of(run) for run in runs]})
+    for size, ratio in ((12, 2.0), (10, 2.0), (14, 3.0), (20, 3.0), (9, 1.0), (32, 1.0)):
+        assert forecasts.correction("some/a-model", size << 30) == ratio
+    assert forecasts.correction("a-model-2", 12 << 30) == 1
+
+
+def test_a_plan_of_this_machine_is_corrected(home: Path, command: Command) -> None:
+    def ratio(*options: str) -> float:
+        """Of the speed that is told to the one that is planned."""
+        text = ("plan", BUNDLED, "--memory-budget", "32MiB", "--json", "-", *options)
+        told = json.loads(command(*text).out)
+        (row,) = [row for row in told["by_budget"] if row["budget_bytes"] == 32 << 20]
+        assert row["tokens_per_s"] == told["verdict"]["tokens_per_s"]
+        return float(row["tokens_per_s"] * told["best"]["tpot_ms"] / 1e3)
+
+    rates = "--link", "1GB/s", "--memory-bandwidth", "20GB/s"
+    assert math.isclose(ratio(), 1) and math.isclose(ratio(*rates), 1)
+    run = replace(RUN, model=BUNDLED.name, budget_bytes=32 << 20, measured_s=1.0)
+    write(home, {"format": 1, "runs": [vars_of(run)]})
+    assert math.isclose(ratio(), 1 / 4)
+    assert math.isclose(ratio(*rates), 1) and math.isclose(ratio("--profile", "none"), 1)
+    assert "took 4.00 of the time planned" in command("plan", BUNDLED, "--memory-budget=32MiB").out
