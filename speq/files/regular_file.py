@@ -16,6 +16,8 @@ KINDS = (
 )
 
 
+# Shorter keys can be guessed.
+LEAST_CHARACTERS = 16
 # Placeholders in place of a file, by their first bytes, and what to do.
 PAGE = (
     "a page of HTML, such as a site shows in its place",
@@ -108,3 +110,38 @@ def check_folder(folder: Path, max_bytes: dict[str, int]) -> None:
                 f"{path} has {format_bytes(size)} and files of its kind at most "
                 f"{format_bytes(min(limits))}; download the model again, or give another one"
             )
+
+
+def read_keys(path: Path) -> list[str]:
+    """Read a file with a secret key in each line, one at least.
+
+    Raises SpeqError for any other file, and for one that others may read.
+    """
+    wanted = f"write a key of {LEAST_CHARACTERS} characters or more in each line"
+    lines = [line.strip() for line in read_text(path, wanted).splitlines()]
+    check_private(path)
+    keys = [line for line in lines if line]
+    if not keys:
+        raise FileError(f"{path} holds no key; {wanted}")
+    for number, line in enumerate(lines, start=1):
+        if line and (len(line) < LEAST_CHARACTERS or not line.isascii() or " " in line):
+            # Without the key: logs are no place for it.
+            raise FileError(
+                f"{path}:{number} is no key of {LEAST_CHARACTERS} or more ASCII characters "
+                f"without spaces; {wanted}"
+            )
+    return keys
+
+
+def check_private(path: Path) -> None:
+    """Raise SpeqError for a file of whoever runs this that others may read or change.
+
+    It is OpenSSH's rule for private keys. A file of another owner, as a system's secrets have, is
+    as that owner wants it.
+    """
+    status = os.stat(path)
+    if status.st_uid == os.getuid() and status.st_mode & 0o077:
+        raise FileError(
+            f"{path} may be read or changed by other users (its mode is "
+            f"{stat.S_IMODE(status.st_mode):04o}), and it holds keys; run `chmod 600 {path}`"
+        )

@@ -65,7 +65,7 @@ class ModelFingerprint:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of_json(cls, text: bytes, who: str) -> "ModelFingerprint":
+    def of_json(cls, text: str | bytes, who: str) -> "ModelFingerprint":
         """Parse another stage's fingerprint. Raises SpeqError for that of another version."""
         try:
             content = parse_json(text)
@@ -101,7 +101,7 @@ class RunSettings:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of_json(cls, text: bytes) -> "RunSettings":
+    def of_json(cls, text: str | bytes) -> "RunSettings":
         """Parse the settings of rank 0. Raises SpeqError for those of another version."""
         names = [field.name for field in fields(cls)]
         options = {each.name: each for each in declared_options(RunConfig)}

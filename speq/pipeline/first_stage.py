@@ -21,6 +21,7 @@ from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, part_for
 from speq.pipeline.messages import Reservation
 from speq.pipeline.rendezvous import Rendezvous, check_gloo, open_ring
 from speq.pipeline.settings import StagesSettings, with_stages
+from speq.pipeline.stage_key import StageKey
 from speq.pipeline.wire import OTHER_PROTOCOL, MessageKind, Ring, StageMessage
 from speq.planning.memory import MAX_CHUNK
 from speq.units import Progress
@@ -175,6 +176,7 @@ def open_first(
     if settings.stages is None or (rendezvous is None and settings.rendezvous is None):
         raise OptionError("stages is given and rendezvous is not; pipeline parallelism needs both")
     check_gloo()
+    key = StageKey.read(settings.stage_key_file)
     config = with_stages(config)
     opened, fingerprint = open_stage(model, settings.stages, 1, config.verify_reads, progress)
     try:
@@ -184,6 +186,7 @@ def open_first(
             RunSettings.of(config),
             most_row_bytes(opened),
             settings.stage_wait_s,
+            key,
         )
     except BaseException:
         with closing(opened):

@@ -17,6 +17,7 @@ from speq.pipeline.first_stage import bytes_of, most_row_bytes, open_stage
 from speq.pipeline.messages import ForwardPass, Reservation
 from speq.pipeline.rendezvous import join_ring
 from speq.pipeline.settings import StageSettings, with_stages
+from speq.pipeline.stage_key import StageKey
 from speq.pipeline.wire import MessageKind, Ring, StageMessage
 from speq.runtime import Runtime
 from speq.scheduler.row_pruning import RowValues
@@ -155,7 +156,7 @@ def run_stage(
     say  called with a sentence at each point of progress
     """
     config = with_stages(config)
-    number = settings.stage
+    number, key = settings.stage, StageKey.read(settings.stage_key_file)
     opened, fingerprint = open_stage(model, settings.stages, number, config.verify_reads, progress)
     with ExitStack() as stack:
         stack.callback(opened.close)
@@ -164,7 +165,9 @@ def run_stage(
         name = f"stage {number} of {count}: layers {part.first} to {part.last - 1}"
         say(f"{name}, connecting to {settings.rendezvous}")
         ring, shared = join_ring(
-            settings.rendezvous, number, fingerprint, most_row_bytes(opened), settings.stage_wait_s
+            *(settings.rendezvous, number, fingerprint, most_row_bytes(opened)),
+            settings.stage_wait_s,
+            key,
         )
         config = with_run_settings(config, shared)
         try:

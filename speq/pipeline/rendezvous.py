@@ -19,12 +19,14 @@ from speq.errors import DependencyError, PeerError, SpeqError
 from speq.listening import listening_on
 from speq.pipeline.fingerprint import ModelFingerprint, RunSettings
 from speq.pipeline.settings import address_of
+from speq.pipeline.stage_key import MessageSignatures, StageKey
 from speq.pipeline.wire import GlooRing
 
 # Between checks whether a stage has arrived: a wait of the store could not be interrupted.
 LOOK_S = 0.1
 # Key that rank 0 sets when all stages have arrived.
 ALL_CAME = "all came"
+UNSIGNED = StageKey()
 
 
 def check_gloo() -> None:
@@ -61,6 +63,7 @@ def open_ring(
     shared: RunSettings,
     most_row_bytes: int,
     wait_s: float,
+    key: StageKey = UNSIGNED,
 ) -> GlooRing:
     """Wait as rank 0 for the other stages. Raises SpeqError if one differs or does not come."""
     rendezvous, listening = meeting_point.rendezvous, meeting_point.listening
@@ -76,9 +79,9 @@ def open_ring(
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
-        store.set("shared", shared.to_json())
-        store.set("first", fingerprint.to_json())
-    deadline_s = time.monotonic() + wait_s
+        store.set("shared", key.sign("shared", shared.to_json()))
+        store.set("first", key.sign("first", fingerprint.to_json()))
+    nonces, deadline_s = [key.nonce], time.monotonic() + wait_s
     for number in range(2, count + 1):
         while not store.check([arrival_key(number)]):
             meeting_point.look()
@@ -89,13 +92,22 @@ def open_ring(
                 )
             time.sleep(LOOK_S)
         who = f"stage {number} of {count}"
-        fingerprint.check(ModelFingerprint.of_json(store.get(arrival_key(number)), who), who)
+        arrival = arrival_key(number)
+        told, nonce = key.verify(arrival, store.get(arrival), who)
+        fingerprint.check(ModelFingerprint.of_json(told, who), who)
+        nonces.append(nonce)
     store.set(ALL_CAME, "")
-    return connect_ring(store, own, 1, count, most_row_bytes, wait_s, rendezvous)
+    signatures = MessageSignatures.of(key, nonces)
+    return connect_ring(store, own, 1, count, most_row_bytes, wait_s, rendezvous, signatures)
 
 
 def join_ring(
-    rendezvous: str, number: int, fingerprint: ModelFingerprint, most_row_bytes: int, wait_s: float
+    rendezvous: str,
+    number: int,
+    fingerprint: ModelFingerprint,
+    most_row_bytes: int,
+    wait_s: float,
+    key: StageKey = UNSIGNED,
 ) -> tuple[GlooRing, RunSettings]:
     """Join rank 0 as stage `number`.
 
@@ -113,19 +125,25 @@ def join_ring(
         first, shared = store.get("first"), store.get("shared")
         taken = store.add(f"taken {number}", 1) > 1
         if not taken:
-            store.set(arrival_key(number), fingerprint.to_json())
+            arrival = arrival_key(number)
+            store.set(arrival, key.sign(arrival, fingerprint.to_json()))
     if taken:
         raise PeerError(
             f"another process joined {rendezvous} as stage {number} before; give each its own "
             "number"
         )
-    fingerprint.check(ModelFingerprint.of_json(first, "the first stage"), "the first stage")
+    told, nonce = key.verify("first", first, "the first stage")
+    fingerprint.check(ModelFingerprint.of_json(told, "the first stage"), "the first stage")
+    settings, _ = key.verify("shared", shared, "the first stage")
     deadline_s = time.monotonic() + wait_s
     with translate_store_errors(rendezvous):
         while not store.check([ALL_CAME]) and time.monotonic() < deadline_s:
             time.sleep(LOOK_S)
-    ring = connect_ring(store, own, number, count, most_row_bytes, wait_s, rendezvous)
-    return ring, RunSettings.of_json(shared)
+        told_by = [(arrival_key(at), store.get(arrival_key(at))) for at in range(2, count + 1)]
+    nonces = [nonce, *(key.verify(arrival, told, arrival)[1] for arrival, told in told_by)]
+    signatures = MessageSignatures.of(key, nonces)
+    ring = connect_ring(store, own, number, count, most_row_bytes, wait_s, rendezvous, signatures)
+    return ring, RunSettings.of_json(settings)
 
 
 def arrival_key(number: int) -> str:
@@ -141,6 +159,7 @@ def connect_ring(
     most_row_bytes: int,
     wait_s: float,
     rendezvous: str,
+    signatures: MessageSignatures,
 ) -> GlooRing:
     """Connect the stages with gloo. own: address at which this stage listens"""
     with translate_store_errors(rendezvous):
@@ -148,7 +167,7 @@ def connect_ring(
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
         options._timeout = timedelta(seconds=wait_s)
         group = dist.ProcessGroupGloo(store, number - 1, count, options)
-    return GlooRing(group, number, count, most_row_bytes, wait_s)
+    return GlooRing(group, number, count, most_row_bytes, wait_s, signatures)
 
 
 def local_address(rendezvous: str, wait_s: float) -> str:

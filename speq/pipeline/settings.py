@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 from speq.config import RunConfig
 from speq.errors import OptionError
 from speq.options.declared import Option, Options
-from speq.options.kinds import Number, Text, Whole
+from speq.options.kinds import File, Number, Text, Whole
 from speq.registries import CODECS
 
 MOST_STAGES = 64
@@ -32,6 +33,14 @@ StageWait = Annotated[
         Number(86400.0, minimum=1.0),
     ),
 ]
+StageKeyFile = Annotated[
+    Path | None,
+    Option(
+        "File with a key, the same on all stages, that signs what they tell each other.",
+        File("a file with a key", readable=True),
+        by_set=True,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ class StagesSettings(Options):
     stages: Annotated[str | None, COUNTS] = None
     rendezvous: Annotated[str | None, RENDEZVOUS] = None
     stage_wait_s: StageWait = 600.0
+    stage_key_file: StageKeyFile = None
 
     def check_together(self) -> None:
         """Raise SpeqError for a rendezvous without stages."""
@@ -66,6 +76,7 @@ class StageSettings(Options):
     stages: Annotated[str, COUNTS]
     rendezvous: Annotated[str, RENDEZVOUS]
     stage_wait_s: StageWait = 600.0
+    stage_key_file: StageKeyFile = None
 
     def check_together(self) -> None:
         """Raise SpeqError for an invalid rendezvous."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from speq.errors import PeerError
 from speq.files.json_file import parse_json
+from speq.pipeline.stage_key import MessageSignatures
 from speq.pipeline.waiting import Waiter
 
 MAGIC = 0x7370657131  # "speq1"
@@ -76,6 +77,11 @@ def unpack(kind: MessageKind, text_bytes: int, payload: Tensor) -> StageMessage:
     return StageMessage(kind, content, payload[text_bytes:].clone())
 
 
+def raw(tensor: Tensor) -> bytes:
+    """The bytes of a tensor."""
+    return tensor.numpy().tobytes()
+
+
 class Ring(Protocol):
     """Connections to the previous and the next pipeline stage.
 
@@ -101,12 +107,20 @@ class GlooRing:
     group           its ranks are stage numbers minus 1
     most_row_bytes  most bytes of a message's rows
     wait_s          longest send by default; a send ends when the next stage receives
+    signatures      of messages, which follow them
     """
 
     def __init__(
-        self, group: Any, number: int, count: int, most_row_bytes: int, wait_s: float
+        self,
+        group: Any,
+        number: int,
+        count: int,
+        most_row_bytes: int,
+        wait_s: float,
+        signatures: MessageSignatures,
     ) -> None:
         self._group = group
+        self._signatures = signatures
         self.number, self.count = number, count
         self._most_row_bytes, self._wait_s = most_row_bytes, wait_s
         self._waiter = Waiter()
@@ -146,8 +160,16 @@ class GlooRing:
             raise
 
     def _send(self, message: StageMessage, wait_s: float) -> None:
-        for part in message.pack():
+        for part in self._signed(message):
             self._wait(self._next_rank, partial(self._begin_send, part), wait_s)
+
+    def _signed(self, message: StageMessage) -> tuple[Tensor, Tensor]:
+        """A message's numbers and bytes, with its signature behind them."""
+        head, payload = message.pack()
+        if not self._signatures.key.tag_bytes:
+            return head, payload
+        tag = self._signatures.next_sent(self.number, raw(head), raw(payload))
+        return head, torch.cat([payload, torch.frombuffer(bytearray(tag), dtype=torch.uint8)])
 
     def _begin_send(self, part: Tensor) -> Any:
         return self._group.send([part], self._next_rank, TAG)
@@ -159,8 +181,12 @@ class GlooRing:
         head = torch.zeros(4, dtype=torch.int64)
         self._wait(self._previous_rank, partial(self._begin_receive, head), wait_s)
         kind, text_bytes, row_bytes = sizes_of(head, self._most_row_bytes)
-        payload = torch.empty(text_bytes + row_bytes, dtype=torch.uint8)
+        count, signatures = text_bytes + row_bytes, self._signatures
+        payload = torch.empty(count + signatures.key.tag_bytes, dtype=torch.uint8)
         self._wait(self._previous_rank, partial(self._begin_receive, payload), wait_s)
+        payload, tag = payload[:count], raw(payload[count:])
+        if tag:
+            signatures.check_received(self._previous_rank + 1, tag, raw(head), raw(payload))
         return unpack(kind, text_bytes, payload)
 
     def _wait(self, rank: int, begin: Callable[[], Any], wait_s: float) -> None:

@@ -6,9 +6,7 @@ page send requests, and a name of somebody else's may point here. So `Host` must
 """
 
 import hashlib
-import os
 import secrets
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,9 @@ from urllib.parse import parse_qs
 
 from starlette.types import Scope
 
-from speq.errors import FileError
-from speq.files.regular_file import read_text
+from speq.files.regular_file import read_keys
 from speq.server.api_error import ApiError
 
-# Shorter keys can be guessed.
-LEAST_CHARACTERS = 16
 # What load balancers ask, which have no key.
 OPEN_PATHS = frozenset({"/health"})
 # The chat page and its files, in which nothing is secret: it asks for a key itself.
@@ -42,39 +37,12 @@ class Keys:
         """Read a file with a key in each line. Raises SpeqError for any other file, and for one
         that others may read.
         """
-        wanted = f"write a key of {LEAST_CHARACTERS} characters or more in each line"
-        lines = [line.strip() for line in read_text(path, wanted).splitlines()]
-        check_private(path)
-        keys = [line for line in lines if line]
-        if not keys:
-            raise FileError(f"{path} holds no key; {wanted}")
-        for number, line in enumerate(lines, start=1):
-            if line and (len(line) < LEAST_CHARACTERS or not line.isascii() or " " in line):
-                # Without the key: logs are no place for it.
-                raise FileError(
-                    f"{path}:{number} is no key of {LEAST_CHARACTERS} or more ASCII characters "
-                    f"without spaces; {wanted}"
-                )
-        return cls(tuple(digest(key) for key in keys))
+        return cls(tuple(digest(key) for key in read_keys(path)))
 
     def hold(self, given: str) -> bool:
         """Return whether this is one of the keys, in the same time whichever it is."""
         asked = digest(given)
         return sum([secrets.compare_digest(asked, known) for known in self.digests]) > 0
-
-
-def check_private(path: Path) -> None:
-    """Raise SpeqError for a file of whoever runs this that others may read or change.
-
-    It is OpenSSH's rule for private keys. A file of another owner, as a system's secrets have, is
-    as that owner wants it.
-    """
-    status = os.stat(path)
-    if status.st_uid == os.getuid() and status.st_mode & 0o077:
-        raise FileError(
-            f"{path} may be read or changed by other users (its mode is "
-            f"{stat.S_IMODE(status.st_mode):04o}), and it holds keys; run `chmod 600 {path}`"
-        )
 
 
 def digest(key: str) -> bytes:

@@ -108,6 +108,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+def test_tests_that_pages_name_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "threats.md").read_text())
+    assert len(named) > 12
+    for file, test in named:
+        assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+
+
 def test_printed_make_targets_and_tools_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)

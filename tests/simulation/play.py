@@ -13,6 +13,8 @@ from speq import Generator, SpeqError
 from speq.engine.batch import Batch, StepOutput
 from speq.engine.request import Request
 from speq.memory_watch import MemoryWatch
+from speq.planning.memory import BudgetTooSmall
+from speq.units import parse_bytes
 from tests.simulation.disk import FAULTS, SimulatedDisk
 from tests.simulation.readers import SimulatedReaders
 from tests.simulation.world import MODES, PROMPTS, TOKENS, World, prompts, sampling
@@ -126,8 +128,14 @@ class Simulation:
     def add(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
         at, mode = rng.randrange(PROMPTS), rng.choice(MODES)
         options = sampling(mode, rng.randint(1, TOKENS))
-        request = batch.add(generator.prepare(list(prompts()[at]), None, options))
-        self.asked[request] = (at, mode)
+        request = generator.prepare(list(prompts()[at]), None, options)
+        try:
+            batch.add(request)
+        except BudgetTooSmall:
+            assert generator.runtime.plan.budget < parse_bytes(BUDGET)
+            self.counts["refused"] = self.counts.get("refused", 0) + 1
+        else:
+            self.asked[request] = (at, mode)
 
     def step(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
         length = rng.choice([None, None, 0, 1, 3, 7])
@@ -145,7 +153,8 @@ class Simulation:
         assert made == wanted[: len(made)], f"prompt {at}, mode {mode}: {made}, not {wanted}"
         if output.error is not None:
             assert isinstance(output.error, SpeqError), repr(output.error)
-            assert self.disk.struck, f"an error of a sound disk: {output.error}"
+            excused = self.disk.struck or isinstance(output.error, BudgetTooSmall)
+            assert excused, f"an error of a sound disk: {output.error}"
             self.counts["error"] = self.counts.get("error", 0) + 1
             del self.asked[request]
         elif request.finish_reason is not None:
