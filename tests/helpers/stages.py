@@ -16,7 +16,7 @@ from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.generator import Generator
 from speq.load import load
-from speq.pipeline.fingerprint import RunSettings
+from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, current_versions
 from speq.pipeline.first_stage import RingStages, open_stage
 from speq.pipeline.later_stage import Stage, with_run_settings
 from speq.pipeline.settings import StagesSettings, with_stages
@@ -26,6 +26,9 @@ from tests.helpers.command import arguments_of
 
 PATIENCE_S = 60.0
 MOST_BYTES = 1 << 24
+# What stages of no model in particular agree on.
+AGREED = ModelFingerprint("f" * 64, current_versions(), [2, 1])
+SHARED = RunSettings("float32", "ngram", None, None, 1)
 
 
 @dataclass

@@ -14,8 +14,8 @@ from speq import Generator, SpeqError
 from speq.errors import OptionError
 from speq.host_memory import BUDGET_STEP
 from speq.memory_watch import MemoryWatch
+from tests.helpers.kernel_files import Kernel, group
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
-from tests.product.test_control_groups import Kernel, group
 
 GIB = 1 << 30
 ASKED: Any = {"max_new_tokens": 24, "ignore_eos": True}

@@ -11,7 +11,7 @@ from speq.errors import FileError, PeerError, SpeqError
 from speq.pipeline.rendezvous import Rendezvous, join_ring, open_ring
 from speq.pipeline.stage_key import MARK, MessageSignatures, StageKey
 from speq.pipeline.wire import MessageKind, StageMessage
-from tests.product.test_stages import AGREED, MOST_BYTES, PATIENCE_S, SHARED, free_port
+from tests.helpers.stages import AGREED, MOST_BYTES, PATIENCE_S, SHARED, free_port
 
 SECRET = b"a-key-of-all-the-stages"
 

@@ -34,7 +34,7 @@ from speq.models.kv_cache import KVCache
 from speq.models.layer_range import LayerRange, layer_ranges
 from speq.models.opened import Opened, open_model
 from speq.models.shape import DTYPES
-from speq.pipeline.fingerprint import ModelFingerprint, RunSettings, current_versions, part_for
+from speq.pipeline.fingerprint import ModelFingerprint, current_versions, part_for
 from speq.pipeline.first_stage import RingStages, open_first, open_stage
 from speq.pipeline.messages import apply_changes
 from speq.pipeline.rendezvous import Rendezvous, join_ring, open_ring
@@ -45,8 +45,10 @@ from tests.helpers.command import arguments_of
 from tests.helpers.heads import write_random_head
 from tests.helpers.packing import pack_to
 from tests.helpers.stages import (
+    AGREED,
     MOST_BYTES,
     PATIENCE_S,
+    SHARED,
     first_of,
     free_port,
     in_threads,
@@ -392,9 +394,6 @@ def test_options_that_stages_do_not_take(option: str, value: Any) -> None:
         with_stages(config)
 
 
-AGREED = ModelFingerprint("f" * 64, current_versions(), [2, 1])
-
-
 def test_stages_that_differ_are_refused() -> None:
     for theirs, sentence in (
         (replace(AGREED, model="e" * 64), "another checkpoint"),
@@ -453,9 +452,6 @@ def test_a_digest_is_kept_until_a_file_is_touched(
         shard.seek(-1, os.SEEK_END)
         shard.write(b"\x01")
     assert digest() != before
-
-
-SHARED = RunSettings("float32", "ngram", None, None, 1)
 
 
 def pass_on(ring: Ring) -> None:
