@@ -12,7 +12,6 @@ from speq.errors import SpeqError
 from speq.kernels import compact_ops, library, ops, reference_compact
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import Int4Slots, quantize_int4
-from tests.helpers.backends import ISAS
 from tests.helpers.pairwise import covering
 
 # Hidden size and expert width: whole blocks, parts of blocks, rows that are no whole quads.
@@ -20,16 +19,6 @@ SHAPES = ((64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6))
 GROUPS = (2, 16, 32, 64, None)
 SEED = 11
 Pair = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in library.supported_isas():
-        pytest.skip(f"this processor has no {request.param}")
-    before = library.isa()
-    library.limit_isa(request.param)
-    yield request.param
-    library.limit_isa(before)
 
 
 def normal(rows: int, columns: int, seed: int = SEED) -> Tensor:

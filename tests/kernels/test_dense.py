@@ -2,7 +2,7 @@
 inside.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from speq.errors import SpeqError
 from speq.kernels import dense_ops, library, ops, reference_dense
 from speq.kernels.compact_layout import STREAMS_END, CompactLayout
 from speq.kernels.ops import Int4Pair, quantize_int4
-from tests.helpers.backends import ISAS, poisoned_memory
+from tests.helpers.backends import poisoned_memory
 from tests.helpers.pairwise import covering
 
 CODECS = ("lossless", "residual")
@@ -23,16 +23,6 @@ CODECS = ("lossless", "residual")
 SHAPES = ((7, 8), (1, 2), (130, 66), (33, 130), (16, 192))
 KINDS = ("normal", "planted", "any bits")
 SEED = 21
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in library.supported_isas():
-        pytest.skip(f"this processor has no {request.param}")
-    before = library.isa()
-    library.limit_isa(request.param)
-    yield request.param
-    library.limit_isa(before)
 
 
 def weight_of(rows: int, columns: int, kind: str) -> Tensor:

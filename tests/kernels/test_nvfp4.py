@@ -15,8 +15,9 @@ from torch import Tensor
 from speq.kernels import library, ops, reference_scaled, scaled_ops
 from speq.kernels.scaled_layout import Nvfp4Layout
 from speq.kernels.scaled_words import nvfp4_codes, nvfp4_words, part_of
-from tests.helpers.backends import CUDA_BACKENDS, ISAS, Backend, backend_named
+from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
 from tests.helpers.pairwise import covering
+from tests.helpers.words import same_words
 from tests.reference import scaled
 
 SEED, EXPERTS = 13, 5
@@ -29,27 +30,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OF_MATRIX = (2.3e-5, 8123.0, 1.0, 1 / 3, 1e-38, 1e-44, 3e38, -0.01, 0.0, float("inf"), float("nan"))
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in library.supported_isas():
-        pytest.skip(f"this processor has no {request.param}")
-    before = library.isa()
-    library.limit_isa(request.param)
-    yield request.param
-    library.limit_isa(before)
-
-
 @pytest.fixture(params=CUDA_BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from backend_named(request)
-
-
-def same_words(found: Tensor, wanted: np.ndarray) -> bool:
-    """Equal with signs of zeros; NaNs, whose bits processors choose, where there are NaNs."""
-    bits = torch.from_numpy(wanted.view(np.int16))
-    nan = bits.view(torch.bfloat16).isnan()
-    same = (found.view(torch.int16) == bits) | nan
-    return bool((same & (found.isnan() == nan)).all())
 
 
 @dataclass(frozen=True)

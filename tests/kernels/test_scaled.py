@@ -2,7 +2,7 @@
 products are those of plain words.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from speq.kernels import library, ops, reference_scaled, scaled_ops
+from speq.kernels import ops, reference_scaled, scaled_ops
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words, part_of
-from tests.helpers.backends import ISAS
 from tests.helpers.fp8_files import words_of
 from tests.helpers.pairwise import covering
 
@@ -29,16 +28,6 @@ REFERENCE = {
     "fp8": reference_scaled.decode_fp8_out,
     "mxfp4": reference_scaled.decode_mxfp4_out,
 }
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in library.supported_isas():
-        pytest.skip(f"this processor has no {request.param}")
-    before = library.isa()
-    library.limit_isa(request.param)
-    yield request.param
-    library.limit_isa(before)
 
 
 def random_bytes(*shape: int, seed: int = SEED) -> Tensor:

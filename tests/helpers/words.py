@@ -1,0 +1,13 @@
+"""Comparison of bfloat16 words with those of a reference."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def same_words(found: Tensor, wanted: np.ndarray) -> bool:
+    """Equal with signs of zeros; NaNs, whose bits processors choose, where there are NaNs."""
+    bits = torch.from_numpy(wanted.view(np.int16))
+    nan = bits.view(torch.bfloat16).isnan()
+    same = (found.view(torch.int16) == bits) | nan
+    return bool((same & (found.isnan() == nan)).all())
