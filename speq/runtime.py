@@ -44,6 +44,9 @@ from speq.units import Progress, format_bytes
 
 logger = logging.getLogger("speq")
 
+# Times as many slots that a watched run takes back at least, where it lays arenas out anew.
+WORTH_ANEW = 1.125
+
 
 class Runtime:
     """A loaded model under one memory budget.
@@ -249,7 +252,9 @@ class Runtime:
         wanted, laid_out = self._wanted_bytes, len(self.engine.offload.slots)
         slots = (wanted - self._beside_slots) // self._slot_bytes
         slots = min(slots, self._loaded.model_spec.count)
-        lays_out = idle and slots > laid_out
+        # Arenas are not laid out anew for little more by and by: experts and KV caches are lost.
+        worth = laid_out if self._watch is None else laid_out * WORTH_ANEW
+        lays_out = idle and slots > worth
         if wanted == self.plan.budget and not lays_out:
             return
         loaded, before = self._loaded, self.plan
