@@ -22,11 +22,9 @@ from speq.engine_layout import EngineLayout
 from speq.errors import OptionError, SpeqError
 from speq.experts.packed_store import PackedExpertStore, VerifiedBytes
 from speq.files.cache_folder import SPILLED, cache_folder
-from speq.host_memory import ChosenBytes
 from speq.layers.draft_experts import DraftExperts
 from speq.load import Loaded
-from speq.machine import machine_memory_bytes
-from speq.memory_watch import MemoryWatch
+from speq.memory_watch import LiveBudget
 from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
@@ -37,15 +35,12 @@ from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import demand_of
 from speq.planning.fitting import FittingPlan, fit
 from speq.planning.forecasts import SteadyTime
-from speq.planning.memory import MIN_SLOTS, Demand, MemoryPlan
+from speq.planning.memory import Demand, MemoryPlan
 from speq.planning.run_budget import CONTEXT_STEP, check_context
 from speq.stats import Recorder, RunStats
 from speq.units import Progress, format_bytes
 
 logger = logging.getLogger("speq")
-
-# Times as many slots that a watched run takes back at least, where it lays arenas out anew.
-WORTH_ANEW = 1.125
 
 
 class Runtime:
@@ -61,10 +56,7 @@ class Runtime:
         self.residency_plan: ResidencyPlan = loaded.decision.residency_plan
         self.plan: MemoryPlan = loaded.decision.memory
         self.recorder = Recorder()
-        budget_bytes = self.config.memory_budget
-        watched = isinstance(budget_bytes, ChosenBytes) and self.link == "disk"
-        self._watch = MemoryWatch(budget_bytes) if watched else None
-        self._wanted_bytes = self.plan.budget
+        self._budget = LiveBudget.of(self.config.memory_budget, self.link == "disk")
         self._steady = SteadyTime()
         self._drop_draft(self.residency_plan, self.plan)
         self._spilled = spilled_prefixes(self.config)
@@ -211,34 +203,19 @@ class Runtime:
         Raises OptionError where what is loaded leaves no room for slots, where the machine has less
         memory, and on a GPU.
         """
-        least, most = self.least_budget, machine_memory_bytes()
-        given = f"memory_budget is {format_bytes(budget_bytes)}"
         if self.link != "disk":
-            raise OptionError(f"{given} and the run is on a GPU, where it is fixed; load it again")
-        if not least <= budget_bytes <= most:
-            raise OptionError(
-                f"{given}; what is loaded needs {format_bytes(least)} ({least} bytes) at the "
-                f"least, and this machine has {format_bytes(most)}"
-            )
-        self._watch, self._wanted_bytes = None, budget_bytes
+            raise OptionError("the budget of a run on a GPU is fixed; load the model again")
+        self._budget.ask(budget_bytes, self.least_budget)
 
     @property
     def wanted_budget(self) -> int:
         """The budget that the next step follows."""
-        return self._wanted_bytes
+        return self._budget.wanted
 
     @property
     def least_budget(self) -> int:
         """The smallest budget for what is loaded, with the fewest slots."""
-        return self._beside_slots + min(MIN_SLOTS, self._loaded.model_spec.count) * self._slot_bytes
-
-    @property
-    def _slot_bytes(self) -> int:
-        return self.plan.items["slots"] // self.plan.slots
-
-    @property
-    def _beside_slots(self) -> int:
-        return sum(self.plan.items.values()) - self.plan.items["slots"]
+        return self.plan.least_budget(self._loaded.model_spec.count)
 
     def follow_budget(self, idle: bool = False) -> None:
         """Take expert slots, or give them back, where the budget has changed, between steps.
@@ -246,35 +223,32 @@ class Runtime:
         idle  no request runs, so that more slots than there were at first can be laid out; the KV
               caches are, too
         """
-        if self._watch is not None:
-            asked = self._watch.budget(self._wanted_bytes)
-            self._wanted_bytes = max(asked, self.least_budget)
-        wanted, laid_out = self._wanted_bytes, len(self.engine.offload.slots)
-        slots = (wanted - self._beside_slots) // self._slot_bytes
-        slots = min(slots, self._loaded.model_spec.count)
-        # Arenas are not laid out anew for little more by and by: experts and KV caches are lost.
-        worth = laid_out if self._watch is None else laid_out * WORTH_ANEW
-        lays_out = idle and slots > worth
-        if wanted == self.plan.budget and not lays_out:
+        wanted, before, loaded = self._budget.next(self.least_budget), self.plan, self._loaded
+        slots, laid_out = before.slots_in(wanted, loaded.model_spec.count), self._slots_laid_out
+        lays_out = idle and slots > laid_out * self._budget.worth_laying_out
+        if wanted == before.budget and not lays_out:
             return
-        loaded, before = self._loaded, self.plan
         self._loaded = replace(loaded, budget=replace(loaded.budget, budget_bytes=wanted))
         if lays_out:
-            budget = self._loaded.budget_for(self.plan.context)
+            budget = self._loaded.budget_for(before.context)
             try:
                 self._lay_out_again(*replan(loaded.model_spec, self.residency_plan, budget))
             except BaseException:
-                self._loaded, self._wanted_bytes = loaded, before.budget
+                self._loaded, self._budget.wanted = loaded, before.budget
                 raise
         else:
             slots = min(slots, laid_out)
             self.engine.offload.limit(slots)
-            self.plan = self.plan.with_slots(wanted, slots)
+            self.plan = before.with_slots(wanted, slots)
             self.residency_plan = replace(self.residency_plan, slots=slots)
         logger.info(
             "memory budget: %s in place of %s, with %d expert slots in place of %d",
             *(format_bytes(wanted), format_bytes(before.budget), self.plan.slots, before.slots),
         )
+
+    @property
+    def _slots_laid_out(self) -> int:
+        return len(self.engine.offload.slots)
 
     def has_room(self, context: int) -> bool:
         """True if memory is laid out for so many tokens."""

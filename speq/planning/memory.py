@@ -66,10 +66,25 @@ class MemoryPlan:
     slots: int
     items: dict[str, int]
 
+    @property
+    def slot_bytes(self) -> int:
+        return self.items["slots"] // self.slots
+
+    @property
+    def bytes_beside_slots(self) -> int:
+        return sum(self.items.values()) - self.items["slots"]
+
+    def least_budget(self, num_experts: int) -> int:
+        """The smallest budget of the same run: with the fewest slots."""
+        return self.bytes_beside_slots + min(MIN_SLOTS, num_experts) * self.slot_bytes
+
+    def slots_in(self, budget: int, num_experts: int) -> int:
+        """Slots of the same run within another budget."""
+        return min((budget - self.bytes_beside_slots) // self.slot_bytes, num_experts)
+
     def with_slots(self, budget: int, slots: int) -> "MemoryPlan":
         """The plan of the same run with more or fewer slots."""
-        slot_bytes = self.items["slots"] // self.slots
-        items = self.items | {"slots": slots * slot_bytes}
+        items = self.items | {"slots": slots * self.slot_bytes}
         return replace(self, budget=budget, slots=slots, items=items)
 
     def report(self) -> dict[str, int]:

@@ -216,7 +216,7 @@ def test_stalls_of_the_groups_come_first(machine: Machine) -> None:
 def test_a_run_gives_memory_back_while_it_generates(
     machine: Machine, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speq.runtime.MemoryWatch", machine.watch)
+    monkeypatch.setattr("speq.memory_watch.MemoryWatch", machine.watch)
     model = tiny("olmoe")
     wanted = greedy_tokens(load_plain(model), [3, 4, 5], 30)
     generator = load(model, f"{96 << 20}B")

@@ -110,7 +110,7 @@ class Simulation:
     def watched(self, generator: Generator) -> None:
         """Have the run follow the memory that is free."""
         runtime = generator.runtime
-        runtime._watch = MemoryWatch(runtime.plan.budget, self.proc, lambda: self.now_s)
+        runtime._budget.watch = MemoryWatch(runtime.plan.budget, self.proc, lambda: self.now_s)
 
     def batch(self, generator: Generator, batch: Batch, left: list[Event]) -> None:
         while left:
