@@ -93,6 +93,11 @@ def requests(sound: Sound, room: Path) -> None:
 WALKS = (
     Walk("generate", generate("model", "--draft-length", 2), whole_model),
     Walk("pack", pack("lossless"), half_model),
+    Walk(
+        "mirror",
+        speq("pack", "half", "--out", "out", "--codec", "raw", "--mirror", "other"),
+        half_model,
+    ),
     Walk("quantize", quantize(), half_model, ("*.activations",)),
     Walk("report", speq("report", "hits.json", "--out", "page.html"), measured),
     Walk(
