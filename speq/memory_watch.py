@@ -98,7 +98,7 @@ class LiveBudget:
 
     @property
     def worth_laying_out(self) -> float:
-        """Of the slots that are laid out, more than so many are worth laying all of them out anew,
-        which loses experts and KV caches.
+        """Times the slots that are laid out: more are worth laying all of them out anew, which
+        loses experts and KV caches.
         """
         return 1.0 if self.watch is None else WORTH
