@@ -57,7 +57,8 @@ class Runtime:
         self.plan: MemoryPlan = loaded.decision.memory
         self.recorder = Recorder()
         self._budget = LiveBudget.of(self.config.memory_budget, self.link == "disk")
-        self._steady = SteadyTime()
+        # None: the budget has changed, so that the run is no longer what was planned.
+        self._steady: SteadyTime | None = SteadyTime()
         self._drop_draft(self.residency_plan, self.plan)
         self._spilled = spilled_prefixes(self.config)
         self.engine = self._lay_out(progress)
@@ -159,7 +160,8 @@ class Runtime:
                 yield
             finally:
                 stats.card = summary(readings)
-                self._steady.add(stats)
+                if self._steady is not None:
+                    self._steady.add(stats)
                 stats.verified_bytes = verified.nbytes - before[0]
                 stats.verified_s = verified.seconds - before[1]
 
@@ -229,6 +231,7 @@ class Runtime:
         if wanted == before.budget and not lays_out:
             return
         self._loaded = replace(loaded, budget=replace(loaded.budget, budget_bytes=wanted))
+        self._steady = None
         if lays_out:
             budget = self._loaded.budget_for(before.context)
             try:
@@ -309,7 +312,8 @@ class Runtime:
     def close(self) -> None:
         """Give back memory, files and transfers. Keep what was expected of the run, and came."""
         config, expected = self.config, self._loaded.decision.residency_plan
-        if config.profile == "auto" and config.draft_length is None:
+        asked = config.profile == "auto" and config.draft_length is None
+        if asked and self._steady is not None:
             name = Path(self._loaded.model_spec.name).name
             forecasts.keep(name, self._loaded.decision.memory.budget, expected, self._steady)
         if self._spilled is not None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from speq import Generator
+from speq.governor.roofline import StepEstimate
 from speq.planning import forecasts
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.forecasts import LEAST_TOKENS, MOST_RUNS, ForecastRun, SteadyTime
@@ -43,13 +45,23 @@ def test_second_halves_of_texts_are_measured() -> None:
 
 def test_a_run_is_kept_beside_the_others(home: Path) -> None:
     assert forecasts.kept() == []
-    for at in range(MOST_RUNS + 3):
-        write(home, {"format": 1, "runs": [*map(vars_of, forecasts.kept()), vars_of(RUN)]})
-        if at == 1:
-            assert forecasts.kept() == [RUN, RUN]
-    plan = ResidencyPlan("raw", "none", 1, 1, 1)
-    forecasts.keep("b", 1, plan, SteadyTime(9.0, LEAST_TOKENS))  # of which nothing was expected
-    assert {run.model for run in forecasts.kept()} == {"a-model"}
+    step = StepEstimate(0, tokens=2.0, draft_s=0.0, verify_s=0.5, new_s=0.25, exposed=0.5)
+    plan = ResidencyPlan("raw", "none", 1, 1, 1, expected=step)
+    # None is near another one, which would correct it.
+    sizes = [round(1000 * 1.26**at) for at in range(MOST_RUNS + 3)]
+    for at, size in enumerate(sizes):
+        steady = SteadyTime(0.01 * (LEAST_TOKENS + at), LEAST_TOKENS + at)
+        forecasts.keep("some/model", size, plan, steady)
+    runs = forecasts.kept()
+    assert [run.budget_bytes for run in runs] == sizes[3:]
+    last = runs[-1]
+    assert (last.model, last.tokens) == ("model", LEAST_TOKENS + MOST_RUNS + 2)
+    assert math.isclose(last.measured_s, 0.01)
+    assert (last.hidden_s, last.expected_s, last.exposed_s) == (0.25, plan.tpot_s, 0.375)
+    # Too few tokens, and of which nothing was expected.
+    forecasts.keep("few", 1, plan, SteadyTime(9.0, LEAST_TOKENS - 1))
+    forecasts.keep("none", 1, replace(plan, expected=None), SteadyTime(9.0, LEAST_TOKENS))
+    assert forecasts.kept() == runs
 
 
 def vars_of(run: ForecastRun) -> dict[str, object]:
@@ -104,6 +116,16 @@ def test_a_run_says_what_came_of_its_forecast(home: Path, command: Command) -> N
     assert command(*text, "--memory-budget", "33MiB").code == 0
     _, second = forecasts.kept()
     assert math.isclose(second.expected_s / second.planned_s, run.measured_s / run.planned_s)
+
+
+def test_a_run_whose_budget_changed_is_not_kept(home: Path) -> None:
+    """It was planned for another one."""
+    generator = Generator.from_pretrained(BUNDLED, "32MiB")
+    generator.generate("The sea", max_new_tokens=48, ignore_eos=True)
+    generator.resize("30MiB")
+    generator.generate("The sea", max_new_tokens=48, ignore_eos=True)
+    generator.close()
+    assert forecasts.kept() == []
 
 
 def test_runs_correct_what_is_expected_of_others(home: Path) -> None:
