@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import FileError, NoRoom, SpeqError
-from speq.files.atomic_file import make_folder, remove_abandoned, replacing, writing
+from speq.files.atomic_file import make_folder, remove_abandoned, replacing, write_whole, writing
 from speq.files.json_file import read_json
 from speq.files.range_file import RangeFile, bytes_of
 from speq.units import Clock, Progress, format_bytes, track
@@ -188,5 +188,5 @@ def write_mirror(records: Path, mirror: Path, progress: Progress) -> None:
                 file.read_into(start, part)
                 target.write(bytes_of(part))
     content = {"format": MIRROR_FORMAT, "records": str(copy)}
-    with writing(records.parent), replacing(records.with_name(MIRROR_FILE)) as target:
-        target.write((json.dumps(content, indent=1) + "\n").encode())
+    named = records.with_name(MIRROR_FILE)
+    write_whole(named, (json.dumps(content, indent=1) + "\n").encode())

@@ -123,15 +123,17 @@ def pack(
     return manifest
 
 
-def packed_from(checkpoint: Checkpoint, out: Path) -> Manifest | None:
-    """The manifest of a whole pack of this very model in `out`; None if there is none."""
+def packed_from(checkpoint: Checkpoint, codec: str, out: Path) -> Manifest | None:
+    """The manifest of a whole pack of this very model in `out`, by that codec; None if there is
+    none.
+    """
     manifest = out / EXPERTS_MANIFEST
     if not manifest.exists() or not (out / "config.json").exists():
         return None
     if (out / EXPERTS_JOURNAL).exists():
         return None
     found = Manifest.of(manifest)
-    return found if found.source == checkpoint.fingerprint() else None
+    return found if (found.codec, found.source) == (codec, checkpoint.fingerprint()) else None
 
 
 def check_room(checkpoint: Checkpoint, names: ExpertNames, records_bytes: int, out: Path) -> None:

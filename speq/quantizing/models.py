@@ -71,7 +71,10 @@ def pack_with(
             )
         manifest = None
         if settings.mirror is not None:  # the pack may be whole, and its mirror cut short
-            manifest = packed_from(opened.checkpoint, settings.out)
+            codec = (
+                own_codec(store.codec.shape).name if settings.codec == "auto" else settings.codec
+            )
+            manifest = packed_from(opened.checkpoint, codec, settings.out)
         if manifest is None:
             packing = packing_of(opened, settings.codec, settings.draft)
             try:

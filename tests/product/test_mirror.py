@@ -163,6 +163,9 @@ def test_a_mirror_that_was_cut_short_is_written_anew(
     assert generate(folder) == greedy_tokens(load_plain(model), PROMPT, 24)
     with pytest.raises(SpeqError, match="is a model already"):
         pack(model, folder, codec="raw")
+    # A pack by another codec is not taken for this one: here weights are of 32 bits.
+    with pytest.raises(SpeqError, match="lossless"):
+        pack(model, folder, codec="lossless", mirror=other)
     with pytest.raises(SpeqError, match="is the pack's own folder"):
         pack(model, folder, codec="raw", mirror=folder)
 
