@@ -22,6 +22,7 @@ from speq.models.opened import open_model
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.transfer import Fetch, Priority
 from tests.helpers.direct_reads import reads_directly
+from tests.helpers.open_files import open_files
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 Folder = Callable[[str], Path]
@@ -65,10 +66,6 @@ def tokens(generator: Generator) -> list[int]:
 
 def readers() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("speq-reader")}
-
-
-def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 7, 40, 150])
@@ -154,7 +151,7 @@ def test_closing_waits_for_what_is_under_way(model: Path, monkeypatch: pytest.Mo
         return held[-1]
 
     gc.collect()
-    before, threads_before = descriptors(), readers()
+    before, threads_before = open_files(model), readers()
     monkeypatch.setattr("speq.engine_layout.fetch_from", fetch)
     made = Generator.from_pretrained(model, SCARCE, draft="none", reader_threads=2)
     loader = made.runtime.engine.offload.loader
@@ -174,15 +171,15 @@ def test_closing_waits_for_what_is_under_way(model: Path, monkeypatch: pytest.Mo
     assert reads.ended == 2  # the third had not begun, and never did
     assert made.runtime.engine.offload.slots.untyped_storage().nbytes() == 0
     assert readers() == threads_before
-    assert descriptors() == before
+    assert open_files(model) == before
 
 
 def test_generations_given_up_in_the_middle_lose_nothing(
-    generator: Generator, expected: list[int]
+    model: Path, generator: Generator, expected: list[int]
 ) -> None:
     assert tokens(generator) == expected
     gc.collect()
-    before, readers_before = descriptors(), len(readers())
+    before, readers_before = open_files(model), len(readers())
     for turn in range(200):
         stream = generator.stream(PROMPT[: 1 + turn % 64], max_new_tokens=30, ignore_eos=True)
         for _ in range(turn % 5):
@@ -196,12 +193,12 @@ def test_generations_given_up_in_the_middle_lose_nothing(
     assert cache.free_slots + len(cache) + loader.under_way == cache.num_slots
     assert tokens(generator) == expected
     assert len(readers()) == readers_before
-    assert descriptors() == before
+    assert open_files(model) == before
 
 
 def test_generators_that_are_dropped_leave_nothing(model: Path) -> None:
     gc.collect()
-    before, threads_before = descriptors(), readers()
+    before, threads_before = open_files(model), readers()
     for turn in range(6):
         made = Generator.from_pretrained(model, SCARCE, draft="none")
         next(made.stream(PROMPT, max_new_tokens=3))
@@ -212,7 +209,7 @@ def test_generators_that_are_dropped_leave_nothing(model: Path) -> None:
     for reader in readers() - threads_before:
         reader.join(PATIENCE_S)
     assert readers() == threads_before
-    assert descriptors() == before
+    assert open_files(model) == before
 
 
 def test_the_page_cache_does_not_serve_as_a_cache(model: Path) -> None:

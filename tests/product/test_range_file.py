@@ -18,6 +18,7 @@ from speq.files import range_file
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.range_file import ENDS_BYTES, RangeFile
 from tests.helpers.direct_reads import ask_for_blocks, reads_directly
+from tests.helpers.open_files import open_files
 
 SIZE = 13 * ALIGNMENT + 77
 
@@ -195,12 +196,12 @@ def test_a_direct_open_that_fails_otherwise_is_an_error(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return really_open(name, flags, *arguments)
 
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files(path.parent)
     monkeypatch.setattr(os, "open", opened)
     with pytest.raises(SpeqError, match=r"bytes\.bin cannot be read: Input/output error"):
         RangeFile(path)
     monkeypatch.undo()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_files(path.parent) == before
 
 
 def test_a_read_that_fails_names_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Plays a schedule of events on a world, and checks what comes of each."""
 
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,6 +14,7 @@ from speq.engine.request import Request
 from speq.memory_watch import MemoryWatch
 from speq.planning.memory import BudgetTooSmall
 from speq.units import parse_bytes
+from tests.helpers.open_files import open_files
 from tests.simulation.disk import FAULTS, SimulatedDisk
 from tests.simulation.readers import SimulatedReaders
 from tests.simulation.world import MODES, PROMPTS, TOKENS, World, prompts, sampling
@@ -71,14 +71,15 @@ class Simulation:
     def play(self, events: Sequence[Event]) -> None:
         """Raises whatever is found."""
         left = list(reversed(events))
-        before = open_files()
+        before = open_files(self.world.root)
         with (
             self.disk.mounted(),
             mock.patch("speq.engine_layout.ReaderThreads", SimulatedReaders),
         ):
             while left:
                 self.run(left)
-        assert open_files() == before, "files are left open"
+        after = open_files(self.world.root)
+        assert after == before, f"files are left open: {after}, and before: {before}"
 
     def run(self, left: list[Event]) -> None:
         """One run of the model: until its events end, or another one begins."""
@@ -229,10 +230,6 @@ def aligned_like(slots: Any) -> Any:
     from speq.files.alignment import allocate_aligned
 
     return allocate_aligned(1, slots.shape[1])[0]
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @contextmanager

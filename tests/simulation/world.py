@@ -39,12 +39,14 @@ def sampling(mode: int | None, tokens: int) -> dict[str, Any]:
 class World:
     """A model and the options of its runs.
 
+    root       of its files
     folder     runs open it
     verified   reads are compared with checksums, so that other bytes are noticed
     wanted     tokens by prompt and mode
     """
 
     name: str
+    root: Path
     folder: Path
     options: dict[str, Any]
     verified: bool = False
@@ -81,7 +83,7 @@ def world_of(name: str, root: Path) -> World:
     family, options = KINDS[name]
     model = write_model(root / name / "model", family, torch.float32)
     base = {"dtype": "float32", "profile": "none", "packed_copy": "none"}
-    world = World(name, model, base | options, wanted=tokens_of(model))
+    world = World(name, root / name, model, base | options, wanted=tokens_of(model))
     if name == "pack":
         world.folder, world.verified = root / name / "packed", True
         pack(model, world.folder, mirror=root / name / "mirror")
