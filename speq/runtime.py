@@ -173,6 +173,8 @@ class Runtime:
         Raises SpeqError where the model, the budget or a fixed context_length forbids it.
         """
         context, limit = self._room_for(context)
+        if self.engine.closed:  # it could neither be laid out anew nor again as it was
+            self.engine = self._lay_out()
         if context > self.plan.context:
             residency_plan, plan = self._roomy(context, limit)
             before = self.residency_plan, self.plan
@@ -225,6 +227,8 @@ class Runtime:
         idle  no request runs, so that more slots than there were at first can be laid out; the KV
               caches are, too
         """
+        if self.engine.closed:
+            return  # `reserve` lays memory out by the present plan first
         wanted, before, loaded = self._budget.next(self.least_budget), self.plan, self._loaded
         slots, laid_out = before.slots_in(wanted, loaded.model_spec.count), self._slots_laid_out
         lays_out = idle and slots > laid_out * self._budget.worth_laying_out

@@ -64,6 +64,7 @@ class Engine:
     secondary_drafters  by KV slot; the governor of a batch of one may choose them where they have
                 a proposal; none where it knows of none
     steps       of the last step, request by request
+    closed      its memory is given back: nothing may run
     """
 
     model: MoEModel
@@ -81,6 +82,7 @@ class Engine:
     prefixes: Prefixes = field(default_factory=lambda: Prefixes([], 1))
     secondary_drafters: list[SecondaryDrafter] = field(default_factory=list)
     steps: list[RequestStep] = field(default_factory=list, init=False)
+    closed: bool = field(default=False, init=False)
 
     @property
     def lookahead(self) -> LookaheadBuffer:
@@ -406,6 +408,7 @@ class Engine:
 
     def close(self) -> None:
         """Release expert slots and KV caches, even where a traceback still holds this engine."""
+        self.closed = True
         self.offload.loader.close()
         self.model.forget_recordings()
         # Other ones may hold an INT4 copy that is given up.

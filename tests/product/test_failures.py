@@ -5,6 +5,7 @@ import errno
 import logging
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from speq import Generator, SpeqError
 from speq.devices import named
 from speq.devices.cuda import CudaDevice
 from speq.devices.failures import translate_errors
+from speq.engine.engine import Engine
+from speq.engine_layout import EngineLayout
 from speq.models.moe_model import MoEModel
 from speq.planning.run_budget import run_budget
 from speq.runtime import Runtime
@@ -265,3 +268,28 @@ def test_a_budget_beyond_what_is_free_is_said(
     Generator.from_pretrained(tiny("olmoe"), memory_budget=budget, dtype="float32").close()
     warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert [bool(re.fullmatch(said, each)) for each in warned] == [True] if said else not warned
+
+
+def test_a_run_without_memory_takes_it_again(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory can be laid out neither anew nor as it was, nothing runs on what is gone."""
+    short, long = [5, 17, 40], [5, 17, 40] * 40
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    with closing(Generator.from_pretrained(tiny("olmoe"), "8MiB", draft="none")) as generator:
+        wanted = generator.generate(short, **options).token_ids
+        lay_out, failures = EngineLayout.engine, iter([OUT_OF_MEMORY] * 3)
+
+        def failing(layout: EngineLayout, progress: object = None) -> Engine:
+            for error in failures:
+                raise error
+            return lay_out(layout)
+
+        monkeypatch.setattr(EngineLayout, "engine", failing)
+        for prompt in (long, short):
+            with pytest.raises(SpeqError, match="no memory left"):
+                generator.generate(prompt, **options)
+        generator.resize("7MiB")
+        assert generator.generate(short, **options).token_ids == wanted
+        assert generator.runtime.plan.budget == 7 << 20
+        assert len(generator.generate(long, **options).token_ids) == 8

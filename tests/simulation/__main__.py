@@ -1,6 +1,7 @@
 """Play schedules: `python -m tests.simulation --schedules 300 --seed 1`."""
 
 import argparse
+import logging
 import tempfile
 import time
 import traceback
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.simulation.play import Simulation, found_in, kernel_folder, schedule_of, shrunk
+from tests.simulation.play import Simulation, found_in, schedule_of, shrunk
 from tests.simulation.world import KINDS, world_of
 
 # Events of a schedule.
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=LENGTH, help="events of a schedule")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("speq").setLevel(logging.ERROR)  # what is struck is said in warnings
     names = [*KINDS] if given.world is None else [given.world]
     found, counts, start_s = 0, Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="speq-simulation-") as folder:
@@ -32,17 +34,16 @@ def main() -> int:
         for number in range(given.schedules):
             seed = given.seed + number
             world = worlds[names[seed % len(names)]]
-            events = schedule_of(seed, given.length)
-            with kernel_folder(root) as proc:
-                simulation = Simulation(world, proc)
-                try:
-                    simulation.play(events)
-                    counts.update(simulation.counts)
-                    continue
-                except (Exception, KeyboardInterrupt) as error:
-                    found += 1
-                    print(f"world {world.name}, seed {seed}:", flush=True)
-                    traceback.print_exception(error, limit=-6)
+            events = schedule_of(world, seed, given.length)
+            simulation = Simulation(world, root)
+            try:
+                simulation.play(events)
+                counts.update(simulation.counts)
+                continue
+            except (Exception, KeyboardInterrupt) as error:
+                found += 1
+                print(f"world {world.name}, seed {seed}:", flush=True)
+                traceback.print_exception(error, limit=-6)
             fewer = shrunk(world, events, root)
             print(f"{len(fewer)} events do: {fewer}\n{found_in(world, fewer, root)!r}", flush=True)
     spent_s = time.monotonic() - start_s

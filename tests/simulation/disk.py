@@ -26,6 +26,11 @@ class SimulatedDisk:
         """Let `skipped` reads pass, and strike the `count` that follow."""
         self._fault, self._skipped, self._left = fault, skipped, count
 
+    @property
+    def silent(self) -> bool:
+        """True where reads are about to bring other bytes."""
+        return self._left > 0 and self._fault == "rot"
+
     def calm(self) -> None:
         self._left = 0
 

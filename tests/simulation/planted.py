@@ -1,17 +1,27 @@
 """Faults to find, each planted in the product for as long as a block lasts."""
 
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from speq.engine.offload import Offload
 from speq.engine.prefixes import Prefixes
+from speq.experts.copied_store import CopySource
+from speq.experts.packed_copy import PackedCopy
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.alignment import release_pages
+from speq.files.checkpoint import EXPERTS_JOURNAL
 from speq.files.range_file import RangeFile
+from speq.models.delta_cache import DeltaLayer, DeltaParts, DeltaRows
 from speq.models.kv_cache import KVCache
+from speq.pipeline.first_stage import RingStages
+from speq.pipeline.stage_key import MessageSignatures
 from speq.runtime import Runtime
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_loader import ExpertLoader
@@ -84,6 +94,40 @@ def leaves_files_open(file: RangeFile) -> None:
     pass
 
 
+def tells_stages_nothing(stages: RingStages, hidden_states: Tensor) -> Tensor:
+    """KV caches of later stages do not follow those of the first."""
+    stages.changes.clear()
+    return run_stages(stages, hidden_states)
+
+
+def takes_a_draft_for_a_prompt(states: DeltaLayer, rows: DeltaRows, parts: DeltaParts) -> Tensor:
+    """What is not accepted stays in the state."""
+    if len(rows.inputs) <= MAX_PLAIN_ROWS:
+        return run_states(states, rows, parts)
+    states._parts = parts
+    states._begin(parts)
+    return states._read(rows, parts)
+
+
+def asks_for_all_its_room(copy: PackedCopy) -> bool:
+    return copy.usual_bytes <= shutil.disk_usage(copy.folder).free
+
+
+def holds_whatever_files(source: CopySource, stamp: str) -> bool:
+    return bool(source.words_crc32s)
+
+
+def copies_all(source: Path, out: Path) -> None:
+    """Files that no run reads, each of them whole in memory."""
+    for each in sorted(source.iterdir(), key=lambda each: each.name == "config.json"):
+        if each.suffix != ".safetensors":
+            (out / each.name).write_bytes(each.read_bytes())
+    (out / EXPERTS_JOURNAL).unlink(missing_ok=True)
+
+
+# Rows that no step has but one of a long draft.
+MAX_PLAIN_ROWS = 40
+run_stages, run_states = RingStages.run, DeltaLayer.run
 limit, keep_path, fill = Offload.limit, KVCache.keep_path, RangeFile._fill
 
 
@@ -117,6 +161,28 @@ PLANTED: dict[str, tuple[str, Callable[[], Planted]]] = {
     "a budget is said and not followed": (
         "plain",
         patched(Runtime, "follow_budget", follows_no_budget),
+    ),
+    "stages do not follow one another": (
+        "stages",
+        patched(RingStages, "run", tells_stages_nothing),
+    ),
+    "signatures are not compared": (
+        "signed",
+        patched(MessageSignatures, "check_received", lambda *_: None),
+    ),
+    "a long draft is taken for a prompt": (
+        "long",
+        patched(DeltaLayer, "run", takes_a_draft_for_a_prompt),
+    ),
+    "a copy is of other weights": ("copy", patched(CopySource, "holds", holds_whatever_files)),
+    "a copy is not verified": ("copy", patched(PackedExpertStore, "_verify", lambda *_: None)),
+    "a copy is never gone on with": (
+        "copy",
+        patched(PackedCopy, "_has_room", asks_for_all_its_room),
+    ),
+    "a pack has all there is": (
+        "pack",
+        lambda: mock.patch("speq.experts.pack.copy_rest", copies_all),
     ),
     "files stay open": ("pack", patched(RangeFile, "close", leaves_files_open)),
 }

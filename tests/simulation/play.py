@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,15 +12,19 @@ from unittest import mock
 from speq import Generator, SpeqError
 from speq.engine.batch import Batch, StepOutput
 from speq.engine.request import Request
+from speq.errors import EngineLost, present
 from speq.memory_watch import MemoryWatch
 from speq.planning.memory import BudgetTooSmall
 from speq.units import parse_bytes
 from tests.helpers.open_files import open_files
 from tests.simulation.disk import FAULTS, SimulatedDisk
+from tests.simulation.kept_copy import SimulatedHome
+from tests.simulation.network import DISTURBANCES, FORGERIES, Fault, SimulatedNetwork
 from tests.simulation.readers import SimulatedReaders
-from tests.simulation.world import MODES, PROMPTS, TOKENS, World, prompts, sampling
+from tests.simulation.repacked import check_repacked
+from tests.simulation.staged import staged
+from tests.simulation.world import MODES, World, sampling
 
-BUDGET = "8MiB"
 # Kinds of events, by how often they come.
 KINDS = {
     "step": 24,
@@ -42,42 +47,72 @@ class Event:
     number: int
 
 
-def schedule_of(seed: int, length: int) -> list[Event]:
-    rng = random.Random(seed)
-    kinds = rng.choices([*KINDS], [*KINDS.values()], k=length)
+def schedule_of(world: World, seed: int, length: int) -> list[Event]:
+    rng, often = random.Random(seed), KINDS | world.events
+    kinds = rng.choices([*often], [*often.values()], k=length)
     return [Event(kind, rng.randrange(1 << 30)) for kind in kinds]
 
 
 class Reload(Exception):
-    """The run ends, and another one begins."""
+    """The run ends, and another one begins.
+
+    meanwhile  what happens in between
+    """
+
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.meanwhile = meanwhile
 
 
 @dataclass
 class Simulation:
     """One system, from its first run to its last.
 
+    world   the one whose tokens are right at present
+    root    of files that it writes
     asked   requests that run or wait, by (prompt, mode)
-    errors  requests that ended by an error
     counts  of what happened, for who looks whether anything does
     """
 
     world: World
-    proc: Path
+    root: Path
     disk: SimulatedDisk = field(default_factory=SimulatedDisk)
+    network: SimulatedNetwork = field(init=False)
+    home: SimulatedHome | None = None
     asked: dict[Request, tuple[int, int | None]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     now_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.proc.mkdir(parents=True, exist_ok=True)
+        self.network = SimulatedNetwork(len(self.world.stages), SimulatedReaders.chance.pass_by)
+        if self.world.copy_bytes:
+            self.home = SimulatedHome(self.world, self.root / "home")
+
+    @property
+    def proc(self) -> Path:
+        """A constructed /proc, in which nothing is said but what is free."""
+        return self.root / "proc"
+
+    @property
+    def struck(self) -> int:
+        """Faults so far that a request may end by."""
+        interrupts = SimulatedReaders.chance.interrupts if self.world.stages else 0
+        return self.disk.struck + self.network.struck + interrupts
+
     def play(self, events: Sequence[Event]) -> None:
         """Raises whatever is found."""
+        SimulatedReaders.chance.interrupts = 0
         left = list(reversed(events))
         before = open_files(self.world.root)
         with (
             self.disk.mounted(),
             mock.patch("speq.engine_layout.ReaderThreads", SimulatedReaders),
+            nullcontext() if self.home is None else self.home.mounted(),
         ):
             while left:
                 self.run(left)
+            if self.home is not None:
+                self.home.check_finished(self.world.budget)
         after = open_files(self.world.root)
         assert after == before, f"files are left open: {after}, and before: {before}"
 
@@ -86,27 +121,49 @@ class Simulation:
         self.free(1 << 40)
         SimulatedReaders.chance.interrupt_in = None
         self.disk.calm()
-        with ExitStack() as stack:
-            generator = Generator.from_pretrained(self.world.folder, BUDGET, **self.world.options)
-            stack.callback(generator.close)
+        if self.home is not None:
+            self.home.let_copy(random.Random(left[-1].number))
+        with self.opened() as generator:
             # Most runs begin with too few slots for all experts.
             runtime, slots = generator.runtime, 2 + left[-1].number % 30
             generator.resize(runtime.least_budget + slots * runtime.residency_plan.slot_bytes)
             self.watched(generator)
-            struck = self.disk.struck
-            with suppress(Reload):
+            struck = self.struck
+            ended = Reload()
+            try:
                 while left:
                     with suppress(KeyboardInterrupt), generator.batch() as batch:
                         self.batch(generator, batch, left)
                     self.asked.clear()
                     self.quiet(generator)
+            except Reload as reload:
+                ended = reload
+            except EngineLost:  # outside a step, for instance where memory is laid out anew
+                assert self.struck, "stages are lost over a sound network"
             self.asked.clear()
             self.disk.calm()
+            self.network.calm()
             SimulatedReaders.chance.interrupt_in = None
             self.contents(generator)
-            if self.disk.struck == struck:  # all is well: it writes what it should
-                ids = generator.generate(list(prompts()[0]), **sampling(None, 8)).token_ids
+            if self.struck == struck:  # all is well: it writes what it should
+                first = list(self.world.prompts[0])
+                ids = generator.generate(first, **sampling(None, 8)).token_ids
                 assert ids == self.world.wanted[0, None][:8]
+        ended.meanwhile()
+
+    @contextmanager
+    def opened(self) -> Iterator[Generator]:
+        """The model, as a run opens it."""
+        world = self.world
+        if world.stages:
+            self.network.begin()
+            with staged(world, self.network, lambda: self.struck) as generator:
+                yield generator
+        else:
+            folder = world.folder if self.home is None else self.home.model
+            generator = Generator.from_pretrained(folder, world.budget, **world.options)
+            with closing(generator):
+                yield generator
 
     def watched(self, generator: Generator) -> None:
         """Have the run follow the memory that is free."""
@@ -127,19 +184,19 @@ class Simulation:
     # --- events ---
 
     def add(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
-        at, mode = rng.randrange(PROMPTS), rng.choice(MODES)
-        options = sampling(mode, rng.randint(1, TOKENS))
-        request = generator.prepare(list(prompts()[at]), None, options)
+        at, mode = rng.randrange(len(self.world.prompts)), rng.choice(MODES)
+        options = sampling(mode, rng.randint(1, self.world.tokens))
+        request = generator.prepare(list(self.world.prompts[at]), None, options)
         try:
             batch.add(request)
         except BudgetTooSmall:
-            assert generator.runtime.plan.budget < parse_bytes(BUDGET)
+            assert generator.runtime.plan.budget < parse_bytes(self.world.budget)
             self.counts["refused"] = self.counts.get("refused", 0) + 1
         else:
             self.asked[request] = (at, mode)
 
     def step(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
-        length = rng.choice([None, None, 0, 1, 3, 7])
+        length = rng.choice(self.world.draft_lengths)
         if not generator.runtime.residency_plan.drafts:
             length = None
         for _ in range(rng.randint(1, 8)):
@@ -154,7 +211,7 @@ class Simulation:
         assert made == wanted[: len(made)], f"prompt {at}, mode {mode}: {made}, not {wanted}"
         if output.error is not None:
             assert isinstance(output.error, SpeqError), repr(output.error)
-            excused = self.disk.struck or isinstance(output.error, BudgetTooSmall)
+            excused = self.struck or isinstance(output.error, BudgetTooSmall)
             assert excused, f"an error of a sound disk: {output.error}"
             self.counts["error"] = self.counts.get("error", 0) + 1
             del self.asked[request]
@@ -195,6 +252,25 @@ class Simulation:
     def reload(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
         raise Reload
 
+    def disturb(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        kinds = (*DISTURBANCES, *FORGERIES) if self.world.keyed else DISTURBANCES
+        rank = rng.randrange(self.network.count)
+        self.network.plan(Fault(rng.choice(kinds), rank, rng.randint(0, 9), rng.randrange(1 << 30)))
+
+    def repack(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        root = self.world.root
+        check_repacked(root / "model", root / "repacked", self.root / "repacked", self.disk)
+
+    def rot(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        raise Reload(partial(present(self.home, "a copy is kept").spoil, rng))
+
+    def weights(self, generator: Generator, batch: Batch, rng: random.Random) -> None:
+        raise Reload(self.replace_weights)
+
+    def replace_weights(self) -> None:
+        self.world = present(self.world.other, "there are other weights")
+        present(self.home, "a copy is kept").replace_weights(self.world)
+
     # --- what holds between steps ---
 
     def quiet(self, generator: Generator) -> None:
@@ -214,7 +290,7 @@ class Simulation:
         """Each expert's slot holds the expert."""
         runtime = generator.runtime
         loader, store = runtime.engine.offload.loader, runtime.opened.store
-        if loader.unsettled:
+        if loader.unsettled or runtime.engine.closed:
             return
         loader.collect_finished()
         slots = runtime.engine.offload.slots
@@ -232,21 +308,12 @@ def aligned_like(slots: Any) -> Any:
     return allocate_aligned(1, slots.shape[1])[0]
 
 
-@contextmanager
-def kernel_folder(root: Path) -> Iterator[Path]:
-    """A constructed /proc, in which nothing is said but what is free."""
-    proc = root / "proc"
-    proc.mkdir(parents=True, exist_ok=True)
-    yield proc
-
-
 def found_in(world: World, events: Sequence[Event], root: Path) -> BaseException | None:
     """What a schedule finds; None: nothing."""
-    with kernel_folder(root) as proc:
-        try:
-            Simulation(world, proc).play(events)
-        except (Exception, KeyboardInterrupt) as error:
-            return error
+    try:
+        Simulation(world, root).play(events)
+    except (Exception, KeyboardInterrupt) as error:
+        return error
     return None
 
 

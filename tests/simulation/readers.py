@@ -17,17 +17,20 @@ class Chance:
     """What is up to chance in a schedule.
 
     interrupt_in  calls of transfers until one is interrupted; None: none is
+    interrupts    so far
     """
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
         self.interrupt_in: int | None = None
+        self.interrupts = 0
 
     def pass_by(self) -> None:
         if self.interrupt_in is not None:
             self.interrupt_in -= 1
             if self.interrupt_in < 0:
                 self.interrupt_in = None
+                self.interrupts += 1
                 raise KeyboardInterrupt
 
 
