@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.simulation.play import Simulation, found_in, schedule_of, shrunk
+from tests.simulation.schedules import found_in, schedule_of, shrunk, simulation_of
 from tests.simulation.world import KINDS, world_of
 
 # Events of a schedule.
@@ -35,7 +35,7 @@ def main() -> int:
             seed = given.seed + number
             world = worlds[names[seed % len(names)]]
             events = schedule_of(world, seed, given.length)
-            simulation = Simulation(world, root)
+            simulation = simulation_of(world, root)
             try:
                 simulation.play(events)
                 counts.update(simulation.counts)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from starlette.types import Scope
 from torch import Tensor
 
 from speq.engine.offload import Offload
@@ -25,6 +26,7 @@ from speq.pipeline.stage_key import MessageSignatures
 from speq.runtime import Runtime
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_loader import ExpertLoader
+from speq.server.gate import AccessGate, refuse
 
 Planted = AbstractContextManager[Any]
 
@@ -125,8 +127,21 @@ def copies_all(source: Path, out: Path) -> None:
     (out / EXPERTS_JOURNAL).unlink(missing_ok=True)
 
 
+async def counts_from_headers_on(gate: AccessGate, scope: Scope, receive: Any, send: Any) -> None:
+    """Half-sent bodies are requests that are answered."""
+    if (busy := gate._busy()) is not None:
+        await refuse(busy, send)
+        return
+    gate._requests += 1
+    try:
+        await let_in(gate, scope, receive, send)
+    finally:
+        gate._requests -= 1
+
+
 # Rows that no step has but one of a long draft.
 MAX_PLAIN_ROWS = 40
+let_in = AccessGate.__call__
 run_stages, run_states = RingStages.run, DeltaLayer.run
 limit, keep_path, fill = Offload.limit, KVCache.keep_path, RangeFile._fill
 
@@ -183,6 +198,10 @@ PLANTED: dict[str, tuple[str, Callable[[], Planted]]] = {
     "a pack has all there is": (
         "pack",
         lambda: mock.patch("speq.experts.pack.copy_rest", copies_all),
+    ),
+    "half-sent bodies refuse everybody": (
+        "served",
+        patched(AccessGate, "__call__", counts_from_headers_on),
     ),
     "files stay open": ("pack", patched(RangeFile, "close", leaves_files_open)),
 }

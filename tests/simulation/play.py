@@ -47,12 +47,6 @@ class Event:
     number: int
 
 
-def schedule_of(world: World, seed: int, length: int) -> list[Event]:
-    rng, often = random.Random(seed), KINDS | world.events
-    kinds = rng.choices([*often], [*often.values()], k=length)
-    return [Event(kind, rng.randrange(1 << 30)) for kind in kinds]
-
-
 class Reload(Exception):
     """The run ends, and another one begins.
 
@@ -135,7 +129,7 @@ class Simulation:
                     with suppress(KeyboardInterrupt), generator.batch() as batch:
                         self.batch(generator, batch, left)
                     self.asked.clear()
-                    self.quiet(generator)
+                    check_quiet(generator)
             except Reload as reload:
                 ended = reload
             except EngineLost:  # outside a step, for instance where memory is laid out anew
@@ -179,7 +173,7 @@ class Simulation:
             self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
             happen: Callable[[Generator, Batch, random.Random], None] = getattr(self, event.kind)
             happen(generator, batch, rng)
-            self.quiet(generator)
+            check_quiet(generator)
 
     # --- events ---
 
@@ -271,21 +265,6 @@ class Simulation:
         self.world = present(self.world.other, "there are other weights")
         present(self.home, "a copy is kept").replace_weights(self.world)
 
-    # --- what holds between steps ---
-
-    def quiet(self, generator: Generator) -> None:
-        runtime = generator.runtime
-        loader = runtime.engine.offload.loader
-        cache, under_way = loader.cache, loader._under_way.values()
-        if not loader.unsettled:
-            taken = [*cache._slots.values(), *cache._free, *(each.slot for each in under_way)]
-            assert sorted(taken) == list(range(cache.num_slots)), "slots are lost, or held twice"
-            assert not +cache._pins, "experts stay pinned"
-        assert cache.num_slots == runtime.plan.slots
-        assert sum(runtime.plan.items.values()) <= runtime.plan.budget
-        for kv in runtime.engine.caches:
-            assert 0 <= kv.length <= kv.capacity
-
     def contents(self, generator: Generator) -> None:
         """Each expert's slot holds the expert."""
         runtime = generator.runtime
@@ -302,31 +281,22 @@ class Simulation:
             assert room[:count].equal(wanted[:count]), f"slot {slot} does not hold {key}"
 
 
+def check_quiet(generator: Generator) -> None:
+    """What holds between steps."""
+    runtime = generator.runtime
+    loader = runtime.engine.offload.loader
+    cache, under_way = loader.cache, loader._under_way.values()
+    if not loader.unsettled:
+        taken = [*cache._slots.values(), *cache._free, *(each.slot for each in under_way)]
+        assert sorted(taken) == list(range(cache.num_slots)), "slots are lost, or held twice"
+        assert not +cache._pins, "experts stay pinned"
+    assert cache.num_slots == runtime.plan.slots
+    assert sum(runtime.plan.items.values()) <= runtime.plan.budget
+    for kv in runtime.engine.caches:
+        assert 0 <= kv.length <= kv.capacity
+
+
 def aligned_like(slots: Any) -> Any:
     from speq.files.alignment import allocate_aligned
 
     return allocate_aligned(1, slots.shape[1])[0]
-
-
-def found_in(world: World, events: Sequence[Event], root: Path) -> BaseException | None:
-    """What a schedule finds; None: nothing."""
-    try:
-        Simulation(world, root).play(events)
-    except (Exception, KeyboardInterrupt) as error:
-        return error
-    return None
-
-
-def shrunk(world: World, events: Sequence[Event], root: Path) -> list[Event]:
-    """The fewest events that still find something, by leaving out ever smaller parts."""
-    kept, size = list(events), max(len(events) // 2, 1)
-    while size:
-        at = 0
-        while at < len(kept):
-            fewer = kept[:at] + kept[at + size :]
-            if fewer and found_in(world, fewer, root) is not None:
-                kept = fewer
-            else:
-                at += size
-        size //= 2
-    return kept

@@ -21,6 +21,8 @@ PROMPTS = 10
 BUDGET = "8MiB"
 # Tokens that a request of a long draft asks for, so that a draft of the longest length fits.
 LONG = 80
+# Events of a server, by how often they come.
+CLIENTS = {"ask": 8, "read": 6, "leave": 3, "half": 2, "wrong": 1, "health": 2, "wait": 3}
 Prompts = tuple[tuple[int, ...], ...]
 Tokens = dict[tuple[int, int | None], list[int]]
 
@@ -63,6 +65,7 @@ class World:
     events      that happen here beside those of all worlds, by how often they come
     verified    reads are compared with checksums, so that other bytes are noticed
     stages      layers of each pipeline stage; empty: one machine runs all
+    served      clients ask a server, and nothing else happens
     keyed       stages sign their messages
     other       this world with other weights
     copy_bytes  of a packed copy of the experts; 0: none is made
@@ -80,6 +83,7 @@ class World:
     events: dict[str, int] = field(default_factory=dict)
     verified: bool = False
     stages: tuple[int, ...] = ()
+    served: bool = False
     keyed: bool = False
     other: "World | None" = None
     copy_bytes: int = 0
@@ -114,6 +118,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "copy": ("qwen2_moe", {"draft": "none", "context_length": 256}),
     "stages": ("olmoe", {"draft": "none", "drafter": "ngram", "max_batch": 2}),
+    "served": ("olmoe", {"draft": "none", "max_batch": 2, "context_length": 256}),
     "signed": ("qwen3_next", {"draft": "none", "drafter": "ngram", "context_length": 256}),
 }
 
@@ -146,6 +151,8 @@ def world_of(name: str, root: Path) -> World:
         world.budget, world.events = "1500KiB", {"rot": 4, "weights": 1}
         wanted = tokens_of(folder, chosen, tokens)
         world.other = replace(world, folder=folder, wanted=wanted, other=world)
+    elif name == "served":
+        world.served, world.events = True, CLIENTS
     elif name in ("stages", "signed"):
         world.keyed = name == "signed"
         world.stages = (1, 1, 1) if world.keyed else (2, 1)
