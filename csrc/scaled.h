@@ -7,7 +7,8 @@
 //
 //   fp8    codes   gate, up [expert_width, hidden_size] and down [hidden_size, expert_width]: e4m3,
 //                  without infinities
-//          scales  float32, of blocks of 128 rows and 128 columns, of which the last are shorter
+//          scales  float32, of blocks of rows and columns, of which the last are shorter: of 128
+//                  by 128, of a row, or of a matrix
 //   mxfp4  codes   gate_up [2 expert_width, hidden_size], whose even rows are of gate and odd ones
 //                  of up, and down: e2m1, two to the byte, the first in its low half
 //          scales  a byte, of blocks of 32 columns of a row: the power of 2 less 127
@@ -31,9 +32,7 @@
 
 namespace speq {
 
-constexpr std::int64_t kFp8Block = 128;
 constexpr std::int64_t kMxfp4Block = 32;
-static_assert(kFp8Block % kBlockColumns == 0 && kFp8Block % kQuadRows == 0);
 static_assert(kBlockColumns % kMxfp4Block == 0);
 
 constexpr std::int64_t kInt4Columns = 32; // which sizes of groups are multiples of
@@ -97,9 +96,35 @@ SPEQ_INLINE BFloat16 nvfp4_word(int code, float scale) {
   return to_bfloat16(e2m1_value(code) * scale);
 }
 
-SPEQ_INLINE constexpr std::int64_t fp8_blocks(std::int64_t size) {
-  return (size + kFp8Block - 1) / kFp8Block;
-}
+// Rows and columns of FP8 codes that share a scale: 1 row, or multiples of kQuadRows; multiples of
+// kBlockColumns. 0: all of them.
+struct Fp8Blocks {
+  std::int64_t rows, columns;
+
+  SPEQ_MEMBER bool valid() const {
+    return (rows == 1 || (rows >= 0 && rows % kQuadRows == 0)) && columns >= 0 &&
+           columns % kBlockColumns == 0;
+  }
+  // Whether each row of a quad has scales of its own.
+  SPEQ_MEMBER bool by_row() const { return rows == 1; }
+  SPEQ_MEMBER std::int64_t down(std::int64_t matrix_rows) const { return of(matrix_rows, rows); }
+  SPEQ_MEMBER std::int64_t across(std::int64_t matrix_columns) const {
+    return of(matrix_columns, columns);
+  }
+  SPEQ_MEMBER std::int64_t of_row(std::int64_t row) const { return rows == 0 ? 0 : row / rows; }
+  SPEQ_MEMBER std::int64_t of_column(std::int64_t column) const {
+    return columns == 0 ? 0 : column / columns;
+  }
+  // Whether a block begins at a column.
+  SPEQ_MEMBER bool begins(std::int64_t column) const {
+    return columns == 0 ? column == 0 : column % columns == 0;
+  }
+
+private:
+  SPEQ_MEMBER static std::int64_t of(std::int64_t size, std::int64_t block) {
+    return block == 0 ? 1 : (size + block - 1) / block;
+  }
+};
 
 // Where the sections of a record lie, in bytes from its start: of gate, up and down.
 struct ScaledLayout {
@@ -120,7 +145,8 @@ SPEQ_INLINE ScaledLayout sized(std::int64_t hidden_size, std::int64_t expert_wid
   return layout;
 }
 
-SPEQ_INLINE ScaledLayout fp8_layout(std::int64_t hidden_size, std::int64_t expert_width) {
+SPEQ_INLINE ScaledLayout fp8_layout(std::int64_t hidden_size, std::int64_t expert_width,
+                                    Fp8Blocks blocks) {
   ScaledLayout layout = sized(hidden_size, expert_width);
   std::int64_t at = 0;
   for (int m = 0; m < kExpertMatrices; ++m) {
@@ -129,7 +155,8 @@ SPEQ_INLINE ScaledLayout fp8_layout(std::int64_t hidden_size, std::int64_t exper
   }
   for (int m = 0; m < kExpertMatrices; ++m) {
     layout.scales[m] = at;
-    at += whole_lines(fp8_blocks(layout.rows[m]) * fp8_blocks(layout.columns[m]) * sizeof(float));
+    at +=
+        whole_lines(blocks.down(layout.rows[m]) * blocks.across(layout.columns[m]) * sizeof(float));
   }
   layout.nbytes = at;
   return layout;
@@ -202,11 +229,12 @@ SPEQ_INLINE ScaledLayout nvfp4_layout(std::int64_t hidden_size, std::int64_t exp
 struct Fp8Rows {
   std::int64_t rows, columns;
   const std::uint8_t *codes;
-  const float *scales; // of blocks
+  const float *scales;
+  Fp8Blocks blocks;
 
   // The scales of the blocks that a row is in.
   SPEQ_MEMBER const float *row_scales(std::int64_t row) const {
-    return scales + row / kFp8Block * fp8_blocks(columns);
+    return scales + blocks.of_row(row) * blocks.across(columns);
   }
 };
 
@@ -276,9 +304,10 @@ SPEQ_INLINE Nvfp4Rows nvfp4_rows(const ScaledLayout &layout, const std::uint8_t 
           divides};
 }
 
-SPEQ_INLINE Fp8Rows fp8_rows(const ScaledLayout &layout, const std::uint8_t *record, int m) {
+SPEQ_INLINE Fp8Rows fp8_rows(const ScaledLayout &layout, const std::uint8_t *record,
+                             Fp8Blocks blocks, int m) {
   return {layout.rows[m], layout.columns[m], record + layout.codes[m],
-          reinterpret_cast<const float *>(record + layout.scales[m])};
+          reinterpret_cast<const float *>(record + layout.scales[m]), blocks};
 }
 
 SPEQ_INLINE Mxfp4Rows mxfp4_rows(const ScaledLayout &layout, const std::uint8_t *record, int m) {
@@ -292,11 +321,12 @@ SPEQ_INLINE Mxfp4Rows mxfp4_rows(const ScaledLayout &layout, const std::uint8_t 
 // multiples of `columns`.
 struct Fp8Format {
   static constexpr std::int64_t columns = 1;
+  Fp8Blocks blocks;
   ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
-    return fp8_layout(hidden_size, expert_width);
+    return fp8_layout(hidden_size, expert_width, blocks);
   }
   Fp8Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
-    return fp8_rows(layout, record, m);
+    return fp8_rows(layout, record, blocks, m);
   }
 };
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from speq.errors import OptionError
 from speq.files.checkpoint import locate_config
+from speq.files.fp8_settings import SQUARES
 from speq.files.json_file import read_json
 from speq.files.packed_settings import PACK_QUANTIZED
 from speq.files.packing import COMPRESSED, MODELOPT
 from speq.files.published_format import (
     FP8,
-    FP8_BLOCK,
     INT4,
     MXFP4,
     NVFP4,
@@ -90,7 +90,7 @@ class PublishedShape:
         content.pop("quantization_config", None)
         if weights == FP8:
             fp8 = {"quant_method": FP8, "fmt": "e4m3", "activation_scheme": "dynamic"}
-            content["quantization_config"] = fp8 | {"weight_block_size": FP8_BLOCK}
+            content["quantization_config"] = fp8 | {"weight_block_size": [*SQUARES]}
         elif weights == MXFP4:
             content["quantization_config"] = {"quant_method": MXFP4}
         elif weights == NVFP4:

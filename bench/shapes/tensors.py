@@ -18,6 +18,7 @@ from speq.bench.shapes.published import INT4_GROUP
 from speq.bench.shapes.routes import biases
 from speq.experts.expert_names import FUSED, PROJECTIONS
 from speq.files import published_format as form
+from speq.files.fp8_settings import INVERSE, SQUARES
 from speq.files.packing import COMPRESSED, MODELOPT, NVFP4_BLOCK
 from speq.models.bounds import LAYER
 from speq.models.families import Family
@@ -210,11 +211,9 @@ def coded(tensor: RandomTensor, weights: str) -> list[RandomTensor]:
         return packed(tensor)
     if weights == form.NVFP4:
         return packed_nvfp4(tensor)
-    rows, columns = (
-        -(-size // block) for size, block in zip(tensor.shape, form.FP8_BLOCK, strict=True)
-    )
+    rows, columns = SQUARES.scales_shape(*tensor.shape)
     scale = tensor.spread / FP8_SPREAD
-    scales = RandomTensor(tensor.name + form.SCALES, (rows, columns), torch.float32, mean=scale)
+    scales = RandomTensor(tensor.name + INVERSE, (rows, columns), torch.float32, mean=scale)
     return [replace(tensor, dtype=form.FP8_DTYPE), scales]
 
 

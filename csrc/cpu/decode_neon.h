@@ -147,14 +147,13 @@ public:
 
   NeonFp8(const Fp8Rows &matrix, std::int64_t quad)
       : columns_(matrix.columns), codes_(matrix.codes + quad * kQuadRows * columns_),
-        scales_(matrix.row_scales(quad * kQuadRows)) {}
+        scales_(matrix, quad) {}
 
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
     fetch_plane<kBlockColumns>(codes_, columns_, first);
-    if (first % kFp8Block == 0) {
-      take_scale(scales_[first / kFp8Block]);
-    }
+    scales_.next(rows, first, [&](int n, float scale) { tables_[n] = Table::of(scale); });
     for (int n = 0; n < rows; ++n) {
+      const Table &table = tables_[scales_.place(n)];
       const std::uint8_t *codes = codes_ + n * columns_ + first;
       uint8x16_t parts[kParts], odd = vdupq_n_u8(0);
       SPEQ_UNROLL
@@ -162,10 +161,10 @@ public:
         parts[part] = vld1q_u8(codes + 16 * part);
         odd = vorrq_u8(odd, not_normal(parts[part]));
       }
-      if (!shifts_ || vmaxvq_u8(odd) != 0) {
+      if (!table.shifts || vmaxvq_u8(odd) != 0) {
         blocks[n] = {};
         for (std::int64_t i = 0; i < present; ++i) {
-          blocks[n].words[i] = fp8_word(codes[i], scale_);
+          blocks[n].words[i] = fp8_word(codes[i], table.scale);
         }
         continue;
       }
@@ -174,8 +173,8 @@ public:
         const uint8x16_t places = vandq_u8(parts[part], vdupq_n_u8(0xF));
         const uint8x16_t octaves = vandq_u8(vshrq_n_u8(parts[part], 4), vdupq_n_u8(7));
         const uint8x16_t added = vorrq_u8(octaves, vandq_u8(parts[part], vdupq_n_u8(0x80)));
-        store_words(blocks[n].words + 16 * part, vqtbl1q_u8(tables_.low, places),
-                    vaddq_u8(vqtbl1q_u8(tables_.high, places), added));
+        store_words(blocks[n].words + 16 * part, vqtbl1q_u8(table.bytes.low, places),
+                    vaddq_u8(vqtbl1q_u8(table.bytes.high, places), added));
       }
       clear_behind(blocks[n], present);
     }
@@ -186,17 +185,23 @@ private:
   // Under a scale as near to 1 as this, no word is subnormal and none infinite.
   static constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f;
 
-  SPEQ_MEMBER void take_scale(float scale) {
-    scale_ = scale;
-    const float magnitude = scale < 0 ? -scale : scale;
-    shifts_ = magnitude >= kLeast && magnitude <= kMost;
-    // A normal code is (8 + its mantissa) times 2 to the power of its exponent less 10.
-    constexpr float kMantissas[8] = {8, 9, 10, 11, 12, 13, 14, 15};
-    const uint16x8_t words =
-        rounded(vld1q_f32(kMantissas), vld1q_f32(kMantissas + 4), shifts_ ? scale : 1.0f);
-    const uint16x8_t even = vsubq_u16(words, vdupq_n_u16(10 << 7));
-    tables_ = ByteTables::of(even, vaddq_u16(even, vdupq_n_u16(1 << 7)));
-  }
+  // Words under a scale.
+  struct Table {
+    float scale = 0.0f;
+    bool shifts = false; // whether words of an octave are those of another, shifted
+    ByteTables bytes{};
+
+    SPEQ_MEMBER static Table of(float scale) {
+      const float magnitude = scale < 0 ? -scale : scale;
+      const bool shifts = magnitude >= kLeast && magnitude <= kMost;
+      // A normal code is (8 + its mantissa) times 2 to the power of its exponent less 10.
+      constexpr float kMantissas[8] = {8, 9, 10, 11, 12, 13, 14, 15};
+      const uint16x8_t words =
+          rounded(vld1q_f32(kMantissas), vld1q_f32(kMantissas + 4), shifts ? scale : 1.0f);
+      const uint16x8_t even = vsubq_u16(words, vdupq_n_u16(10 << 7));
+      return {scale, shifts, ByteTables::of(even, vaddq_u16(even, vdupq_n_u16(1 << 7)))};
+    }
+  };
 
   // Bytes that are not zero where codes are subnormal, zero or no number.
   SPEQ_MEMBER static uint8x16_t not_normal(uint8x16_t codes) {
@@ -206,10 +211,8 @@ private:
 
   std::int64_t columns_;
   const std::uint8_t *codes_;
-  const float *scales_;
-  float scale_ = 0.0f;
-  bool shifts_ = false; // whether words of an octave are those of another, shifted
-  ByteTables tables_{};
+  Fp8QuadScales scales_;
+  Table tables_[kQuadRows];
 };
 
 class NeonMxfp4 {

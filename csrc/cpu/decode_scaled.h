@@ -7,19 +7,48 @@
 namespace speq::cpu {
 namespace {
 
+// The scales of a quad's rows, whose blocks follow one another. Rows of a block share a place.
+class Fp8QuadScales {
+public:
+  Fp8QuadScales(const Fp8Rows &matrix, std::int64_t quad)
+      : scales_(matrix.row_scales(quad * kQuadRows)), blocks_(matrix.blocks),
+        stride_(blocks_.by_row() ? blocks_.across(matrix.columns) : 0) {}
+
+  // Where a row's scale is kept.
+  SPEQ_MEMBER int place(int n) const { return stride_ == 0 ? 0 : n; }
+
+  // Takes the scales of the blocks that begin at a column, if any do.
+  template <typename Take>
+  SPEQ_MEMBER void next(int rows, std::int64_t first, const Take &take) const {
+    if (blocks_.begins(first)) {
+      const std::int64_t block = blocks_.of_column(first);
+      for (int n = 0; n < (stride_ == 0 ? 1 : rows); ++n) {
+        take(n, scales_[n * stride_ + block]);
+      }
+    }
+  }
+
+private:
+  const float *scales_;
+  Fp8Blocks blocks_;
+  std::int64_t stride_; // between rows; 0: they share their scales
+};
+
 class PortableFp8 {
 public:
   using Block = WordBlock;
 
   PortableFp8(const Fp8Rows &matrix, std::int64_t quad)
       : columns_(matrix.columns), codes_(matrix.codes + quad * kQuadRows * columns_),
-        scales_(matrix.row_scales(quad * kQuadRows)) {}
+        scales_(matrix, quad) {}
 
   void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    scales_.next(rows, first, [&](int n, float scale) { of_rows_[n] = scale; });
     for (int n = 0; n < rows; ++n) {
+      const float scale = of_rows_[scales_.place(n)];
       blocks[n] = {};
       for (std::int64_t i = 0; i < present; ++i) {
-        blocks[n].words[i] = fp8_word(codes_[n * columns_ + first + i], scales_[first / kFp8Block]);
+        blocks[n].words[i] = fp8_word(codes_[n * columns_ + first + i], scale);
       }
     }
   }
@@ -27,7 +56,8 @@ public:
 private:
   std::int64_t columns_;
   const std::uint8_t *codes_;
-  const float *scales_;
+  Fp8QuadScales scales_;
+  float of_rows_[kQuadRows] = {};
 };
 
 // The words of all codes under each scale, low and high bytes apart: a decoder's tables.

@@ -38,24 +38,22 @@ public:
 
   Avx2Fp8(const Fp8Rows &matrix, std::int64_t quad)
       : columns_(matrix.columns), codes_(matrix.codes + quad * kQuadRows * columns_),
-        scales_(matrix.row_scales(quad * kQuadRows)), low_(_mm256_setzero_si256()),
-        high_(_mm256_setzero_si256()) {}
+        scales_(matrix, quad) {}
 
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
     fetch_plane<kBlockColumns>(codes_, columns_, first);
-    if (first % kFp8Block == 0) {
-      take_scale(scales_[first / kFp8Block]);
-    }
+    scales_.next(rows, first, [&](int n, float scale) { tables_[n] = Table(scale); });
     for (int n = 0; n < rows; ++n) {
+      const Table &table = tables_[scales_.place(n)];
       const std::uint8_t *codes = codes_ + n * columns_ + first;
       const __m256i front = load32(codes), back = load32(codes + 32);
       const __m256i odd = _mm256_or_si256(not_normal(front), not_normal(back));
-      if (!shifts_ || !_mm256_testz_si256(odd, odd)) {
-        store_singly(codes, present, blocks[n]);
+      if (!table.shifts || !_mm256_testz_si256(odd, odd)) {
+        store_singly(codes, present, table.scale, blocks[n]);
         continue;
       }
-      store(front, blocks[n].words);
-      store(back, blocks[n].words + 32);
+      store(table, front, blocks[n].words);
+      store(table, back, blocks[n].words + 32);
       clear_behind(blocks[n], present);
     }
   }
@@ -64,29 +62,15 @@ private:
   // Under a scale as near to 1 as this, no word is subnormal and none infinite.
   static constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f;
 
-  SPEQ_MEMBER void take_scale(float scale) {
-    scale_ = scale;
-    const float magnitude = scale < 0 ? -scale : scale;
-    shifts_ = magnitude >= kLeast && magnitude <= kMost;
-    // A normal code is (8 + its mantissa) times 2 to the power of its exponent less 10.
-    const __m256 mantissas = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
-    const __m256i bits =
-        _mm256_castps_si256(_mm256_mul_ps(mantissas, _mm256_set1_ps(shifts_ ? scale : 1.0f)));
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
-    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
-    const __m256i even = _mm256_sub_epi32(rounded, _mm256_set1_epi32(10 << 7));
-    const __m256i next = _mm256_add_epi32(even, _mm256_set1_epi32(1 << 7));
-    // Within each half: words of four mantissas in both octaves; then their bytes apart.
-    const __m256i words = _mm256_packus_epi32(even, next);
-    const __m256i bytes = _mm256_shuffle_epi8(
-        words, _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8,
-                                10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m256i planes = _mm256_permutevar8x32_epi32(bytes, order);
-    low_ = _mm256_permute4x64_epi64(planes, _MM_SHUFFLE(1, 0, 1, 0));
-    high_ = _mm256_permute4x64_epi64(planes, _MM_SHUFFLE(3, 2, 3, 2));
-  }
+  // Words under a scale.
+  struct Table {
+    float scale = 0.0f;
+    bool shifts = false; // whether words of an octave are those of another, shifted
+    __m256i low, high;   // bytes of the sixteen words, in both halves
+
+    Table() : low(_mm256_setzero_si256()), high(_mm256_setzero_si256()) {}
+    SPEQ_MEMBER explicit Table(float scale);
+  };
 
   // Bytes that are not zero where codes are subnormal, zero or no number.
   SPEQ_MEMBER static __m256i not_normal(__m256i codes) {
@@ -96,18 +80,18 @@ private:
   }
 
   // The words of 32 normal codes.
-  SPEQ_MEMBER void store(__m256i codes, float *floats) const {
+  SPEQ_MEMBER static void store(const Table &table, __m256i codes, float *floats) {
     __m256i low, high;
-    bytes_of(dealt(codes), low, high);
+    bytes_of(table, dealt(codes), low, high);
     store_dealt(floats, low, high);
   }
-  SPEQ_MEMBER void store(__m256i codes, BFloat16 *words) const {
+  SPEQ_MEMBER static void store(const Table &table, __m256i codes, BFloat16 *words) {
     __m256i low, high;
-    bytes_of(codes, low, high);
+    bytes_of(table, codes, low, high);
     store_words(words, low, high);
   }
 
-  SPEQ_MEMBER void bytes_of(__m256i codes, __m256i &low, __m256i &high) const {
+  SPEQ_MEMBER static void bytes_of(const Table &table, __m256i codes, __m256i &low, __m256i &high) {
     const __m256i nibble = _mm256_set1_epi8(0xF);
     const __m256i places = _mm256_and_si256(codes, nibble);
     const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
@@ -115,14 +99,16 @@ private:
         0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81), char(0x82), char(0x83), char(0x84),
         char(0x85), char(0x86), char(0x87), 0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81),
         char(0x82), char(0x83), char(0x84), char(0x85), char(0x86), char(0x87));
-    low = _mm256_shuffle_epi8(low_, places);
-    high = _mm256_add_epi8(_mm256_shuffle_epi8(high_, places), _mm256_shuffle_epi8(added, upper));
+    low = _mm256_shuffle_epi8(table.low, places);
+    high =
+        _mm256_add_epi8(_mm256_shuffle_epi8(table.high, places), _mm256_shuffle_epi8(added, upper));
   }
 
-  void store_singly(const std::uint8_t *codes, std::int64_t present, Block &block) const {
+  static void store_singly(const std::uint8_t *codes, std::int64_t present, float scale,
+                           Block &block) {
     block = {};
     for (std::int64_t i = 0; i < present; ++i) {
-      const BFloat16 word = fp8_word(codes[i], scale_);
+      const BFloat16 word = fp8_word(codes[i], scale);
       if constexpr (kFloats) {
         block.words[i] = to_float(word);
       } else {
@@ -133,11 +119,32 @@ private:
 
   std::int64_t columns_;
   const std::uint8_t *codes_;
-  const float *scales_;
-  float scale_ = 0.0f;
-  bool shifts_ = false; // whether words of an octave are those of another, shifted
-  __m256i low_, high_;  // bytes of the sixteen words, in both halves
+  Fp8QuadScales scales_;
+  Table tables_[kQuadRows];
 };
+
+template <bool kFloats> Avx2Fp8<kFloats>::Table::Table(float scale) : scale(scale) {
+  const float magnitude = scale < 0 ? -scale : scale;
+  shifts = magnitude >= kLeast && magnitude <= kMost;
+  // A normal code is (8 + its mantissa) times 2 to the power of its exponent less 10.
+  const __m256 mantissas = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
+  const __m256i bits =
+      _mm256_castps_si256(_mm256_mul_ps(mantissas, _mm256_set1_ps(shifts ? scale : 1.0f)));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
+  const __m256i even = _mm256_sub_epi32(rounded, _mm256_set1_epi32(10 << 7));
+  const __m256i next = _mm256_add_epi32(even, _mm256_set1_epi32(1 << 7));
+  // Within each half: words of four mantissas in both octaves; then their bytes apart.
+  const __m256i words = _mm256_packus_epi32(even, next);
+  const __m256i bytes = _mm256_shuffle_epi8(
+      words, _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8,
+                              10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i planes = _mm256_permutevar8x32_epi32(bytes, order);
+  low = _mm256_permute4x64_epi64(planes, _MM_SHUFFLE(1, 0, 1, 0));
+  high = _mm256_permute4x64_epi64(planes, _MM_SHUFFLE(3, 2, 3, 2));
+}
 
 // 32 codes, two to the byte, in their order.
 SPEQ_MEMBER __m256i codes_of(__m128i packed) {

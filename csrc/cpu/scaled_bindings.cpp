@@ -41,14 +41,25 @@ void run_slots(const Format &format, const Grouped &tensors, const Tensor &slots
   run_grouped(tensors, ScaledWeights(hidden_size, expert_width, format, records), activation);
 }
 
-void decode_fp8_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
-  decode_record(Fp8Format{}, record, gate_up_proj, down_proj);
+Fp8Format fp8_format(std::int64_t block_rows, std::int64_t block_columns) {
+  const Fp8Blocks blocks{block_rows, block_columns};
+  STD_TORCH_CHECK(blocks.valid(), "blocks of FP8 are ", block_rows, " by ", block_columns,
+                  " and must have 1 row or multiples of ", kQuadRows, ", and multiples of ",
+                  kBlockColumns, " columns");
+  return {blocks};
+}
+
+void decode_fp8_out(Tensor record, std::int64_t block_rows, std::int64_t block_columns,
+                    Tensor gate_up_proj, Tensor down_proj) {
+  decode_record(fp8_format(block_rows, block_columns), record, gate_up_proj, down_proj);
 }
 
 void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                         std::int64_t expert_width, std::int64_t activation, Tensor out,
+                         std::int64_t expert_width, std::int64_t block_rows,
+                         std::int64_t block_columns, std::int64_t activation, Tensor out,
                          OptionalTensor gate_up_bias, OptionalTensor down_bias) {
-  run_slots(Fp8Format{}, {hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias}, slots,
+  run_slots(fp8_format(block_rows, block_columns),
+            {hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias}, slots,
             expert_width, activation);
 }
 

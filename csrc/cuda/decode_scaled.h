@@ -60,6 +60,12 @@ SPEQ_DEVICE void load_codes(const std::uint8_t *at, std::uint32_t (&codes)[kVect
 
 struct Fp8Matrix : CompactMatrix {
   const float *scales;
+  int block_rows, block_columns; // at least all that there are, where they share one
+
+  // The scales of the blocks that a row is in.
+  SPEQ_DEVICE const float *row_scales(int row) const {
+    return scales + row / block_rows * ((columns + block_columns - 1) / block_columns);
+  }
 };
 
 template <bool kWhole> class Fp8Decoder {
@@ -69,15 +75,14 @@ public:
 
   SPEQ_DEVICE Fp8Decoder(const Fp8Matrix &matrix, int quad)
       : matrix(matrix), segment(matrix, quad),
-        scales_(matrix.scales + quad * kRows / int(kFp8Block) * int(fp8_blocks(matrix.columns))),
-        scale_(0.0f) {}
+        scales_(matrix.row_scales(quad * kRows + Lane().row())), scale_(0.0f) {}
 
   SPEQ_DEVICE void prefetch(int ahead) const { segment.prefetch(ahead); }
 
   SPEQ_DEVICE void begin() {
     segment.load();
     if (segment.present > 0) {
-      scale_ = __ldg(scales_ + segment.column / int(kFp8Block));
+      scale_ = __ldg(scales_ + segment.column / matrix.block_columns);
     }
   }
 
@@ -109,7 +114,7 @@ private:
     second |= (nans & 0x800000 ? kNan : 0) | (nans & 0x80000000 ? kNan << 16 : 0);
   }
 
-  const float *scales_; // of the blocks of the quad's rows
+  const float *scales_; // of the blocks of the lane's row
   float scale_;         // of the segment
 };
 
@@ -117,9 +122,14 @@ struct Fp8Slots : ScaledSlots {
   using Matrix = Fp8Matrix;
   template <bool kWhole> using Decoder = Fp8Decoder<kWhole>;
 
+  Fp8Blocks blocks;
+
   SPEQ_DEVICE Fp8Matrix matrix(int m, std::int64_t, std::int64_t slot) const {
-    const Fp8Rows rows = fp8_rows(layout, records + slot * stride, m);
-    return {{rows.codes, nullptr, nullptr, int(rows.rows), int(rows.columns), 0}, rows.scales};
+    const Fp8Rows rows = fp8_rows(layout, records + slot * stride, blocks, m);
+    return {{rows.codes, nullptr, nullptr, int(rows.rows), int(rows.columns), 0},
+            rows.scales,
+            int(blocks.rows == 0 ? rows.rows : blocks.rows),
+            int(blocks.columns == 0 ? rows.columns : blocks.columns)};
   }
 };
 

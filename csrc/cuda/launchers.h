@@ -101,8 +101,8 @@ const char *moe_grouped_residual(Values hidden_states, Route route, Records slot
 
 // Records of codes with scales (scaled.h), which are aligned to four bytes.
 const char *moe_grouped_fp8(Values hidden_states, Route route, Records slots, ExpertShape shape,
-                            Activation activation, ExpertBiases biases, void *out, void *workspace,
-                            void *stream);
+                            Fp8Blocks blocks, Activation activation, ExpertBiases biases, void *out,
+                            void *workspace, void *stream);
 
 const char *moe_grouped_mxfp4(Values hidden_states, Route route, Records slots, ExpertShape shape,
                               Activation activation, ExpertBiases biases, void *out,
@@ -117,7 +117,8 @@ const char *moe_grouped_nvfp4(Values hidden_states, Route route, Records slots, 
                               bool divides, Activation activation, ExpertBiases biases, void *out,
                               void *workspace, void *stream);
 
-const char *decode_fp8(Records record, ExpertShape shape, void *gate_up, void *down, void *stream);
+const char *decode_fp8(Records record, ExpertShape shape, Fp8Blocks blocks, void *gate_up,
+                       void *down, void *stream);
 
 const char *decode_mxfp4(Records record, ExpertShape shape, void *gate_up, void *down,
                          void *stream);

@@ -5,21 +5,22 @@
 namespace speq::cuda {
 namespace {
 
-Fp8Slots fp8_slots(const Records &records, const ExpertShape &shape) {
-  return {scaled_slots(records, fp8_layout(shape.hidden_size, shape.expert_width))};
+Fp8Slots fp8_slots(const Records &records, const ExpertShape &shape, Fp8Blocks blocks) {
+  return {scaled_slots(records, fp8_layout(shape.hidden_size, shape.expert_width, blocks)), blocks};
 }
 
 } // namespace
 
 Error moe_grouped_fp8(Values hidden_states, Route route, Records slots, ExpertShape shape,
-                      Activation activation, ExpertBiases biases, void *out, void *workspace,
-                      void *stream) {
-  return moe_grouped_compact(hidden_states, route, fp8_slots(slots, shape), {}, activation, biases,
-                             out, workspace, stream);
+                      Fp8Blocks blocks, Activation activation, ExpertBiases biases, void *out,
+                      void *workspace, void *stream) {
+  return moe_grouped_compact(hidden_states, route, fp8_slots(slots, shape, blocks), {}, activation,
+                             biases, out, workspace, stream);
 }
 
-Error decode_fp8(Records record, ExpertShape shape, void *gate_up, void *down, void *stream) {
-  return decode_expert(fp8_slots(record, shape), gate_up, down, stream);
+Error decode_fp8(Records record, ExpertShape shape, Fp8Blocks blocks, void *gate_up, void *down,
+                 void *stream) {
+  return decode_expert(fp8_slots(record, shape, blocks), gate_up, down, stream);
 }
 
 } // namespace speq::cuda

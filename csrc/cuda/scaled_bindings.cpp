@@ -57,24 +57,39 @@ void run_grouped(const char *op, const GroupedTensors &given, const ExpertShape 
                biases, grouped.out, memory.mutable_data_ptr(), call.stream()));
 }
 
-void decode_fp8_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
+speq::Fp8Blocks fp8_blocks(const char *op, std::int64_t rows, std::int64_t columns) {
+  const speq::Fp8Blocks blocks{rows, columns};
+  STD_TORCH_CHECK(blocks.valid(), op, ": blocks are ", rows, " by ", columns,
+                  " and must have 1 row or multiples of ", speq::kQuadRows, ", and multiples of ",
+                  speq::kBlockColumns, " columns");
+  return blocks;
+}
+
+void decode_fp8_out(Tensor record, std::int64_t block_rows, std::int64_t block_columns,
+                    Tensor gate_up_proj, Tensor down_proj) {
   constexpr const char *op = "decode_fp8";
   const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
-  const std::int64_t nbytes = speq::fp8_layout(shape.hidden_size, shape.expert_width).nbytes;
-  decode_record(op, record, nbytes, gate_up_proj, down_proj,
-                [&](const Records &held, auto... to) { return decode_fp8(held, shape, to...); });
+  const speq::Fp8Blocks blocks = fp8_blocks(op, block_rows, block_columns);
+  const std::int64_t nbytes =
+      speq::fp8_layout(shape.hidden_size, shape.expert_width, blocks).nbytes;
+  decode_record(op, record, nbytes, gate_up_proj, down_proj, [&](const Records &held, auto... to) {
+    return decode_fp8(held, shape, blocks, to...);
+  });
 }
 
 void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                         std::int64_t expert_width, std::int64_t activation, Tensor out,
+                         std::int64_t expert_width, std::int64_t block_rows,
+                         std::int64_t block_columns, std::int64_t activation, Tensor out,
                          OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_fp8";
   const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
-  const std::int64_t nbytes = speq::fp8_layout(shape.hidden_size, shape.expert_width).nbytes;
+  const speq::Fp8Blocks blocks = fp8_blocks(op, block_rows, block_columns);
+  const std::int64_t nbytes =
+      speq::fp8_layout(shape.hidden_size, shape.expert_width, blocks).nbytes;
   run_grouped(
       op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
       shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
-        return moe_grouped_fp8(rows, route, held, shape, to...);
+        return moe_grouped_fp8(rows, route, held, shape, blocks, to...);
       });
 }
 

@@ -20,6 +20,7 @@ from speq.errors import OptionError
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
+from speq.files.fp8_settings import SQUARES, Fp8Blocks
 from speq.files.packing import Int4Groups
 from speq.files.published_format import WORDS
 from speq.kernels import compact_ops, ops
@@ -41,6 +42,7 @@ class ExpertShape:
                one codec only (`published_format`)
     groups     of INT4; None for other formats
     divides    whether scales of NVFP4's matrices divide those of blocks
+    blocks     of FP8
     """
 
     hidden_size: int
@@ -49,6 +51,7 @@ class ExpertShape:
     published: str = WORDS
     groups: Int4Groups | None = None
     divides: bool = False
+    blocks: Fp8Blocks = SQUARES
 
     @property
     def gate_up_shape(self) -> tuple[int, int]:

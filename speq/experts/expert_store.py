@@ -213,6 +213,7 @@ class SafetensorsExpertStore:
                         *(hidden_size, width, torch.bfloat16, checkpoint.format),
                         groups=coded.groups,
                         divides=divides,
+                        blocks=coded.fp8.blocks,
                     )
                     check_groups(scaled, checkpoint.path)
                     return info.dtype, scaled
@@ -388,8 +389,10 @@ def layout_of(shape: ExpertShape) -> ScaledLayout:
     """Layout of experts published as codes."""
     if shape.groups is not None:
         return Int4GroupsLayout(shape.hidden_size, shape.expert_width, *shape.groups)
+    if shape.published == FP8:
+        return Fp8Layout(shape.hidden_size, shape.expert_width, *shape.blocks)
     of_format: dict[str, Callable[[int, int], ScaledLayout]] = {
-        **{FP8: Fp8Layout, MXFP4: Mxfp4Layout, NVFP4: Nvfp4Layout}
+        **{MXFP4: Mxfp4Layout, NVFP4: Nvfp4Layout}
     }
     return of_format[shape.published](shape.hidden_size, shape.expert_width)
 

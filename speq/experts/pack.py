@@ -112,6 +112,7 @@ def pack(
             dense=dense_records,
             groups=codec.shape.groups,
             divides=codec.shape.divides,
+            blocks=codec.shape.blocks,
         )
         manifest.check(out / EXPERTS_MANIFEST)
         check_unchanged(checkpoint, before)

@@ -27,6 +27,7 @@ from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.checksums import PACK_AGAIN, Checksums, check_seal, seal
+from speq.files.fp8_settings import SQUARES, STRATEGIES, Fp8Blocks
 from speq.files.json_file import read_json
 from speq.files.packing import Int4Groups
 from speq.files.published_format import FORMATS, WORDS
@@ -57,7 +58,7 @@ class Manifest:
     source  fingerprint of the checkpoint that was packed
     draft   the draft that experts are decoded with, for a codec that needs one
     checksums  checksums of everything else; None in packs of earlier versions
-    groups, divides  of INT4 and of NVFP4, as in `ExpertShape`
+    groups, divides, blocks  of INT4, NVFP4 and FP8, as in `ExpertShape`
     dense   records in dense.bin, by tensor name; None for a matrix that packing would not make
             smaller
     """
@@ -75,6 +76,7 @@ class Manifest:
     dense: dict[str, Record | None] = field(default_factory=dict)
     groups: Int4Groups | None = None
     divides: bool = False
+    blocks: Fp8Blocks = SQUARES
     format: str = FORMAT
     alignment: int = ALIGNMENT
 
@@ -97,8 +99,10 @@ class Manifest:
     @property
     def shape(self) -> ExpertShape:
         published = self.codec if self.codec in FORMATS else WORDS
-        sizes, groups = (self.hidden_size, self.expert_width), self.groups
-        return ExpertShape(*sizes, DTYPES[self.dtype], published, groups, self.divides)
+        return ExpertShape(
+            *(self.hidden_size, self.expert_width, DTYPES[self.dtype], published),
+            *(self.groups, self.divides, self.blocks),
+        )
 
     @property
     def end(self) -> int:
@@ -134,6 +138,10 @@ class Manifest:
                 # Packs of earlier versions have no third entry: their scales are bfloat16.
                 size, *flags = entries["groups"]
                 groups = Int4Groups(_sizes([size], 1)[0], *map(bool, flags))
+            # Packs of earlier versions have none: their blocks are of 128 rows and columns.
+            blocks = Fp8Blocks(*_sizes(entries.get("blocks", [*SQUARES]), 2))
+            if blocks not in STRATEGIES.values():
+                raise ValueError(f"blocks of FP8 are {blocks}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileError(f"{path} is damaged ({error!r}); pack the model again") from error
         manifest = cls(
@@ -143,6 +151,7 @@ class Manifest:
             dense=dense,
             groups=groups,
             divides=bool(entries.get("divides")),
+            blocks=blocks,
             **texts,  # type: ignore[arg-type]
             **sizes,  # type: ignore[arg-type]
         )

@@ -1,6 +1,7 @@
 """Codecs of experts published as codes with scales, which stay in their published form.
 
-fp8    e4m3 codes in blocks of 128 rows and columns, each with a float32 scale: 8 bits a weight
+fp8    e4m3 codes in blocks of 128 rows and columns, or of a row, or all of a matrix, each with a
+       float32 scale: 8 bits a weight
 mxfp4  e2m1 codes in blocks of 32 neighbours, each with a power of 2: 4.25 bits a weight
 int4   4-bit codes in groups of neighbours, each with a 16-bit scale and perhaps a zero point: 4.5
        bits a weight in groups of 32, 4.13 of 128
@@ -20,6 +21,7 @@ from speq.experts.codec import ExpertShape, Matrices
 from speq.experts.int4 import Int4Arena, Int4Expert
 from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align
+from speq.files.fp8_settings import Fp8Blocks
 from speq.files.packing import Int4Groups
 from speq.kernels import scaled_ops
 from speq.kernels.ops import PlainExpert
@@ -136,14 +138,19 @@ class Fp8Codec(ScaledCodec):
     takes: ClassVar[str] = "what was published in fp8"
 
     @property
+    def arguments(self) -> Fp8Blocks:
+        return self.shape.blocks
+
+    @property
     def layout(self) -> Fp8Layout:
-        return Fp8Layout(self.shape.hidden_size, self.shape.expert_width)
+        shape = self.shape
+        return scaled_ops.fp8_layout(shape.hidden_size, shape.expert_width, *self.arguments)
 
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
-        return map(fp8_codes, (*exact[0].chunk(2), exact[1]))
+        return (fp8_codes(each, *self.arguments) for each in (*exact[0].chunk(2), exact[1]))
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-        scaled_ops.decode_fp8(record, gate_up_proj, down_proj)
+        scaled_ops.decode_fp8(record, *self.arguments, gate_up_proj, down_proj)
 
     def run(self, *arguments: Any) -> None:
         scaled_ops.moe_grouped_fp8(*arguments)

@@ -1,8 +1,11 @@
 """Tensors of a checkpoint that are codes in its published format, and what belongs to them."""
 
+from math import prod
+
 import torch
 
 from speq.errors import CheckpointError, UnsupportedError
+from speq.files.fp8_settings import Fp8Settings
 from speq.files.packed_settings import ORIGINAL, PackedSettings
 from speq.files.packing import (
     CODES_PER_WORD,
@@ -13,9 +16,9 @@ from speq.files.packing import (
     Int4Groups,
 )
 from speq.files.published_format import (
+    BLOCK_SCALES,
     BLOCKS,
     FP8,
-    FP8_BLOCK,
     FP8_DTYPE,
     INT4_DTYPE,
     KV_SCALES,
@@ -25,11 +28,12 @@ from speq.files.published_format import (
     PLAIN,
     SCALE_DTYPES,
     WORDS,
-    scales_name,
     words_name,
 )
 from speq.files.safetensors_file import OTHER_VERSION, SafetensorsFile, TensorInfo
 
+# End of the name of the scale of a module's inputs.
+INPUT_SCALE = ".input_scale"
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
 
 
@@ -39,10 +43,17 @@ class CodedTensors:
     format   published format
     packing  of INT4 and NVFP4; None for other formats
     groups   of INT4, with the dtype of its scales; None for other formats
+    fp8      what shares a scale in FP8
     """
 
-    def __init__(self, tensors: Tensors, format: str, packed: PackedSettings | None) -> None:
-        self.tensors, self.format = tensors, format
+    def __init__(
+        self,
+        tensors: Tensors,
+        format: str,
+        packed: PackedSettings | None,
+        fp8: Fp8Settings,
+    ) -> None:
+        self.tensors, self.format, self.fp8 = tensors, format, fp8
         self.packing: CodePacking | None = None if packed is None else packed.packing
         self.groups: Int4Groups | None = None
         if packed is not None and packed.groups is not None:
@@ -66,8 +77,10 @@ class CodedTensors:
 
     def beside_codes(self, name: str) -> tuple[str, ...]:
         """Names of the tensors that belong to a tensor of codes, of which some may be absent."""
+        if self.format == MXFP4:
+            return (name.removesuffix(BLOCKS) + BLOCK_SCALES,)
         if self.packing is None:
-            return (scales_name(name),)
+            return name + self.fp8.scales, name.removesuffix(PLAIN) + INPUT_SCALE
         packing, module = self.packing, name.removesuffix(self.packing.codes)
         return tuple(module + end for end in (packing.scales, packing.third, *packing.others))
 
@@ -141,10 +154,12 @@ class CodedTensors:
         if self.format == MXFP4:
             whole = len(info.shape) > 1 and info.shape[-1] == MXFP4_BLOCK_BYTES
             return (MXFP4_DTYPE,), ((info.shape[:-1],) if whole else ())
-        blocks = tuple(
-            -(-size // block) for size, block in zip(info.shape, FP8_BLOCK, strict=False)
-        )
-        return SCALE_DTYPES, ((blocks,) if len(info.shape) == len(FP8_BLOCK) else ())
+        if len(info.shape) != 2:
+            return SCALE_DTYPES, ()
+        of_blocks = self.fp8.blocks.scales_shape(*info.shape)
+        # A scale of a row or a matrix may be without the dimensions that are 1.
+        shapes = of_blocks, (), (1,), of_blocks[:1]
+        return SCALE_DTYPES, tuple(each for each in shapes if prod(each) == prod(of_blocks))
 
     def _check_nvfp4(self, name: str) -> None:
         """Raise SpeqError unless codes are whole blocks with a scale of the matrix, and multiplied

@@ -131,7 +131,7 @@ def _check_nvfp4(method: str, given: dict[str, Any], where: Path) -> None:
         "type": Wanted(given.get("type", "float") == "float", "float"),
         "group_size": Wanted(given.get("group_size", NVFP4_BLOCK) == NVFP4_BLOCK, NVFP4_BLOCK),
     }
-    _check(method, given, wanted, where)
+    check_settings(method, given, wanted, where)
 
 
 def _gptq(settings: dict[str, Any], where: Path) -> PackedSettings:
@@ -182,11 +182,14 @@ def _check_groups(
     size: Any = given.get("group_size")
     whole = type(size) is int and size > 0 and size % INT4_GROUP == 0
     of_size = Wanted(whole, f"{INT4_GROUP} and multiples of it")
-    _check(method, given, wanted | {"group_size": of_size}, where)
+    check_settings(method, given, wanted | {"group_size": of_size}, where)
     return int(size)
 
 
-def _check(method: str, given: dict[str, Any], wanted: dict[str, Wanted], where: Path) -> None:
+def check_settings(
+    method: str, given: dict[str, Any], wanted: dict[str, Wanted], where: Path
+) -> None:
+    """Raise SpeqError for a setting that is not read."""
     for name, (known, value) in wanted.items():
         if not known:
             raise UnsupportedError(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from speq.errors import CheckpointError, UnsupportedError
+from speq.files.fp8_settings import INVERSE, PLAIN_SCALE, Fp8Settings, read_fp8
 from speq.files.json_file import read_json
 from speq.files.packed_settings import ORIGINAL, PackedSettings, read_settings
 from speq.files.packing import INT4, NVFP4, PACKINGS
@@ -18,7 +19,7 @@ FORMATS = (FP8, MXFP4, INT4, NVFP4)
 
 # Meaning of exact for each format. Publishers' own kernels are no reference: they differ.
 MEANINGS = {
-    FP8: "weights are bfloat16 words, each the FP8 code times its block's scale, rounded once; "
+    FP8: "weights are bfloat16 words, each the FP8 code times its scale, rounded once; "
     "activations are not quantised",
     MXFP4: "weights are bfloat16 words, each the MXFP4 code times its block's power of 2; "
     "activations are not quantised",
@@ -29,8 +30,6 @@ MEANINGS = {
 }
 
 FP8_DTYPE = torch.float8_e4m3fn
-# Suffix of the scales of a tensor of FP8 codes.
-SCALES = "_scale_inv"
 # Suffixes of MXFP4 codes and their scales, after the name of the plain weights.
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 MXFP4_DTYPE, MXFP4_BLOCK, MXFP4_BLOCK_BYTES = torch.uint8, 32, 16
@@ -40,8 +39,6 @@ PLAIN = ".weight"
 INT4_DTYPE = torch.int32
 # Ends of the names of scales of a KV cache in fewer bits.
 KV_SCALES = (".k_scale", ".v_scale")
-FP8_BLOCK = [128, 128]
-E4M3_NAMES = (None, "e4m3", "float8_e4m3fn")
 
 # Quantisers' own config files, for some the only ones: ModelOpt, AutoGPTQ, AutoAWQ.
 QUANTISERS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -107,37 +104,25 @@ def _format_of(settings: Any, field: str, where: Path) -> str:
     if not isinstance(settings, dict):
         raise UnsupportedError(f"{where} is quantised ({settings}); {ORIGINAL}")
     method = _method(settings)
-    packed = read_settings(settings, where) if field == QUANTISED_FIELDS[0] else None
-    if packed is not None:
-        return packed.packing.format
-    if field != QUANTISED_FIELDS[0] or method not in (FP8, MXFP4):
-        raise UnsupportedError(f"{where} is quantised ({method or field}); {ORIGINAL}")
-    if method == MXFP4:
-        return MXFP4
-    wanted = {
-        "weight_block_size": (settings.get("weight_block_size") == FP8_BLOCK, FP8_BLOCK),
-        "fmt": (settings.get("fmt") in E4M3_NAMES, "e4m3"),
-        "activation_scheme": (settings.get("activation_scheme") in (None, "dynamic"), "dynamic"),
-    }
-    for name, (known, value) in wanted.items():
-        if not known:
-            raise UnsupportedError(
-                f"{where} is quantised (fp8) with {name} {settings.get(name)!r}, and fp8 is read "
-                f"with {value!r}; {ORIGINAL}"
-            )
-    return FP8
+    if field == QUANTISED_FIELDS[0]:
+        if method == MXFP4:
+            return MXFP4
+        if read_fp8(settings, where) is not None:
+            return FP8
+        packed = read_settings(settings, where)
+        if packed is not None:
+            return packed.packing.format
+    raise UnsupportedError(f"{where} is quantised ({method or field}); {ORIGINAL}")
 
 
 def packed_settings(config: dict[str, Any], where: Path) -> PackedSettings | None:
     """Read how a checkpoint in INT4 or NVFP4 is packed; None for other formats. Raises SpeqError
     for what is not supported.
     """
-    fields = [
-        part[QUANTISED_FIELDS[0]]
-        for part in (config, config.get("text_config"))
-        if isinstance(part, dict) and isinstance(part.get(QUANTISED_FIELDS[0]), dict)
-    ]
+    fields = _settings_of(config)
     for settings in fields:
+        if read_fp8(settings, where) is not None:
+            return None
         found = read_settings(settings, where)
         if found is not None:
             return found
@@ -148,19 +133,29 @@ def packed_settings(config: dict[str, Any], where: Path) -> PackedSettings | Non
     return read_settings({"quant_method": "modelopt"} | beside, where)
 
 
+def fp8_settings(config: dict[str, Any], where: Path) -> Fp8Settings:
+    """Read what shares a scale in a checkpoint in FP8; blocks of 128 rows and columns for other
+    formats. Raises SpeqError for what is not supported.
+    """
+    found = (read_fp8(settings, where) for settings in _settings_of(config))
+    return next((each for each in found if each is not None), Fp8Settings())
+
+
+def _settings_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The `quantization_config` of a config.json, and of its text's part."""
+    return [
+        part[QUANTISED_FIELDS[0]]
+        for part in (config, config.get("text_config"))
+        if isinstance(part, dict) and isinstance(part.get(QUANTISED_FIELDS[0]), dict)
+    ]
+
+
 def words_name(name: str) -> str:
     """Name of the plain weights for a tensor of codes, or of what belongs to codes."""
     for packing in PACKINGS:
         for ending in (packing.codes, packing.scales, packing.third, *packing.others):
             if name.endswith(ending):
                 return name.removesuffix(ending) + PLAIN
-    for ending in (SCALES, BLOCKS, BLOCK_SCALES):
+    for ending in (INVERSE, PLAIN_SCALE, BLOCKS, BLOCK_SCALES):
         name = name.removesuffix(ending)
     return name
-
-
-def scales_name(name: str) -> str:
-    """Name of the scales of a tensor of codes in FP8 or MXFP4."""
-    if name.endswith(BLOCKS):
-        return name.removesuffix(BLOCKS) + BLOCK_SCALES
-    return name + SCALES

@@ -103,12 +103,14 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         _with_activation_number(reference_compact.moe_grouped_residual_out),
     ),
     "decode_fp8": (
-        "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
+        "(Tensor record, int block_rows, int block_columns, Tensor(a!) gate_up_proj, "
+        "Tensor(b!) down_proj) -> ()",
         reference_scaled.decode_fp8_out,
     ),
     "moe_grouped_fp8": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
+        "int expert_width, int block_rows, int block_columns, int activation, Tensor(a!) out, "
+        f"{_BIASES}) -> ()",
         _with_activation_number(reference_scaled.moe_grouped_fp8_out),
     ),
     "decode_mxfp4": (

@@ -13,14 +13,19 @@ from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout,
 from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words, nvfp4_words, part_of
 
 
-def decode_fp8_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """Decode an FP8 record into gate_up_proj [2F, H] and down_proj [H, F], bfloat16."""
+def decode_fp8_out(
+    record: Tensor, block_rows: int, block_columns: int, gate_up_proj: Tensor, down_proj: Tensor
+) -> None:
+    """Decode an FP8 record of blocks of that size into gate_up_proj [2F, H] and down_proj [H, F],
+    bfloat16.
+    """
     hidden_size, width = down_proj.shape
-    layout = Fp8Layout(hidden_size, width)
+    layout = Fp8Layout(hidden_size, width, block_rows, block_columns)
     targets = *gate_up_proj.chunk(2), down_proj
     for target, codes, scales in zip(targets, layout.codes, layout.scales, strict=True):
         of_blocks = part_of(record, scales).view(torch.float32).view(scales.shape)
-        target.copy_(fp8_words(part_of(record, codes).view(codes.shape), of_blocks))
+        of_codes = part_of(record, codes).view(codes.shape)
+        target.copy_(fp8_words(of_codes, of_blocks, block_rows, block_columns))
 
 
 def decode_mxfp4_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -78,14 +83,20 @@ def moe_grouped_fp8_out(
     slot_table: Tensor,
     slots: Tensor,
     expert_width: int,
+    block_rows: int,
+    block_columns: int,
     activation: str,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> None:
     """Run `moe_grouped_out` over FP8 records in slots [S, slot_bytes] uint8."""
+
+    def decode(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        decode_fp8_out(record, block_rows, block_columns, gate_up_proj, down_proj)
+
     rows = hidden_states, topk_ids, slot_table, slots, expert_width
-    _run_slots(decode_fp8_out, *rows, activation, out, gate_up_bias, down_bias)
+    _run_slots(decode, *rows, activation, out, gate_up_bias, down_bias)
 
 
 def moe_grouped_mxfp4_out(

@@ -9,6 +9,8 @@ from typing import ClassVar, Protocol
 LINE_BYTES = 64
 # Rows and columns of FP8 codes that share a scale.
 FP8_BLOCK = 128
+# FP8 has blocks of one row or of multiples of so many, and of multiples of so many columns.
+FP8_ROWS, FP8_COLUMNS = 4, 64
 # Neighbours of a row of MXFP4 codes that share a scale.
 MXFP4_BLOCK = 32
 # INT4 has groups of multiples of so many neighbours, and zero points of so many rows in a word.
@@ -62,12 +64,15 @@ class ScaledLayout(Protocol):
 class Fp8Layout:
     """FP8 layout of gate, up [F, H] and down [H, F]: a byte per code, and a float32 scale per
     block.
+
+    block_rows, block_columns  that share a scale; 0: all of a matrix
     """
 
-    block: ClassVar[int] = FP8_BLOCK
     code_bits: ClassVar[int] = 8
     hidden_size: int
     expert_width: int
+    block_rows: int = FP8_BLOCK
+    block_columns: int = FP8_BLOCK
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
@@ -80,7 +85,7 @@ class Fp8Layout:
     @property
     def scales(self) -> tuple[Section, ...]:
         shapes = tuple(
-            (blocks_of(rows, self.block), blocks_of(columns, self.block))
+            (blocks_of(rows, self.block_rows), blocks_of(columns, self.block_columns))
             for rows, columns in self.matrices
         )
         return _sections(_end(self.codes), shapes, 4)
@@ -214,8 +219,8 @@ class Nvfp4Layout:
 
 
 def blocks_of(size: int, block: int) -> int:
-    """Number of blocks of rows or columns; the last one may be shorter."""
-    return -(-size // block)
+    """Number of blocks of rows or columns; the last one may be shorter. block 0: all in one"""
+    return -(-size // block) if block else 1
 
 
 def _apart(hidden_size: int, expert_width: int) -> tuple[tuple[int, int], ...]:

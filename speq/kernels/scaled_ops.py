@@ -13,6 +13,8 @@ from speq.kernels import library, reference_scaled
 from speq.kernels.checks import activation_code, check_rows, check_tensor
 from speq.kernels.ops import ExpertBiases, pair_of, row_blocks
 from speq.kernels.scaled_layout import (
+    FP8_COLUMNS,
+    FP8_ROWS,
     INT4_COLUMNS,
     NVFP4_COLUMNS,
     Fp8Layout,
@@ -30,14 +32,17 @@ REFERENCES: dict[str, Callable[..., None]] = {
 }
 
 
-def decode_fp8(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+def decode_fp8(
+    record: Tensor, block_rows: int, block_columns: int, gate_up_proj: Tensor, down_proj: Tensor
+) -> None:
     """Decode an FP8 record, or a slot that holds one, into bfloat16 matrices.
 
     record  [R] uint8; gate_up_proj [2F, H], gate over up, and down_proj [H, F]
+    block_rows, block_columns  that share a scale; 0: all of a matrix
     """
-    sizes = _sizes(gate_up_proj, down_proj)
-    _check_records("record", record, 1, Fp8Layout(*sizes))
-    library.call("decode_fp8", record, gate_up_proj, down_proj)
+    blocks = block_rows, block_columns
+    _check_records("record", record, 1, fp8_layout(*_sizes(gate_up_proj, down_proj), *blocks))
+    library.call("decode_fp8", record, *blocks, gate_up_proj, down_proj)
 
 
 def decode_mxfp4(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -78,6 +83,8 @@ def moe_grouped_fp8(
     slot_table: Tensor,
     slots: Tensor,
     expert_width: int,
+    block_rows: int,
+    block_columns: int,
     activation: str,
     out: Tensor,
     biases: ExpertBiases | None = None,
@@ -86,8 +93,9 @@ def moe_grouped_fp8(
     `ops.moe_grouped`.
     """
     held = ScaledSlots(slot_table, slots, expert_width)
-    layout = Fp8Layout(hidden_states.shape[-1], expert_width)
-    _moe_grouped("fp8", layout, hidden_states, topk_ids, held, (), activation, out, biases)
+    blocks = block_rows, block_columns
+    layout = fp8_layout(hidden_states.shape[-1], expert_width, *blocks)
+    _moe_grouped("fp8", layout, hidden_states, topk_ids, held, blocks, activation, out, biases)
 
 
 def moe_grouped_mxfp4(
@@ -178,6 +186,19 @@ def _moe_grouped(
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
         library.call(f"moe_grouped_{form}", part, ids, *held, *groups, code, target, *added)
+
+
+def fp8_layout(
+    hidden_size: int, expert_width: int, block_rows: int, block_columns: int
+) -> Fp8Layout:
+    """Layout of FP8 experts. Raises ValueError for blocks that kernels do not know."""
+    whole = block_rows >= 0 and block_columns >= 0 and block_columns % FP8_COLUMNS == 0
+    if not whole or (block_rows % FP8_ROWS and block_rows != 1):
+        raise ValueError(
+            f"blocks of FP8 are {block_rows} by {block_columns}, and must be of 1 row or multiples "
+            f"of {FP8_ROWS}, and of multiples of {FP8_COLUMNS} columns"
+        )
+    return Fp8Layout(hidden_size, expert_width, block_rows, block_columns)
 
 
 def int4_layout(

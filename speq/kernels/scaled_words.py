@@ -1,6 +1,6 @@
 """Conversion between codes with scales and plain weights, in plain torch.
 
-A weight is its code's value times its block's scale, both in float32, rounded to bfloat16, as
+A weight is its code's value times its scale, both in float32, rounded to bfloat16, as
 transformers dequantizes such a checkpoint.
 """
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from speq.kernels.scaled_layout import (
+    FP8_BLOCK,
     NVFP4_BLOCK,
     ZERO_ROWS,
-    Fp8Layout,
     Mxfp4Layout,
     Section,
     blocks_of,
@@ -33,18 +33,22 @@ E8M0_BIAS, E8M0_MOST = 127, 254
 INT4_ZERO, INT4_MOST = 8, 7
 
 
-def fp8_words(codes: Tensor, scales: Tensor, block: int = Fp8Layout.block) -> Tensor:
+def fp8_words(
+    codes: Tensor, scales: Tensor, block_rows: int = FP8_BLOCK, block_columns: int = FP8_BLOCK
+) -> Tensor:
     """Dequantize codes [N, K] float8_e4m3fn, or their bytes, to [N, K] bfloat16.
 
-    scales  [N / block, K / block] float32, rounded up: scales of blocks of rows and columns, of
-            which the last may be shorter
+    scales  [N / block_rows, K / block_columns] float32, rounded up: scales of blocks of rows and
+            columns, of which the last may be shorter; a block of 0 has all of them
     """
     codes = codes.view(torch.float8_e4m3fn)
     rows, columns = codes.shape
     words = torch.empty(rows, columns, dtype=torch.bfloat16, device=codes.device)
-    for first, of_rows in zip(range(0, rows, block), scales.float(), strict=True):
-        spread = of_rows.repeat_interleave(block)[:columns]
-        words[first : first + block] = codes[first : first + block].float() * spread
+    across = scales.float().repeat_interleave(block_columns or columns, dim=1)[:, :columns]
+    for first in range(0, rows, ROWS):
+        at = torch.arange(first, min(first + ROWS, rows), device=codes.device)
+        spread = across[at // (block_rows or rows)]
+        words[first : first + ROWS] = codes[first : first + ROWS].float() * spread
     return words
 
 
@@ -115,17 +119,19 @@ def e8m0_halves(scales: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def fp8_codes(words: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_codes(
+    words: Tensor, block_rows: int = FP8_BLOCK, block_columns: int = FP8_BLOCK
+) -> tuple[Tensor, Tensor]:
     """Quantize weights [N, K] to the nearest codes [N, K] uint8, with powers of 2 as block
-    scales.
+    scales; a block of 0 has all rows, or columns.
     """
-    block = Fp8Layout.block
     rows, columns = words.shape
-    scales = torch.ones(blocks_of(rows, block), blocks_of(columns, block))
+    scales = torch.ones(blocks_of(rows, block_rows), blocks_of(columns, block_columns))
     codes = torch.empty(rows, columns, dtype=torch.uint8)
+    down, over = block_rows or rows, block_columns or columns
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
-            part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            part = slice(i * down, (i + 1) * down), slice(j * over, (j + 1) * over)
             values = words[part].float()
             scale = power_of_2(values.abs().amax() / E4M3_MOST)
             scales[i, j] = scale

@@ -47,9 +47,10 @@ def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
         third = tensors[others[0]][0].tensor(others[0])
     codes, scales = (tensors[each][0].tensor(each) for each in (name, of_scales))
     if codes.dtype == FP8_DTYPE and packing is not None:
-        return fp8_words(codes, scales.view(1, 1), block=max(codes.shape))
+        return fp8_words(codes, scales.view(1, 1), 0, 0)
     if codes.dtype == FP8_DTYPE:
-        return fp8_words(codes, scales)
+        blocks = checkpoint.coded.fp8.blocks
+        return fp8_words(codes, scales.view(blocks.scales_shape(*codes.shape)), *blocks)
     if packing is not None and packing.format == INT4:
         return int4_words(*packing.unpack(codes, scales, third))
     if packing is not None:

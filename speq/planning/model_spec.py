@@ -14,7 +14,7 @@ from speq.experts.expert_store import check_groups, reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
 from speq.files.packing import INT4, Int4Groups
-from speq.files.published_format import WORDS, format_of, packed_settings
+from speq.files.published_format import WORDS, format_of, fp8_settings, packed_settings
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
@@ -80,7 +80,8 @@ class ModelSpec:
         sizes = experts.hidden_size, experts.expert_width
         packing, groups = packed_settings(content, path) or (None, None)
         divides = packing is not None and packing.divides
-        stored = ExpertShape(*sizes, words, published, groups, divides)
+        blocks = fp8_settings(content, path).blocks
+        stored = ExpertShape(*sizes, words, published, groups, divides, blocks)
         check_groups(stored, path)
         codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)

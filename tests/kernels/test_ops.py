@@ -283,8 +283,11 @@ SCALED = {
 }
 # The same of those over codes with scales.
 SCALED_ARGUMENTS: dict[str, list[Any]] = {
-    "decode_fp8": [SCALED["fp8"], *WORDS],
-    "moe_grouped_fp8": [*ROUTED, SCALED["fp8"].unsqueeze(0), 8, 0, torch.zeros(3, 2, 64)],
+    "decode_fp8": [SCALED["fp8"], 128, 128, *WORDS],
+    "moe_grouped_fp8": [
+        *(*ROUTED, SCALED["fp8"].unsqueeze(0), 8, 128, 128, 0),
+        torch.zeros(3, 2, 64),
+    ],
     "decode_mxfp4": [SCALED["mxfp4"], *OF_MXFP4],
     "moe_grouped_mxfp4": [*ROUTED, SCALED["mxfp4"].unsqueeze(0), 32, 0, torch.zeros(3, 2, 64)],
     "decode_int4": [SCALED["int4"], 32, False, False, *OF_MXFP4],
@@ -440,11 +443,15 @@ def raw_arguments(op: str) -> list[Any]:
         ("moe_grouped_residual", 5, torch.zeros(5, 16, 31).byte()),
         ("decode_fp8", 0, torch.zeros(64).byte()),
         ("decode_fp8", 0, torch.zeros(4000)),
-        ("decode_fp8", 1, torch.zeros(8, 64).bfloat16()),
+        ("decode_fp8", 1, 2),
+        ("decode_fp8", 2, 32),
+        ("decode_fp8", 3, torch.zeros(8, 64).bfloat16()),
         ("moe_grouped_fp8", 3, torch.zeros(1, 64).byte()),
         ("moe_grouped_fp8", 3, SCALED["fp8"]),
         ("moe_grouped_fp8", 4, 800),
         ("moe_grouped_fp8", 4, 0),
+        ("moe_grouped_fp8", 5, -1),
+        ("moe_grouped_fp8", 6, 100),
         ("decode_mxfp4", 0, torch.zeros(64).byte()),
         ("decode_mxfp4", 2, torch.zeros(64, 24).bfloat16()),
         ("moe_grouped_mxfp4", 3, torch.zeros(1, 64).byte()),

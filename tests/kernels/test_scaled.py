@@ -5,6 +5,7 @@ products are those of plain words.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +22,37 @@ from tests.helpers.pairwise import covering
 
 SEED = 11
 EXPERTS = 5
-LAYOUTS = {"fp8": Fp8Layout, "mxfp4": Mxfp4Layout}
-DECODE = {"fp8": scaled_ops.decode_fp8, "mxfp4": scaled_ops.decode_mxfp4}
-RUN = {"fp8": scaled_ops.moe_grouped_fp8, "mxfp4": scaled_ops.moe_grouped_mxfp4}
-REFERENCE = {
-    "fp8": reference_scaled.decode_fp8_out,
-    "mxfp4": reference_scaled.decode_mxfp4_out,
-}
+# Rows and columns of FP8 that share a scale; 0: all of them.
+BLOCKS = {"fp8": (128, 128), "fp8 rows": (1, 0), "fp8 matrix": (0, 0), "fp8 strips": (1, 128)}
+FORMATS = [*BLOCKS, "mxfp4"]
+
+
+def layout_of(format: str, hidden: int, width: int) -> ScaledLayout:
+    if format == "mxfp4":
+        return Mxfp4Layout(hidden, width)
+    return Fp8Layout(hidden, width, *BLOCKS[format])
+
+
+def decode(format: str, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    if format == "mxfp4":
+        scaled_ops.decode_mxfp4(record, gate_up_proj, down_proj)
+    else:
+        scaled_ops.decode_fp8(record, *BLOCKS[format], gate_up_proj, down_proj)
+
+
+def reference(format: str, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+    if format == "mxfp4":
+        reference_scaled.decode_mxfp4_out(record, gate_up_proj, down_proj)
+    else:
+        reference_scaled.decode_fp8_out(record, *BLOCKS[format], gate_up_proj, down_proj)
+
+
+def run(format: str, *given: Any) -> None:
+    """given: rows, ids, table, slots, width, activation, out"""
+    if format == "mxfp4":
+        scaled_ops.moe_grouped_mxfp4(*given)
+    else:
+        scaled_ops.moe_grouped_fp8(*given[:5], *BLOCKS[format], *given[5:])
 
 
 def random_bytes(*shape: int, seed: int = SEED) -> Tensor:
@@ -54,7 +79,7 @@ def record_of(layout: ScaledLayout, codes: list[Tensor], scales: list[Tensor]) -
 def decoded(format: str, record: Tensor, hidden: int, width: int) -> tuple[Tensor, Tensor]:
     gate_up = torch.empty(2 * width, hidden, dtype=torch.bfloat16)
     down = torch.empty(hidden, width, dtype=torch.bfloat16)
-    DECODE[format](record, gate_up, down)
+    decode(format, record, gate_up, down)
     return gate_up, down
 
 
@@ -133,20 +158,19 @@ def test_every_code_of_mxfp4_under_every_scale(isa: str) -> None:
 
 def random_record(format: str, hidden: int, width: int, seed: int) -> Tensor:
     """Of weights such as trained ones, under scales that are no powers of 2."""
-    layout = LAYOUTS[format](hidden, width)
+    layout = layout_of(format, hidden, width)
+    fp8 = format in BLOCKS
     generator = torch.Generator().manual_seed(seed)
     codes, scales = [], []
     for rows, columns in layout.matrices:
         matrix = torch.randn(rows, columns, generator=generator).mul(0.1).bfloat16()
-        found = (fp8_codes if format == "fp8" else mxfp4_codes)(matrix)
+        found = fp8_codes(matrix, *BLOCKS[format]) if fp8 else mxfp4_codes(matrix)
         factor = 1 + torch.rand(found[1].shape, generator=generator) / 2
-        if (
-            format == "fp8"
-        ):  # subnormal codes and zeros of either sign, which trained weights rarely have
+        if fp8:  # subnormal codes and zeros of either sign, which trained weights rarely have
             flat = found[0].view(-1)
             flat[::67], flat[5::131], flat[7::133] = 3, 0x80, 0
         codes.append(found[0])
-        scales.append(found[1] * factor if format == "fp8" else found[1])
+        scales.append(found[1] * factor if fp8 else found[1])
     return record_of(layout, codes, scales)
 
 
@@ -170,7 +194,7 @@ class Experts:
             slots[slot, : len(records[expert])] = records[expert]
             matrices = torch.empty(2 * width, hidden).bfloat16(), torch.empty(hidden, width)
             words[slot] = matrices[0], matrices[1].bfloat16()
-            REFERENCE[format](records[expert], *words[slot])
+            reference(format, records[expert], *words[slot])
         return cls(
             width,
             order,
@@ -185,13 +209,16 @@ class Experts:
         if format == "words":
             ops.moe_grouped(*rows, self.gate_up, self.down, "silu", out)
         else:
-            RUN[format](*rows, self.records, self.width, "silu", out)
+            run(format, *rows, self.records, self.width, "silu", out)
         return out
 
 
 experts_of = cache(Experts.of)
 # Hidden size and expert width: blocks, parts of blocks, rows that are no whole quads.
 SHAPES = {
+    "fp8 rows": ((64, 64), (40, 24), (130, 70), (66, 66), (8, 6), (192, 320), (3, 5)),
+    "fp8 matrix": ((64, 64), (130, 70), (8, 6), (256, 192)),
+    "fp8 strips": ((256, 192), (130, 70)),
     "fp8": ((64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6), (192, 320)),
     "mxfp4": ((64, 64), (32, 96), (256, 64), (160, 32)),
 }
@@ -233,7 +260,7 @@ def test_products_are_those_of_plain_words(
     assert torch.equal(found[-1:], experts.run(format, hidden_states[-1:], topk_ids[-1:]))
 
 
-@pytest.mark.parametrize("format", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_float64_and_experts_in_no_slot(format: str) -> None:
     """float64 runs through the reference; rows whose expert is in no slot are left as they are."""
     experts = experts_of(format, 64, 64)
@@ -243,7 +270,7 @@ def test_rows_of_float64_and_experts_in_no_slot(format: str) -> None:
     table = experts.order.clone()
     table[absent] = -1
     out = torch.full((4, 3, 64), 7.0, dtype=torch.float64)
-    RUN[format](hidden_states, topk_ids, table, experts.records, 64, "silu", out)
+    run(format, hidden_states, topk_ids, table, experts.records, 64, "silu", out)
     wanted = torch.full_like(out, 7.0)
     ops.moe_grouped(hidden_states, topk_ids, table, experts.gate_up, experts.down, "silu", wanted)
     assert torch.equal(out, wanted)
@@ -268,7 +295,7 @@ def test_words_of_codes_have_those_codes(
     assert bool((once[:, :32] == 0).all())
 
 
-@pytest.mark.parametrize("format", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -284,27 +311,33 @@ def test_errors_name_the_argument(format: str, name: str, value: Tensor, message
         "gate_up_proj": torch.zeros(128, 64).bfloat16(),
         "down_proj": torch.zeros(64, 64).bfloat16(),
     }
-    DECODE[format](**arguments)
+    decode(format, **arguments)
     with pytest.raises(ValueError, match=f"^{name} .*{message}"):
-        DECODE[format](**(arguments | {name: value}))
+        decode(format, **(arguments | {name: value}))
 
 
-@pytest.mark.parametrize("format", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_ids_and_slots_that_do_not_exist(format: str) -> None:
     experts = experts_of(format, 64, 64)
     hidden_states, out = torch.zeros(1, 64), torch.zeros(1, 1, 64)
 
-    def run(topk_ids: Tensor, table: Tensor) -> None:
-        RUN[format](hidden_states, topk_ids, table, experts.records, 64, "silu", out)
+    def routed(topk_ids: Tensor, table: Tensor) -> None:
+        run(format, hidden_states, topk_ids, table, experts.records, 64, "silu", out)
 
     with pytest.raises((IndexError, RuntimeError), match="topk_ids holds 9"):
-        run(torch.tensor([[9]]), experts.order)
+        routed(torch.tensor([[9]]), experts.order)
     with pytest.raises(
         (IndexError, RuntimeError), match=r"slot_table holds \d+; there are 5 slots"
     ):
-        run(torch.tensor([[0]]), experts.order + EXPERTS)
+        routed(torch.tensor([[0]]), experts.order + EXPERTS)
 
 
 def test_widths_of_mxfp4_are_whole_blocks() -> None:
     with pytest.raises(ValueError, match="experts are 64 by 40; of MXFP4 both are multiples of 32"):
         scaled_ops.mxfp4_layout(64, 40)
+
+
+@pytest.mark.parametrize("blocks", [(2, 0), (-4, 0), (128, 32), (1, -64)])
+def test_blocks_of_fp8_that_kernels_do_not_know(blocks: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=rf"blocks of FP8 are {blocks[0]} by {blocks[1]}, and"):
+        scaled_ops.fp8_layout(64, 64, *blocks)

@@ -5,28 +5,28 @@ same backend, bit for bit.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from speq.kernels import library, reference_scaled
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout
+from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 from speq.kernels.scaled_words import part_of
 from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
 from tests.helpers.pairwise import covering
 
 SEED = 7
 EXPERTS, SLOTS = 4, 6
-LAYOUTS: dict[str, Any] = {"fp8": Fp8Layout, "mxfp4": Mxfp4Layout}
-REFERENCE = {
-    "fp8": reference_scaled.decode_fp8_out,
-    "mxfp4": reference_scaled.decode_mxfp4_out,
-}
+# Rows and columns of FP8 that share a scale; 0: all of them.
+BLOCKS = {"fp8": (128, 128), "fp8 rows": (1, 0), "fp8 matrix": (0, 0), "fp8 strips": (1, 128)}
+FORMATS = [*BLOCKS, "mxfp4"]
 # Hidden size and expert width: whole segments of 32 columns, parts of them, more than a step of 256
 # columns, rows that are no whole quads.
 SHAPES = {
+    "fp8 rows": ((256, 64), (130, 70), (66, 33), (6, 2)),
+    "fp8 matrix": ((320, 160), (66, 33)),
+    "fp8 strips": ((320, 160), (130, 70)),
     "fp8": ((256, 64), (320, 160), (130, 70), (66, 33), (6, 2)),
     "mxfp4": ((256, 64), (320, 160), (32, 96)),
 }
@@ -36,6 +36,20 @@ ALL_SHAPES = [(name, shape) for name, shapes in SHAPES.items() for shape in shap
 @pytest.fixture(params=CUDA_BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from backend_named(request)
+
+
+def layout_of(format: str, hidden: int, width: int) -> ScaledLayout:
+    if format == "mxfp4":
+        return Mxfp4Layout(hidden, width)
+    return Fp8Layout(hidden, width, *BLOCKS[format])
+
+
+def arguments_of(format: str) -> tuple[int, ...]:
+    return BLOCKS.get(format, ())
+
+
+def op_of(name: str, format: str) -> str:
+    return f"{name}_{format.split()[0]}"
 
 
 def same_bits(ours: Tensor, wanted: Tensor) -> bool:
@@ -48,18 +62,18 @@ def same_bits(ours: Tensor, wanted: Tensor) -> bool:
 
 def random_record(format: str, hidden: int, width: int, seed: int, any_scale: bool) -> Tensor:
     """Codes of all values but, where scales are usual ones, those that are no numbers."""
-    layout = LAYOUTS[format](hidden, width)
+    layout = layout_of(format, hidden, width)
     generator = torch.Generator().manual_seed(seed)
     record = torch.randint(256, (layout.nbytes,), generator=generator).byte()
     if any_scale:
         return record
     for section in layout.codes:
         codes = part_of(record, section)
-        if format == "fp8":
+        if format in BLOCKS:
             codes[(codes & 0x7F) == 0x7F] = 0x81
     for section in layout.scales:
         scales = part_of(record, section)
-        if format == "fp8":
+        if format in BLOCKS:
             usual = torch.rand(section.nbytes // 4, generator=generator) * 0.01
             scales.view(torch.float32).copy_(usual)
         else:
@@ -70,7 +84,9 @@ def random_record(format: str, hidden: int, width: int, seed: int, any_scale: bo
 def words_of(format: str, record: Tensor, hidden: int, width: int) -> tuple[Tensor, Tensor]:
     gate_up = torch.empty(2 * width, hidden, dtype=torch.bfloat16)
     down = torch.empty(hidden, width, dtype=torch.bfloat16)
-    REFERENCE[format](record, gate_up, down)
+    getattr(reference_scaled, f"{op_of('decode', format)}_out")(
+        record, *arguments_of(format), gate_up, down
+    )
     return gate_up, down
 
 
@@ -83,21 +99,21 @@ def test_decoded_words(
     record = random_record(format, hidden, width, SEED, any_scale)
     wanted = words_of(format, record, hidden, width)
     found = [torch.zeros_like(matrix, device=backend.device) for matrix in wanted]
-    op = getattr(getattr(torch.ops, backend.namespace), f"decode_{format}_out").default
-    op(record.to(backend.device), *found)
+    op = getattr(getattr(torch.ops, backend.namespace), f"{op_of('decode', format)}_out").default
+    op(record.to(backend.device), *arguments_of(format), *found)
     for ours, exact in zip(found, wanted, strict=True):
         assert same_bits(ours.cpu(), exact)
 
 
-@pytest.mark.parametrize("format", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_every_code_under_many_scales(backend: Backend, format: str) -> None:
     """All pairs of them, for MXFP4; of FP8 75 scales of any bits."""
-    hidden, width = (640, 640) if format == "fp8" else (256, 256)
+    hidden, width = (640, 640) if format in BLOCKS else (256, 256)
     record = random_record(format, hidden, width, SEED + 1, any_scale=True)
     wanted = words_of(format, record, hidden, width)
     found = [torch.zeros_like(matrix, device=backend.device) for matrix in wanted]
-    op = getattr(getattr(torch.ops, backend.namespace), f"decode_{format}_out").default
-    op(record.to(backend.device), *found)
+    op = getattr(getattr(torch.ops, backend.namespace), f"{op_of('decode', format)}_out").default
+    op(record.to(backend.device), *arguments_of(format), *found)
     for ours, exact in zip(found, wanted, strict=True):
         assert same_bits(ours.cpu(), exact)
 
@@ -132,18 +148,19 @@ def test_products_are_those_of_plain_words(
     code = library.ACTIVATION_CODES["silu"]
     gate_up, down = (in_slots(list(part), table) for part in zip(*words, strict=True))
     backend.run("moe_grouped", *head, gate_up, down, code, wanted)
-    backend.run(f"moe_grouped_{format}", *head, in_slots(records, table, gap), width, code, found)
+    held = in_slots(records, table, gap), width, *arguments_of(format)
+    backend.run(op_of("moe_grouped", format), *head, *held, code, found)
     assert same_bits(found, wanted)
     assert bool(found.float().isfinite().all())
 
 
-@pytest.mark.parametrize("format", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_records_that_are_too_short_or_not_aligned(backend: Backend, format: str) -> None:
     record = random_record(format, 64, 64, SEED, False).to(backend.device)
     found = [matrix.to(backend.device) for matrix in words_of(format, record.cpu(), 64, 64)]
-    op = getattr(getattr(torch.ops, backend.namespace), f"decode_{format}_out").default
+    op = getattr(getattr(torch.ops, backend.namespace), f"{op_of('decode', format)}_out").default
     with pytest.raises(RuntimeError, match="records must have at least"):
-        op(record[:-1].contiguous(), *found)
+        op(record[:-1].contiguous(), *arguments_of(format), *found)
     shifted = torch.cat([record[:1], record])[1:]
     with pytest.raises(RuntimeError, match="aligned to four"):
-        op(shifted, *found)
+        op(shifted, *arguments_of(format), *found)

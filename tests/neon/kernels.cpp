@@ -162,13 +162,15 @@ void check_scaled(const char *isa, const MicroKernels &kernels) {
         byte = std::uint8_t((byte & 0x80) | (8 + (byte & 0x7F) % 0x70));
       }
     }
-    std::vector<float> scales(fp8_blocks(rows) * fp8_blocks(odd));
+    std::vector<float> scales(rows * odd);
     constexpr float kOdd[4] = {0.0f, 1e-36f, -0.25f, INFINITY};
     for (float &scale : scales) {
       scale = drawn(0, 5) == 0 ? kOdd[drawn(0, 3)] : 0.01f * normal();
     }
-    check_coded(isa, kernels, kernels.fp8, portable_kernels.fp8,
-                Fp8Rows{rows, odd, bytes.data(), scales.data()}, "fp8");
+    for (const Fp8Blocks blocks : {Fp8Blocks{128, 128}, Fp8Blocks{1, 0}, Fp8Blocks{0, 0}}) {
+      check_coded(isa, kernels, kernels.fp8, portable_kernels.fp8,
+                  Fp8Rows{rows, odd, bytes.data(), scales.data(), blocks}, "fp8");
+    }
   }
   {
     const std::vector<std::uint8_t> scales = bytes_of(rows * columns / kMxfp4Block, 64);

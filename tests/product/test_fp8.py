@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,11 @@ from speq.models.opened import open_model
 from speq.planning.model_spec import useful_draft
 from speq.quantizing.models import pack, quantize
 from tests.helpers.cells import Cell, loaded, outcomes
-from tests.helpers.fp8_files import SETTINGS, write_fp8
+from tests.helpers.fp8_files import PUBLISHERS, SETTINGS, of_compressed, write_fp8
 from tests.helpers.gptq_files import Packing, write_gptq
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model, write_perturbed
 
+Folder = Callable[[str], Path]
 NEW_TOKENS = 60
 PROMPT = [*range(40, 60)]
 # Sizes that are several blocks, the last of which are shorter.
@@ -206,7 +208,7 @@ def test_check_compares_with_the_words_and_says_so(
     assert verdict.passed
     assert report.rows[0]["max_logit_difference"] < 1e-3 * report.rows[0]["max_logit"]
     assert verdict.sentence.endswith(
-        "of both, weights are bfloat16 words, each the FP8 code times its block's scale, rounded "
+        "of both, weights are bfloat16 words, each the FP8 code times its scale, rounded "
         "once; activations are not quantised"
     )
 
@@ -227,6 +229,77 @@ def test_plans_are_made_from_config_alone(
     assert from_config.model_spec.non_expert_bytes == whole.model_spec.non_expert_bytes
 
 
+@pytest.mark.parametrize("name", PUBLISHERS)
+def test_publishers_of_fp8(name: str, tiny_bfloat16: Folder, tmp_path: Path) -> None:
+    """What shares a scale, and how scales are called, is the publisher's; words and tokens are by
+    the format's definition.
+    """
+    source = tiny_bfloat16("qwen3_moe")
+    model, words = tmp_path / "model", tmp_path / "words"
+    write_fp8(model, words, source, publisher=PUBLISHERS[name])
+    opened = open_model(model)
+    tensors = load_file(words / "model.safetensors")
+    state = state_of(opened.checkpoint, lambda name: True)
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(tensor, state[each]) for each, tensor in tensors.items())
+    for layer, expert in ((0, 0), (1, 3)):
+        slot = expert_slot(opened.store)
+        matrices = read_matrices(opened.store, layer, expert, slot)
+        wanted = (
+            tensors[f"model.layers.{layer}.mlp.experts.{expert}.{each}_proj.weight"]
+            for each in ("gate", "up", "down")
+        )
+        gate, up, down = wanted
+        assert torch.equal(matrices[0], torch.cat([gate, up])) and torch.equal(matrices[1], down)
+    opened.close()
+    expected = greedy_tokens(load_plain(words), PROMPT, 12)
+    pack(model, tmp_path / "packed")
+    for folder in (model, tmp_path / "packed"):
+        options = {"dtype": "float32", "draft": "none", "profile": "none"}
+        with closing(Generator.from_pretrained(folder, "800KiB", **options)) as generator:
+            assert generator.runtime.plan.slots < 24
+            made = generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
+        assert made.stats["codec"] == "fp8"
+        assert made.token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"strategy": "group"}, "with strategy 'group', and it is read with 'channel'"),
+        ({"num_bits": 4}, "with num_bits 4, and it is read with 8"),
+        ({"type": "int"}, "with type 'int', and it is read with 'float'"),
+        ({"symmetric": False}, "with symmetric False, and it is read with True"),
+        (
+            {"strategy": "block", "block_structure": [64, 64]},
+            r"with block_structure \[64, 64\], and it is read with \[128, 128\]",
+        ),
+    ],
+)
+def test_other_scales_of_compressed_tensors(
+    changes: dict[str, Any], sentence: str, tiny_bfloat16: Folder, tmp_path: Path
+) -> None:
+    model = write_fp8(
+        *(tmp_path / "model", tmp_path / "words", tiny_bfloat16("qwen3_moe")),
+        publisher=PUBLISHERS["channel"],
+    )
+    settings = of_compressed("channel")
+    settings["config_groups"]["group_0"]["weights"] |= changes
+    with pytest.raises(SpeqError, match=sentence):
+        open_model(changed(model, tmp_path / "changed", **settings))
+
+
+def test_two_kinds_of_scales_are_refused(tiny_bfloat16: Folder, tmp_path: Path) -> None:
+    model = write_fp8(
+        *(tmp_path / "model", tmp_path / "words", tiny_bfloat16("qwen3_moe")),
+        publisher=PUBLISHERS["channel"],
+    )
+    settings, other = of_compressed("channel"), of_compressed("tensor")
+    settings["config_groups"]["group_1"] = other["config_groups"]["group_0"]
+    with pytest.raises(SpeqError, match="with 2 kinds of scales of FP8, and one kind is read"):
+        open_model(changed(model, tmp_path / "changed", **settings))
+
+
 def changed(model: Path, out: Path, **settings: Any) -> Path:
     """A copy with other settings of its format."""
     out.mkdir()
@@ -243,10 +316,10 @@ def changed(model: Path, out: Path, **settings: Any) -> Path:
     ("settings", "sentence"),
     [
         ({"quant_method": "nvfp4"}, r"is quantised \(nvfp4\); give the original"),
-        ({"weight_block_size": [64, 64]}, r"with weight_block_size \[64, 64\], and fp8 is read"),
-        ({"weight_block_size": None}, r"with weight_block_size None, and fp8 is read"),
-        ({"fmt": "e5m2"}, "with fmt 'e5m2', and fp8 is read with 'e4m3'"),
-        ({"activation_scheme": "static"}, "activation_scheme 'static'.* read with 'dynamic'"),
+        ({"weight_block_size": [64, 64]}, r"with weight_block_size \[64, 64\], and it is read"),
+        ({"weight_block_size": None}, "weight lacks its scales, .*weight_scale; "),
+        ({"fmt": "e5m2"}, "with fmt 'e5m2', and it is read with 'e4m3'"),
+        ({"activation_scheme": "fixed"}, "activation_scheme 'fixed'.* read with 'dynamic'"),
     ],
 )
 def test_other_formats_are_refused_by_name(

@@ -297,7 +297,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "awq of whole rows": ("awq", {"group_size": -1}, "with group_size -1"),
     "nvfp4 in groups of 32": ("modelopt", {"group_size": 32}, "with group_size 32, and it is read"),
     "nvfp4 by awq": ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ: NVFP4_AWQ"),
-    "fp8 by modelopt": ("modelopt", {"quant_algo": "FP8"}, r"quantised \(modelopt FP8: FP8\)"),
+    "blocks of fp8 by modelopt": (
+        "modelopt",
+        {"quant_algo": "FP8_PB_WO"},
+        "modelopt FP8_PB_WO: FP8_PB_WO",
+    ),
     "mxfp8 beside": (
         *("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED_LAYERS}),
         r"modelopt MIXED_PRECISION: MXFP8, NVFP4\)",

@@ -29,10 +29,16 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-def fp8_words(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The bfloat16 words, uint16, of codes [N, K] uint8 under scales of their blocks, float32."""
+def fp8_words(
+    codes: np.ndarray, scales: np.ndarray, blocks: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
+) -> np.ndarray:
+    """The bfloat16 words, uint16, of codes [N, K] uint8 under scales of their blocks, float32.
+
+    blocks  of so many rows and columns; 0: of all
+    """
     rows, columns = codes.shape
-    spread = scales.repeat(FP8_BLOCK, 0)[:rows].repeat(FP8_BLOCK, 1)[:, :columns]
+    down, across = blocks[0] or rows, blocks[1] or columns
+    spread = scales.repeat(down, 0)[:rows].repeat(across, 1)[:, :columns]
     return bfloat16_bits(e4m3_values()[codes] * spread)
 
 
