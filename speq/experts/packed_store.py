@@ -38,6 +38,8 @@ from speq.registries import CODECS
 
 RECORDS_FILE = "experts.bin"
 FORMAT = "speq-experts-2"
+# Of packs in FP8 with other blocks than 128 by 128, whose scales earlier versions would misread.
+BLOCKS_FORMAT = "speq-experts-3"
 SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "alignment")
 
 
@@ -77,11 +79,11 @@ class Manifest:
     groups: Int4Groups | None = None
     divides: bool = False
     blocks: Fp8Blocks = SQUARES
-    format: str = FORMAT
     alignment: int = ALIGNMENT
 
     def to_json(self) -> str:
         entries = {field.name: getattr(self, field.name) for field in fields(self)}
+        entries["format"] = FORMAT if self.blocks == SQUARES else BLOCKS_FORMAT
         entries["records"] = [astuple(record) for record in self.records]
         entries["dense"] = {name: each and astuple(each) for name, each in self.dense.items()}
         entries["draft"] = self.draft and self.draft.entry()
@@ -113,10 +115,10 @@ class Manifest:
     def of(cls, path: Path) -> "Manifest":
         """Read a manifest. Raises SpeqError if it is damaged or of another version."""
         entries = read_json(path, "pack the model again")
-        if entries.get("format") != FORMAT:
+        if entries.get("format") not in (FORMAT, BLOCKS_FORMAT):
             raise FileError(
-                f"{path} has format {entries.get('format')!r}; this version reads {FORMAT}: pack "
-                "the model again"
+                f"{path} has format {entries.get('format')!r}; this version reads {FORMAT} and "
+                f"{BLOCKS_FORMAT}: pack the model again"
             )
         check_seal(path, entries)
         try:

@@ -139,7 +139,10 @@ def _read_cached(path: Path | None) -> dict[str, Any]:
     if path is None or not os.path.exists(path):
         return {}
     with suppress(SpeqError):
-        shards = read_json(path).get("shards")
+        content = read_json(path)
+        shards = content.get("shards")
+        if content.get("format") != FORMAT:
+            return {}
         if isinstance(shards, dict) and all(isinstance(each, dict) for each in shards.values()):
             return shards
     return {}
