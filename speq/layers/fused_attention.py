@@ -22,7 +22,7 @@ ATTENTIONS = frozenset(
     f"{family}Attention"
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
-        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss", "Lfm2Moe"),
+        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss", "Lfm2Moe", "Mellum"),
     )
 )
 # Classes whose results are multiplied by gates that their queries' projection makes as well.
@@ -47,7 +47,7 @@ COMPLEX_TURNS = frozenset({"DeepseekV2RotaryEmbedding"})
 # Their cos and sin are for complex numbers, twice over.
 PAIR_TURNS = frozenset({"Ernie4_5_MoeRotaryEmbedding"})
 # They differ between kinds of layers, which they are called with.
-TURNS_BY_KIND = frozenset({"Gemma4TextRotaryEmbedding"})
+TURNS_BY_KIND = frozenset({"Gemma4TextRotaryEmbedding", "MellumRotaryEmbedding"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ NORMS = frozenset(
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3"),
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
-        *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe"),
+        *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum"),
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -40,7 +40,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
         (
             *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"),
             *("Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter", "GptOssTopKRouter"),
-            "Lfm2MoeTopKRouter",
+            *("Lfm2MoeTopKRouter", "MellumTopKRouter"),
         ),
         (None, None),
     ),

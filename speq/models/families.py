@@ -432,6 +432,7 @@ FAMILIES = {
             names=HUNYUAN_NAMES,
             expert_width="intermediate_size",
         ),
+        Family("mellum", "MellumExperts", typed_masks=True),
         Family(
             "gpt_oss",
             "GptOssExperts",

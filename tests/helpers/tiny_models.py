@@ -226,6 +226,14 @@ FAMILY_OPTIONS: dict[str, dict[str, Any]] = {
         },
     },
 }
+FAMILY_OPTIONS["mellum"] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
 FAMILY_OPTIONS["gemma4"] = {
     "num_experts": 8,
     "top_k_experts": 3,
@@ -272,7 +280,7 @@ WITH_STATES = ("qwen3_next", "qwen3_5_moe", "lfm2_moe")
 # differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
-    "lfm2_moe",
+    *("lfm2_moe", "mellum"),
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
