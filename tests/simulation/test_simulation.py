@@ -37,7 +37,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "count",
-    [1, pytest.param(27, marks=pytest.mark.wide), pytest.param(300, marks=pytest.mark.full)],
+    [1, pytest.param(27, marks=pytest.mark.wide), pytest.param(90, marks=pytest.mark.full)],
 )
 def test_nothing_is_found(
     count: int, name: str, worlds: Callable[[str], World], tmp_path: Path
