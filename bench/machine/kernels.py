@@ -47,6 +47,7 @@ from speq.bench.rotation import rotate
 from speq.bench.settings import KernelSettings as Settings
 from speq.devices.named import find_device
 from speq.errors import NoRoom, OptionError, checked_choice
+from speq.files.fp8_settings import SQUARES
 from speq.kernels import compact_ops, ops, scaled_ops
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.picture import Axis, Picture, percent
@@ -95,7 +96,11 @@ COMPLETE: dict[str, tuple[Callable[..., None], str]] = {
     "moe_grouped_nvfp4": (scaled_ops.moe_grouped_nvfp4, "nvfp4"),
 }
 # Arguments of their own; of NVFP4: matrices' scales do not divide.
-OWN: dict[str, tuple[Any, ...]] = {"published int4": INT4_GROUPS, "nvfp4": (False,)}
+OWN: dict[str, tuple[Any, ...]] = {
+    "fp8": SQUARES,
+    "published int4": INT4_GROUPS,
+    "nvfp4": (False,),
+}
 # Calls of a kernel in one round.
 MIN_CALLS, MAX_CALLS = 2, 32
 
