@@ -135,6 +135,7 @@ class ServedSimulation:
     def play(self, events: Sequence[Event]) -> None:
         """Raises whatever is found."""
         world = self.world
+        SimulatedReaders.chance.interrupt_in = None  # of a world that was played before
         with mock.patch("speq.engine_layout.ReaderThreads", SimulatedReaders):
             generator = Generator.from_pretrained(world.folder, world.budget, **world.options)
             settings = ServerSettings(max_waiting=MOST_WAITING)
