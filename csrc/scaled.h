@@ -112,13 +112,6 @@ struct Fp8Blocks {
     return of(matrix_columns, columns);
   }
   SPEQ_MEMBER std::int64_t of_row(std::int64_t row) const { return rows == 0 ? 0 : row / rows; }
-  SPEQ_MEMBER std::int64_t of_column(std::int64_t column) const {
-    return columns == 0 ? 0 : column / columns;
-  }
-  // Whether a block begins at a column.
-  SPEQ_MEMBER bool begins(std::int64_t column) const {
-    return columns == 0 ? column == 0 : column % columns == 0;
-  }
 
 private:
   SPEQ_MEMBER static std::int64_t of(std::int64_t size, std::int64_t block) {

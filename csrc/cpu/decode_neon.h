@@ -153,7 +153,7 @@ public:
     fetch_plane<kBlockColumns>(codes_, columns_, first);
     scales_.next(rows, first, [&](int n, float scale) { tables_[n] = Table::of(scale); });
     for (int n = 0; n < rows; ++n) {
-      const Table &table = tables_[scales_.place(n)];
+      const Table table = tables_[scales_.place(n)]; // a copy: what is stored cannot change it
       const std::uint8_t *codes = codes_ + n * columns_ + first;
       uint8x16_t parts[kParts], odd = vdupq_n_u8(0);
       SPEQ_UNROLL

@@ -11,27 +11,28 @@ namespace {
 class Fp8QuadScales {
 public:
   Fp8QuadScales(const Fp8Rows &matrix, std::int64_t quad)
-      : scales_(matrix.row_scales(quad * kQuadRows)), blocks_(matrix.blocks),
-        stride_(blocks_.by_row() ? blocks_.across(matrix.columns) : 0) {}
+      : scales_(matrix.row_scales(quad * kQuadRows)),
+        width_(matrix.blocks.columns == 0 ? matrix.columns + kBlockColumns : matrix.blocks.columns),
+        stride_(matrix.blocks.by_row() ? matrix.blocks.across(matrix.columns) : 0) {}
 
   // Where a row's scale is kept.
   SPEQ_MEMBER int place(int n) const { return stride_ == 0 ? 0 : n; }
 
-  // Takes the scales of the blocks that begin at a column, if any do.
-  template <typename Take>
-  SPEQ_MEMBER void next(int rows, std::int64_t first, const Take &take) const {
-    if (blocks_.begins(first)) {
-      const std::int64_t block = blocks_.of_column(first);
+  // Takes the scales of the blocks that begin at a column, if any do. Columns come in order.
+  template <typename Take> SPEQ_MEMBER void next(int rows, std::int64_t first, const Take &take) {
+    if (first == begin_) {
       for (int n = 0; n < (stride_ == 0 ? 1 : rows); ++n) {
-        take(n, scales_[n * stride_ + block]);
+        take(n, scales_[n * stride_]);
       }
+      ++scales_;
+      begin_ += width_;
     }
   }
 
 private:
-  const float *scales_;
-  Fp8Blocks blocks_;
-  std::int64_t stride_; // between rows; 0: they share their scales
+  const float *scales_;         // of the next block
+  std::int64_t width_, stride_; // stride_: between rows; 0: they share their scales
+  std::int64_t begin_ = 0;      // where the next block does
 };
 
 class PortableFp8 {

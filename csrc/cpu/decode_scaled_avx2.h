@@ -44,7 +44,7 @@ public:
     fetch_plane<kBlockColumns>(codes_, columns_, first);
     scales_.next(rows, first, [&](int n, float scale) { tables_[n] = Table(scale); });
     for (int n = 0; n < rows; ++n) {
-      const Table &table = tables_[scales_.place(n)];
+      const Table table = tables_[scales_.place(n)]; // a copy: what is stored cannot change it
       const std::uint8_t *codes = codes_ + n * columns_ + first;
       const __m256i front = load32(codes), back = load32(codes + 32);
       const __m256i odd = _mm256_or_si256(not_normal(front), not_normal(back));
