@@ -188,9 +188,9 @@ class ServedSimulation:
             "stream": rng.random() < 0.7,
         }
         text = self.decode(self.world.wanted[at, None][:tokens])
-        client = Client("/v1/completions", asked, slow=rng.random() < 0.3, wanted=text)
-        client.crowded = sum(not each.half for each in self._tasks) >= MOST_WAITING
-        self.begin(app, client)
+        crowded = sum(not each.half for each in self._tasks) >= MOST_WAITING
+        slow = rng.random() < 0.3
+        self.begin(app, Client("/v1/completions", asked, slow=slow, wanted=text, crowded=crowded))
 
     async def half(self, app: ASGIApp, rng: random.Random) -> None:
         for _ in range(BURST):
@@ -199,9 +199,7 @@ class ServedSimulation:
 
     async def wrong(self, app: ASGIApp, rng: random.Random) -> None:
         asked = rng.choice([{"prompt": -1}, [], {"prompt": "a", "nothing": 1}, {"model": NAME}])
-        client = Client("/v1/completions", asked)
-        client.refused = True
-        self.begin(app, client)
+        self.begin(app, Client("/v1/completions", asked, refused=True))
 
     async def health(self, app: ASGIApp, rng: random.Random) -> None:
         client = await self.answered(app, Client("/health"))
