@@ -38,6 +38,10 @@ SAMPLES = ("the sea", " the  sea\n", "def f(x):\n    return x", "Größe, 7 海 
 SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 INSTALL_TOKENIZERS = "install them with `.venv/bin/pip install -e '.[tokenizers]'`"
 OR_IDS = "or give prompts as token ids"
+# The class of all that a tokenizer.json describes, and what transformers builds one in place of.
+ANY_CLASS, LLAMA_CLASSES = "TokenizersBackend", ("LlamaTokenizer", "LlamaTokenizerFast")
+# Of tokenizer_config.json, what every tokenizer keeps.
+SETTINGS = ("model_max_length", "bos_token", "eos_token", "pad_token", "unk_token")
 TEMPLATE_FILE, OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 
 
@@ -90,9 +94,7 @@ def load_tokenizer(path: Path) -> Any:
         # With a tokenizer.model, AutoTokenizer may lose the space that sentencepiece puts before a
         # text's first word.
         of_llama = sentences and str(config.get("tokenizer_class")).startswith("LlamaTokenizer")
-        tokenizer = (LlamaTokenizer if of_llama else AutoTokenizer).from_pretrained(
-            path, trust_remote_code=False, local_files_only=True
-        )
+        tokenizer = load_heeding(LlamaTokenizer if of_llama else AutoTokenizer, path, config)
         if of_llama and config.get("legacy") is not False:
             # As in the tokenizer.json of Llama and Mixtral; the class drops a text's first space.
             space = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
@@ -115,6 +117,42 @@ def load_tokenizer(path: Path) -> Any:
     if not tokenizer.chat_template:
         tokenizer.chat_template = old_template(path)
     return tokenizer
+
+
+def load_heeding(made_by: Any, path: Path, config: dict[str, Any]) -> Any:
+    """Load a tokenizer. Where it does not show what the folder says, load it once more:
+    transformers takes a file that it fails to look at for one that is not there. Raises SpeqError
+    where the two differ, and neither shows it.
+
+    config  tokenizer_config.json
+    """
+    earlier: tuple[Any, ...] | None = None
+    for _ in range(2):
+        tokenizer = made_by.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        found = type(tokenizer), sorted(tokenizer.init_kwargs), tokenizer.chat_template
+        if found == earlier or heeds(tokenizer, path, config):
+            return tokenizer
+        earlier = found
+    raise CheckpointError("its files were not always found; look at what the disk reports")
+
+
+def heeds(tokenizer: Any, path: Path, config: dict[str, Any]) -> bool:
+    """True if a tokenizer is of the class, and has the settings and the template, that its folder
+    says. transformers leaves some on purpose.
+    """
+    declared = str(config.get("tokenizer_class") or "")
+    made, kept = type(tokenizer).__name__, set(tokenizer.init_kwargs)
+    if made == ANY_CLASS:
+        is_own = "vocab" not in kept  # it is of tokenizer.json
+    else:
+        # Of Llama's class are tokenizers that are built unlike one another, as their files say.
+        named = declared not in LLAMA_CLASSES and made in (declared, declared.removesuffix("Fast"))
+        is_own = named or not declared
+    settings = {name for name in SETTINGS if config.get(name) is not None}
+    has_template = (path / TEMPLATE_FILE).exists() or bool(config.get("chat_template"))
+    templated = bool(tokenizer.chat_template) or not has_template
+    reads = bool(tokens_of(tokenizer, "a b", add_special_tokens=False))  # it has a vocabulary
+    return is_own and settings <= kept and templated and reads
 
 
 def check_sentences(tokenizer: Any, path: Path) -> None:

@@ -38,8 +38,6 @@ FAULTS = {
     "kill": KILL,
 }
 NAMES = {fault: name for name, fault in FAULTS.items()}
-# transformers takes files of a tokenizer that it cannot look at for such as are not there.
-THEIRS = re.compile(r"look .*/(\w*token\w*|chat_template|vocab|merges)\.\w+")
 # Kept for later runs, which do without where it cannot be written.
 OPTIONAL = re.compile(r"home/\.cache/.+|model/\.speq/.+")
 # Of files that a killed command has written in part.
@@ -232,8 +230,6 @@ def strikes(calls: Sequence[str], names: Sequence[str] = tuple(FAULTS)) -> Itera
     """Every fault that each of the calls can have."""
     for number, call in enumerate(calls, 1):
         kind = kind_of(call)
-        if THEIRS.fullmatch(call):
-            continue
         for name in names:
             fault = FAULTS[name]
             if fault == errno.ENOSPC and kind not in WRITES:

@@ -1,7 +1,9 @@
 """Token ids of texts: their ends, and tokens that a model lacks."""
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,43 @@ def test_tokens_that_a_model_has_no_embeddings_of(tmp_path: Path) -> None:
         assert str(raised.value).startswith(sentence)
     with pytest.raises(SpeqError, match=f"holds {lacking}; token ids are whole numbers from 0 to"):
         encoder.encode([lacking])
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
+@pytest.mark.parametrize("declared", [None, "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_a_look_at_a_file_that_fails_once(
+    declared: str | None, template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokenizer comes, or a sentence."""
+    flags = {} if declared is None else {"tokenizer_class": declared}
+    folder = folder_of(tmp_path, "byte_level", "both", **flags)
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    look, looks, failing = os.stat, 0, 0
+
+    def failing_look(path: Any, **options: Any) -> os.stat_result:
+        nonlocal looks
+        if isinstance(path, str | Path) and Path(path).is_relative_to(folder):
+            looks += 1
+            if looks == failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return look(path, **options)
+
+    def loaded() -> tuple[Any, ...]:
+        nonlocal looks
+        looks = 0
+        tokenizer = load_tokenizer(folder)
+        ids = tokens_of(tokenizer, "the dog, Größe")
+        ends = tokenizer.eos_token, tokenizer.bos_token
+        return type(tokenizer), ids, tokenizer.decode(ids), *ends, tokenizer.chat_template
+
+    monkeypatch.setattr(os, "stat", failing_look)
+    wanted, said = loaded(), 0
+    for failing in range(1, looks + 1):
+        try:
+            assert loaded() == wanted, failing
+        except (SpeqError, OSError) as error:
+            said += 1
+            assert str(folder) in str(error)
+    assert said > 0
