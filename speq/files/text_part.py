@@ -1,4 +1,4 @@
-"""The text model's part of a multimodal checkpoint."""
+"""The text model's part of a checkpoint, and its names there."""
 
 import re
 from dataclasses import dataclass
@@ -13,18 +13,20 @@ MODEL = "model."
 
 @dataclass(frozen=True, slots=True)
 class TextModelPart:
-    """Place of the text model in a family's multimodal checkpoints.
+    """Place of the text model in a family's checkpoints, and what they name otherwise.
 
     model_type  of the text model's own configuration, which may also be alone in config.json
     prefix      prefix of its tensors on disk, in place of MODEL
     beside      prefixes of other parts' tensors
     field       field of config.json with its configuration
+    renamed     parts of names on disk, each with what the model has in its place
     """
 
     model_type: str
-    prefix: str
-    beside: tuple[str, ...]
+    prefix: str = MODEL
+    beside: tuple[str, ...] = ()
     field: str = "text_config"
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def config(self, config: dict[str, Any], where: Path) -> dict[str, Any]:
         """Configuration of the text model in a config.json; the whole, if there is no other part.
@@ -43,15 +45,21 @@ class TextModelPart:
 
     @property
     def renaming(self) -> dict[str, str]:
-        """Renaming of `called` in the form of transformers' loader: pattern and replacement."""
+        """What transformers' loader does not rename by itself: pattern and replacement."""
         return {f"^{re.escape(self.prefix)}": MODEL}
 
     def called(self, stored: str) -> str:
         """Map a tensor's name on disk to its name in the text model."""
-        return MODEL + stored[len(self.prefix) :] if stored.startswith(self.prefix) else stored
+        if stored.startswith(self.prefix):
+            stored = MODEL + stored[len(self.prefix) :]
+        for on_disk, own in self.renamed:
+            stored = stored.replace(on_disk, own)
+        return stored
 
     def stored(self, name: str) -> str:
         """Map a tensor's name in the text model to its name on disk."""
+        for on_disk, own in self.renamed:
+            name = name.replace(own, on_disk)
         of_text = name.startswith(MODEL) and not self.is_beside(name)
         return self.prefix + name[len(MODEL) :] if of_text else name
 

@@ -6,11 +6,12 @@ inputs go to the module's own forward.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import Heads, Latents, Positions, RMSNorm
@@ -22,16 +23,21 @@ ATTENTIONS = frozenset(
     f"{family}Attention"
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
-        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss", "Lfm2Moe", "Mellum"),
+        *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss", "Lfm2Moe", "Mellum", "HYV3"),
+        "ExaoneMoe",
     )
 )
 # Classes whose results are multiplied by gates that their queries' projection makes as well.
 GATED_ATTENTIONS = frozenset({"Qwen3NextAttention", "Qwen3_5MoeAttention"})
+# Classes whose results are multiplied by gates of a projection of their own.
+SCALED_ATTENTIONS = frozenset({"LagunaAttention"})
 # Classes that rotate heads before they norm them, or as complex numbers, and whether they do the
 # latter.
 ROTATED_FIRST = {"HunYuanMoEV1Attention": False, "Ernie4_5_MoeAttention": True}
 # Classes that norm heads of values too.
 NORMED_VALUES = frozenset({"Gemma4TextAttention"})
+# Classes that rotate heads only in layers with windows, where there are some.
+UNROTATED_BEYOND_WINDOWS = frozenset({"ExaoneMoeAttention"})
 # Classes with latent attention.
 LATENT_ATTENTIONS = frozenset(
     {"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"}
@@ -47,7 +53,9 @@ COMPLEX_TURNS = frozenset({"DeepseekV2RotaryEmbedding"})
 # Their cos and sin are for complex numbers, twice over.
 PAIR_TURNS = frozenset({"Ernie4_5_MoeRotaryEmbedding"})
 # They differ between kinds of layers, which they are called with.
-TURNS_BY_KIND = frozenset({"Gemma4TextRotaryEmbedding", "MellumRotaryEmbedding"})
+TURNS_BY_KIND = frozenset(
+    {"Gemma4TextRotaryEmbedding", "MellumRotaryEmbedding", "LagunaRotaryEmbedding"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +139,51 @@ def norm_heads(rows: Tensor, norm: RMSNorm) -> Tensor:
     return decoder_ops.rms_norm(rows.view(-1, len(norm.weight)), norm).view(rows.shape)
 
 
-def without_turns(span: DecodeSpan, like: Tensor) -> DecodeSpan:
-    """The span of rows that are rotated already."""
-    none = like.new_empty(len(span.positions.cos), 0)
-    return replace(span, positions=replace(span.positions, cos=none, sin=none))
+def without_turns(batch: DecodeBatch, like: Tensor) -> DecodeBatch:
+    """The batch of rows that are rotated already, or not at all."""
+    spans = []
+    for span in batch.sequences:
+        none = like.new_empty(len(span.positions.cos), 0)
+        spans.append(replace(span, positions=replace(span.positions, cos=none, sin=none)))
+    return replace(batch, sequences=spans)
 
 
 @dataclass(slots=True, eq=False)
 class FusedAttention(FusedMixer):
-    """Attention over heads of keys and values."""
+    """Attention over heads of keys and values.
+
+    is_rotated  False in a layer without positions
+    """
 
     projections: tuple[nn.Module, nn.Module, nn.Module]
     heads: Heads
+    is_rotated: bool = True
 
     def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
         queries, keys, values = (project(hidden_states) for project in self.projections)
+        if not self.is_rotated:
+            batch = without_turns(batch, queries)
         return attend(queries, keys, values, self.heads, batch, self.layer)
+
+
+@dataclass(slots=True, eq=False)
+class FusedScaledAttention(FusedAttention):
+    """Attention over heads of keys and values whose results are multiplied by softplus gates.
+
+    gates  projection of the rows to a gate for each head, or each element
+    width  of a head
+    """
+
+    gates: nn.Module = field(kw_only=True)
+    width: int = field(kw_only=True)
+
+    def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        # super() has no class to begin at in a dataclass with slots.
+        mixed = FusedAttention.mix(self, hidden_states, batch)
+        gates = functional.softplus(self.gates(hidden_states).float()).to(mixed.dtype)
+        if gates.shape != mixed.shape:
+            return (mixed.view(len(mixed), -1, self.width) * gates[..., None]).view(mixed.shape)
+        return mixed * gates
 
 
 @dataclass(slots=True, eq=False)
@@ -195,10 +232,8 @@ class FusedRotatedAttention(FusedMixer):
                 decoder_ops.rotate(rows[each.rows], self.width, each.positions, self.interleaved)
         if self.norms is not None:
             queries, keys = norm_heads(queries, self.norms[0]), norm_heads(keys, self.norms[1])
-        rotated = DecodeBatch(
-            [without_turns(each, queries) for each in batch.sequences], batch.window
-        )
-        return attend(queries, keys, values, Heads(self.scale), rotated, self.layer)
+        batch = without_turns(batch, queries)
+        return attend(queries, keys, values, Heads(self.scale), batch, self.layer)
 
 
 @dataclass(slots=True, eq=False)
@@ -275,6 +310,7 @@ def fusing(name: str) -> Callable[[Any], FusedMixer] | None:
     for names, fuse in (
         (ATTENTIONS, fused_attention),
         (GATED_ATTENTIONS, fused_gated_attention),
+        (SCALED_ATTENTIONS, fused_scaled_attention),
         (ROTATED_FIRST, fused_rotated_attention),
         (NORMED_VALUES, fused_normed_attention),
         (LATENT_ATTENTIONS, fused_latent_attention),
@@ -284,17 +320,34 @@ def fusing(name: str) -> Callable[[Any], FusedMixer] | None:
     return None
 
 
-def fused_attention(module: Any) -> FusedAttention:
+def fused_attention(module: Any, **others: Any) -> FusedAttention:
+    """others: of a class of its own"""
+    made = FusedScaledAttention if others else FusedAttention
     names = ("q_layernorm", "k_layernorm") if hasattr(module, "q_layernorm") else NORM_NAMES
     norms = [getattr(module, name, None) for name in names]
     query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
-    return FusedAttention(
+    return made(
         module.o_proj if hasattr(module, "o_proj") else module.out_proj,
         module.layer_idx,
         own_forward(module),
         (module.q_proj, module.k_proj, module.v_proj),
         Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
+        is_rotated(module),
+        **others,
     )
+
+
+def fused_scaled_attention(module: Any) -> FusedAttention:
+    return fused_attention(module, gates=module.g_proj, width=module.head_dim)
+
+
+def is_rotated(module: Any) -> bool:
+    """False for attention that sees all positions in a model whose other layers have windows, and
+    that gives its heads no positions.
+    """
+    if type(module).__name__ not in UNROTATED_BEYOND_WINDOWS:
+        return True
+    return module.sliding_window is None or bool(module.is_sliding)
 
 
 def fused_gated_attention(module: Any) -> FusedGatedAttention:

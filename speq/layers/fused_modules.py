@@ -24,7 +24,7 @@ NORMS = frozenset(
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3"),
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
-        *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum"),
+        *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3", "ExaoneMoe", "Laguna"),
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -40,7 +40,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
         (
             *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"),
             *("Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter", "GptOssTopKRouter"),
-            *("Lfm2MoeTopKRouter", "MellumTopKRouter"),
+            *("Lfm2MoeTopKRouter", "MellumTopKRouter", "LagunaTopKRouter"),
         ),
         (None, None),
     ),
@@ -50,7 +50,8 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     **dict.fromkeys(
         (
             *("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter"),
-            *("Glm4MoeLiteTopkRouter", "Dots1TopkRouter", "SolarOpenTopkRouter"),
+            *("Glm4MoeLiteTopkRouter", "Dots1TopkRouter", "SolarOpenTopkRouter", "HYV3TopKRouter"),
+            "ExaoneMoeTopkRouter",
         ),
         (torch.float32, torch.float32),
     ),
@@ -58,6 +59,9 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     # Its matrix is float32, and rows with it, unless it was published in 16 bits.
     "HunYuanMoEV1Gate": (None, None),
 }
+
+# Routers whose logits are rounded as the rows are, and float32 then.
+WIDENED = frozenset({"LagunaTopKRouter"})
 
 Forward = Callable[..., Any]
 
@@ -102,7 +106,7 @@ class FusedRouter:
     weight, bias  of its logits
     dtypes        of logits and of weights; None: that of the rows
     prepare       made of the rows before their product; None: nothing
-    is_softmaxed  it returns the softmax of its logits in their place
+    shown         makes what it returns of its logits; None: returns them
     """
 
     weight: Tensor
@@ -112,7 +116,7 @@ class FusedRouter:
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
     forward: Forward
     prepare: Callable[[Tensor], Tensor] | None = None
-    is_softmaxed: bool = False
+    shown: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
         self, hidden_states: Tensor, *others: Tensor | None
@@ -126,9 +130,7 @@ class FusedRouter:
             rows = self.prepare(rows)
         logits = linear(rows.to(self.weight.dtype), self.weight, self.bias, self.dtypes[0])
         routed = decoder_ops.route(logits, self.top_k, self.rule, self.dtypes[1] or rows.dtype)
-        if self.is_softmaxed:
-            logits = logits.softmax(-1, dtype=torch.float32)
-        return logits, *routed
+        return logits if self.shown is None else self.shown(logits), *routed
 
 
 def fuse_norm(module: nn.Module) -> bool:
@@ -148,21 +150,30 @@ def fuse_router(module: Any, gate: RouterGate) -> bool:
     replaced.
     """
     name = type(module).__name__
-    if name not in ROUTERS or not isinstance(gate, ScoreGate):
+    capped = getattr(module, "router_logit_softcapping", 0.0) > 0.0
+    if name not in ROUTERS or not isinstance(gate, ScoreGate) or capped:
         return False
     forward, dtypes = own_forward(module), ROUTERS[name]
     if name == "Gemma4TextRouter":
         top_k, matrix = module.config.top_k_experts, module.proj.weight
         module.forward = FusedRouter(
-            *(matrix, None, top_k, gate.rule, dtypes, forward, scaled_norm(module), True)
+            *(matrix, None, top_k, gate.rule, dtypes, forward, scaled_norm(module), shares_of)
         )
         return True
     matrix = module.wg.weight if hasattr(module, "wg") else module.weight
     if name == "HunYuanMoEV1Gate":
         dtypes = matrix.dtype, matrix.dtype
     bias = getattr(module, "bias", None)
-    module.forward = FusedRouter(matrix, bias, module.top_k, gate.rule, dtypes, forward)
+    shown = Tensor.float if name in WIDENED else None
+    module.forward = FusedRouter(
+        *(matrix, bias, module.top_k, gate.rule, dtypes, forward), shown=shown
+    )
     return True
+
+
+def shares_of(logits: Tensor) -> Tensor:
+    """What Gemma4TextRouter returns of its logits."""
+    return logits.softmax(-1, dtype=torch.float32)
 
 
 def scaled_norm(router: Any) -> Callable[[Tensor], Tensor]:

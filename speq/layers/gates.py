@@ -133,6 +133,20 @@ def gemma4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> Router
     return ScoreGate(RouterRule(divided=True, factors=as_float(router.per_expert_scale)))
 
 
+def hy_v3_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """Hy3: sigmoids, with a bias for choosing."""
+    (bias,) = router_inputs
+    scale = float(router.router_scaling_factor)
+    rule = RouterRule(sigmoid=True, divided=True, scale=scale, bias=as_float(bias), added=1e-20)
+    return ScoreGate(rule)
+
+
+def laguna_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """Laguna: sigmoids of logits that may be capped, with a bias for choosing."""
+    bias = as_float(router.e_score_correction_bias)
+    return ScoreGate(RouterRule(sigmoid=True, divided=True, bias=bias))
+
+
 def minimax_gate(router: nn.Module, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     (bias,) = router_inputs
     return ScoreGate(RouterRule(sigmoid=True, divided=True, bias=as_float(bias)))

@@ -74,6 +74,16 @@ def gated_heads(config: Any) -> AttentionShape:
     return replace(shape, query_width=2 * shape.query_width)
 
 
+def heads_of_layers(config: Any) -> AttentionShape:
+    """`cached_heads` with more query heads in some layers."""
+    kv_heads, width = config.num_key_value_heads, config.head_dim
+    heads = max(config.num_attention_heads_per_layer)
+    expanded_width = heads * 2 * width if kv_heads != heads else 0
+    return AttentionShape(
+        ((kv_heads, width),) * 2, heads * width, heads // kv_heads, 0, expanded_width
+    )
+
+
 def heads_by_layer(config: Any) -> AttentionShape:
     """`cached_heads` with head counts and widths that differ between kinds of layers."""
     layers = [cached_heads(each) for each in config.per_layer_config]

@@ -23,6 +23,8 @@ from speq.layers.gates import (
     deepseek_v3_gate,
     ernie_gate,
     gemma4_gate,
+    hy_v3_gate,
+    laguna_gate,
     lfm2_gate,
     minimax_gate,
     normalized_gate,
@@ -43,6 +45,7 @@ from speq.models.attention import (
     cached_latents,
     gated_heads,
     heads_by_layer,
+    heads_of_layers,
     heads_with_sinks,
 )
 from speq.models.bounds import LAYER
@@ -168,6 +171,7 @@ class Family:
     attention_by  entry of transformers' table that computes it outside the fused decoder
     biased        whether its experts have biases
     normed        whether the experts' output is normed before it is added
+    scaled_by     attribute of the config that the experts' sum is multiplied by; None: nothing
     transposed    whether experts' weights are on disk as [E, H, 2F], gate and up interleaved, and
                   [E, F, H]
     activation    of its experts; None: as the config's hidden_act says
@@ -178,7 +182,8 @@ class Family:
     predictor     its MTP layer; None: speq reads none of this family
     states        which layers keep states in place of KV, from the config
     last_norm, rotary   names of the norm after its layers and of its rotary embedding
-    text_part     prefix of the text model in multimodal checkpoints; None: they hold nothing else
+    text_part     place of the text model in multimodal checkpoints, or its names on disk; None:
+                  they hold nothing else, by the names that transformers has
     """
 
     model_type: str
@@ -197,6 +202,7 @@ class Family:
     attention_by: str = "sdpa"
     biased: bool = False
     normed: bool = False
+    scaled_by: str | None = None
     transposed: bool = False
     activation: str | None = None
     check: Callable[[Any, int, object], None] = check_nothing
@@ -211,12 +217,17 @@ class Family:
     @property
     def model_types(self) -> tuple[str, ...]:
         """Values of model_type in a config.json of this family."""
-        return (self.model_type, *([] if self.text_part is None else [self.text_part.model_type]))
+        text = self.model_type if self.text_part is None else self.text_part.model_type
+        return tuple(dict.fromkeys((self.model_type, text)))
 
     @property
     def module(self) -> str:
         """The module of transformers that has its classes."""
         return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+
+    def output_scale(self, config: Any) -> float:
+        """What the sum of a layer's experts is multiplied by before it is added."""
+        return 1.0 if self.scaled_by is None else float(getattr(config, self.scaled_by))
 
     def check_installed(self, where: object) -> None:
         """Raise SpeqError where the installed transformers lacks the family."""
@@ -308,6 +319,17 @@ LFM2_NAMES = ExpertNames(
     mlp="feed_forward",
 )
 GEMMA4_NAMES = ExpertNames(blocks=("",), routers=("router", "router.proj"))
+HY_V3_RENAMED = (
+    (".mlp.router.gate.", ".mlp.gate."),
+    (".mlp.expert_bias", ".mlp.e_score_correction_bias"),
+    (".mlp.shared_mlp.", ".mlp.shared_experts."),
+)
+CORRECTION = "e_score_correction_bias"
+EXAONE_RENAMED = ((f".mlp.{CORRECTION}", f".mlp.gate.{CORRECTION}"),)
+LAGUNA_RENAMED = (
+    (f".mlp.experts.{CORRECTION}", f".mlp.gate.{CORRECTION}"),
+    (".mlp.shared_expert.", ".mlp.shared_experts."),
+)
 # Parts for images and audio.
 GEMMA4_BESIDE = tuple(
     f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
@@ -433,6 +455,30 @@ FAMILIES = {
             expert_width="intermediate_size",
         ),
         Family("mellum", "MellumExperts", typed_masks=True),
+        Family(
+            "hy_v3",
+            "HYV3Experts",
+            router_inputs=("e_score_correction_bias",),
+            gate=hy_v3_gate,
+            text_part=TextModelPart("hy_v3", renamed=HY_V3_RENAMED),
+        ),
+        Family(
+            "exaone_moe",
+            "ExaoneMoeExperts",
+            gate=deepseek_v3_gate,
+            typed_masks=True,
+            check=check_pairs,
+            text_part=TextModelPart("exaone_moe", renamed=EXAONE_RENAMED),
+        ),
+        Family(
+            "laguna",
+            "LagunaExperts",
+            gate=laguna_gate,
+            typed_masks=True,
+            attention=heads_of_layers,
+            scaled_by="moe_routed_scaling_factor",
+            text_part=TextModelPart("laguna", renamed=LAGUNA_RENAMED),
+        ),
         Family(
             "gpt_oss",
             "GptOssExperts",

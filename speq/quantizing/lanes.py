@@ -70,15 +70,16 @@ class Lanes:
 class RecordingBackend:
     """Backend that records the inputs of a layer's experts and returns zeros.
 
-    Every family adds its experts' sum to the rest of the layer's output, so it can be added later.
+    Every family adds its experts' sum, or `scale` times it, to the rest of the layer's output, so
+    it can be added later.
 
     inputs        [R, H], inputs of the experts
     topk_ids      [R, K] int64; topk_weights [R, K] float32
     drafts        whether dense layers run on the draft's matrices
     """
 
-    def __init__(self, inputs: ActivationRows, rows: int, top_k: int) -> None:
-        self.inputs = inputs
+    def __init__(self, inputs: ActivationRows, rows: int, top_k: int, scale: float) -> None:
+        self.inputs, self.scale = inputs, scale
         self.topk_ids = torch.empty(rows, top_k, dtype=torch.int64)
         self.topk_weights = torch.empty(rows, top_k)
         self.asked = False
@@ -94,7 +95,7 @@ class RecordingBackend:
         rows = slice(self._start, self._start + len(hidden_states))
         self.inputs.write(self._start, hidden_states)
         self.topk_ids[rows] = route.topk_ids
-        self.topk_weights[rows] = route.topk_weights.float()
+        self.topk_weights[rows] = route.topk_weights.float() * self.scale
         self.asked = True
         return torch.zeros_like(hidden_states)
 

@@ -153,7 +153,8 @@ class Quantizer:
         self._layers = LayerwiseModel(model, lanes.length)
         self._linears, self._biases = model.dense, model.biases
         self._hidden = hidden
-        self._backend = RecordingBackend(asked, lanes.rows, source.shape.top_k)
+        scale = source.family.output_scale(model.body.config)
+        self._backend = RecordingBackend(asked, lanes.rows, source.shape.top_k, scale)
         self._folder = folder
         self._slot = expert_slot(source.store)
 

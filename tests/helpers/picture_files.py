@@ -9,13 +9,26 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+# Parts of names in a family's files, and what its model has in their place.
+RENAMED: dict[str, list[tuple[str, str]]] = {
+    "hy_v3": [(".shared_mlp.", ".shared_experts.")],
+    "laguna": [
+        (".shared_expert.", ".shared_experts."),
+        (".experts.e_score_correction_bias", ".gate.e_score_correction_bias"),
+    ],
+}
 FILE, PREFIX = "model.safetensors", "model.language_model."
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<at>\d+)\.(?P<projection>\w+)\.weight$")
 
 
 def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Tensors of a folder's only file, by the names that the model of text has for them."""
-    return {name.replace(PREFIX, "model."): each for name, each in load_file(path / FILE).items()}
+    family, made = json.loads((path / "config.json").read_text())["model_type"], {}
+    for name, tensor in load_file(path / FILE).items():
+        for on_disk, own in [(PREFIX, "model."), *RENAMED.get(family, [])]:
+            name = name.replace(on_disk, own)
+        made[name] = tensor
+    return made
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -234,6 +234,42 @@ FAMILY_OPTIONS["mellum"] = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
+FAMILY_OPTIONS["hy_v3"] = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "router_scaling_factor": 2.5,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+FAMILY_OPTIONS["exaone_moe"] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+FAMILY_OPTIONS["laguna"] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "num_attention_heads_per_layer": [4, 6, 4],
+    "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "moe_routed_scaling_factor": 2.5,
+}
 FAMILY_OPTIONS["gemma4"] = {
     "num_experts": 8,
     "top_k_experts": 3,
@@ -280,11 +316,11 @@ WITH_STATES = ("qwen3_next", "qwen3_5_moe", "lfm2_moe")
 # differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
-    *("lfm2_moe", "mellum"),
+    *("lfm2_moe", "mellum", "laguna"),
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
-    *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe"),
+    *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe"),
 )
 # One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer.
 UNLIKE_IN_CACHES = ("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4")

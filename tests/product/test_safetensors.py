@@ -214,6 +214,9 @@ MOE_LAYERS = {
     "deepseek_v3": (1, 2),
     "dots1": (1, 2),
     "ernie4_5_moe": (1, 2),
+    "hy_v3": (1, 2),
+    "exaone_moe": (1, 2),
+    "laguna": (1, 2),
     "lfm2_moe": (1, 2),
 }
 
