@@ -38,17 +38,20 @@ class DenseLinear(nn.Module):
 class DenseEmbedding(nn.Module):
     """An nn.Embedding over a table in any form.
 
-    scale  factor of its rows, in their dtype; None: no scaling
+    scale  factor of its rows, a tensor in their dtype; None: no scaling
     """
 
-    def __init__(self, table: ExactMatrix, scale: Tensor | None = None) -> None:
+    def __init__(self, table: ExactMatrix, scale: Tensor | float | None = None) -> None:
         super().__init__()
         self.table = table
-        self.scale = scale if scale is None else nn.Buffer(scale, persistent=False)
+        is_tensor = isinstance(scale, Tensor)
+        self.scale = nn.Buffer(scale, persistent=False) if is_tensor else scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = self.table.rows(ids)
-        return rows if self.scale is None else rows * self.scale.to(rows.dtype)
+        rows, scale = self.table.rows(ids), self.scale
+        if scale is None:
+            return rows
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
 
 def dense_linears(model: nn.Module) -> dict[str, DenseLinear]:

@@ -30,14 +30,12 @@ ATTENTIONS = frozenset(
 # Classes whose results are multiplied by gates that their queries' projection makes as well.
 GATED_ATTENTIONS = frozenset({"Qwen3NextAttention", "Qwen3_5MoeAttention"})
 # Classes whose results are multiplied by gates of a projection of their own.
-SCALED_ATTENTIONS = frozenset({"LagunaAttention"})
+SCALED_ATTENTIONS = frozenset({"LagunaAttention", "AfmoeAttention"})
 # Classes that rotate heads before they norm them, or as complex numbers, and whether they do the
 # latter.
 ROTATED_FIRST = {"HunYuanMoEV1Attention": False, "Ernie4_5_MoeAttention": True}
 # Classes that norm heads of values too.
 NORMED_VALUES = frozenset({"Gemma4TextAttention"})
-# Classes that rotate heads only in layers with windows, where there are some.
-UNROTATED_BEYOND_WINDOWS = frozenset({"ExaoneMoeAttention"})
 # Classes with latent attention.
 LATENT_ATTENTIONS = frozenset(
     {"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"}
@@ -168,19 +166,19 @@ class FusedAttention(FusedMixer):
 
 @dataclass(slots=True, eq=False)
 class FusedScaledAttention(FusedAttention):
-    """Attention over heads of keys and values whose results are multiplied by softplus gates.
+    """Attention over heads of keys and values whose results are multiplied by gates.
 
-    gates  projection of the rows to a gate for each head, or each element
+    gates  makes a gate of a row for each head, or each element
     width  of a head
     """
 
-    gates: nn.Module = field(kw_only=True)
+    gates: Callable[[Tensor], Tensor] = field(kw_only=True)
     width: int = field(kw_only=True)
 
     def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
         # super() has no class to begin at in a dataclass with slots.
         mixed = FusedAttention.mix(self, hidden_states, batch)
-        gates = functional.softplus(self.gates(hidden_states).float()).to(mixed.dtype)
+        gates = self.gates(hidden_states)
         if gates.shape != mixed.shape:
             return (mixed.view(len(mixed), -1, self.width) * gates[..., None]).view(mixed.shape)
         return mixed * gates
@@ -338,16 +336,25 @@ def fused_attention(module: Any, **others: Any) -> FusedAttention:
 
 
 def fused_scaled_attention(module: Any) -> FusedAttention:
-    return fused_attention(module, gates=module.g_proj, width=module.head_dim)
+    def softplus(rows: Tensor) -> Tensor:
+        return functional.softplus(project(rows).float()).to(rows.dtype)
+
+    def sigmoid(rows: Tensor) -> Tensor:
+        gates: Tensor = project(rows).sigmoid()
+        return gates
+
+    is_laguna = hasattr(module, "g_proj")
+    project = module.g_proj if is_laguna else module.gate_proj
+    gates = softplus if is_laguna else sigmoid
+    return fused_attention(module, gates=gates, width=module.head_dim)
 
 
 def is_rotated(module: Any) -> bool:
-    """False for attention that sees all positions in a model whose other layers have windows, and
-    that gives its heads no positions.
-    """
-    if type(module).__name__ not in UNROTATED_BEYOND_WINDOWS:
-        return True
-    return module.sliding_window is None or bool(module.is_sliding)
+    """False for attention without a window that leaves positions to the layers with one."""
+    name = type(module).__name__
+    if name == "ExaoneMoeAttention":
+        return module.sliding_window is None or bool(module.is_sliding)
+    return name != "AfmoeAttention" or bool(module.is_local_attention)
 
 
 def fused_gated_attention(module: Any) -> FusedGatedAttention:

@@ -24,7 +24,8 @@ NORMS = frozenset(
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3"),
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
-        *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3", "ExaoneMoe", "Laguna"),
+        *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3"),
+        *("ExaoneMoe", "Laguna", "Afmoe"),
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -45,7 +46,8 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
         (None, None),
     ),
     **dict.fromkeys(
-        ("MixtralTopKRouter", "MiniMaxM2TopKRouter", "Gemma4TextRouter"), (None, torch.float32)
+        ("AfmoeTokenChoiceRouter", "MixtralTopKRouter", "MiniMaxM2TopKRouter", "Gemma4TextRouter"),
+        (None, torch.float32),
     ),
     **dict.fromkeys(
         (
@@ -61,7 +63,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 }
 
 # Routers whose logits are rounded as the rows are, and float32 then.
-WIDENED = frozenset({"LagunaTopKRouter"})
+WIDENED = frozenset({"LagunaTopKRouter", "AfmoeTokenChoiceRouter"})
 
 Forward = Callable[..., Any]
 
@@ -160,7 +162,8 @@ def fuse_router(module: Any, gate: RouterGate) -> bool:
             *(matrix, None, top_k, gate.rule, dtypes, forward, scaled_norm(module), shares_of)
         )
         return True
-    matrix = module.wg.weight if hasattr(module, "wg") else module.weight
+    named = [getattr(module, each).weight for each in ("wg", "gate") if hasattr(module, each)]
+    matrix = named[0] if named else module.weight
     if name == "HunYuanMoEV1Gate":
         dtypes = matrix.dtype, matrix.dtype
     bias = getattr(module, "bias", None)

@@ -141,6 +141,14 @@ def hy_v3_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterG
     return ScoreGate(rule)
 
 
+def afmoe_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """AFMoE: sigmoids, with a bias for choosing."""
+    (bias,) = router_inputs
+    scale = float(router.route_scale)
+    rule = RouterRule(sigmoid=True, divided=True, scale=scale, bias=as_float(bias), added=1e-20)
+    return ScoreGate(rule)
+
+
 def laguna_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """Laguna: sigmoids of logits that may be capped, with a bias for choosing."""
     bias = as_float(router.e_score_correction_bias)

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT, CLAMPED
 from speq.layers.gates import (
     GateOf,
     RouterGate,
+    afmoe_gate,
     deepseek_v2_gate,
     deepseek_v3_gate,
     ernie_gate,
@@ -64,6 +66,7 @@ class MoEBlock(NamedTuple):
     router_inputs  arguments of the router besides hidden states
     gate           rule of its choices
     logits_of      finds the logits in what the router returns
+    of_sequence    whether the router takes [1, T, H] in place of rows
     """
 
     experts: OffloadedExperts
@@ -71,11 +74,17 @@ class MoEBlock(NamedTuple):
     gate: RouterGate
     router_inputs: tuple[Tensor | None, ...] = ()
     logits_of: LogitsOf = first_of
+    of_sequence: bool = False
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Router logits of rows [T, H]: [T, E]."""
-        output: tuple[Tensor, ...] = self.router.forward(hidden_states, *self.router_inputs)
-        return self.logits_of(output)
+        return self.logits_of(self.route(hidden_states))
+
+    def route(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """What the router returns for rows [T, H]."""
+        rows = hidden_states[None] if self.of_sequence else hidden_states
+        routed: tuple[Tensor, ...] = self.router.forward(rows, *self.router_inputs)
+        return routed
 
 
 def check_nothing(config: Any, num_experts: int, where: object) -> None:
@@ -161,6 +170,7 @@ class Family:
     names         of experts and routers on disk; the first ones are attributes of the model too
     router_inputs   attributes of the block that its router is given beside hidden states; None for
                     those that a configuration leaves out
+    router_of_sequence   whether they take [1, T, H] in place of rows
     gate          how its routers choose
     logits_of     finds logits in what its routers return
     num_experts, expert_width, top_k, hidden_act   attributes of the config; no hidden_act: it has
@@ -171,6 +181,8 @@ class Family:
     attention_by  entry of transformers' table that computes it outside the fused decoder
     biased        whether its experts have biases
     normed        whether the experts' output is normed before it is added
+    scaled_embedding   attribute of the config that says whether the model multiplies its embeddings
+                  by the root of the hidden size; None: it has none
     scaled_by     attribute of the config that the experts' sum is multiplied by; None: nothing
     transposed    whether experts' weights are on disk as [E, H, 2F], gate and up interleaved, and
                   [E, F, H]
@@ -190,6 +202,7 @@ class Family:
     experts_class: str
     names: ExpertNames = USUAL_NAMES
     router_inputs: tuple[str, ...] = ()
+    router_of_sequence: bool = False
     gate: GateOf = softmax_gate
     logits_of: LogitsOf = first_of
     num_experts: str = "num_experts"
@@ -202,6 +215,7 @@ class Family:
     attention_by: str = "sdpa"
     biased: bool = False
     normed: bool = False
+    scaled_embedding: str | None = None
     scaled_by: str | None = None
     transposed: bool = False
     activation: str | None = None
@@ -228,6 +242,19 @@ class Family:
     def output_scale(self, config: Any) -> float:
         """What the sum of a layer's experts is multiplied by before it is added."""
         return 1.0 if self.scaled_by is None else float(getattr(config, self.scaled_by))
+
+    def scale_in_embedding(self, model: Any) -> None:
+        """Leave to a model's embedding what its forward would do to the embeddings: a later stage
+        of a pipeline is given rows in their place.
+        """
+        body = model.model
+        name = self.scaled_embedding
+        if name is None or not getattr(body.config, name):
+            return
+        body.config = copy(body.config)
+        setattr(body.config, name, False)
+        if isinstance(body.embed_tokens, nn.Embedding):
+            body.embed_tokens.embed_scale = body.config.hidden_size**0.5
 
     def check_installed(self, where: object) -> None:
         """Raise SpeqError where the installed transformers lacks the family."""
@@ -296,7 +323,9 @@ class Family:
                 inputs = tuple(getattr(block, name, None) for name in self.router_inputs)
                 router = getattr(block, self.names.routers[0])
                 gate = self.gate(router, inputs)
-                blocks[index] = MoEBlock(experts, router, gate, inputs, self.logits_of)
+                blocks[index] = MoEBlock(
+                    *(experts, router, gate, inputs, self.logits_of, self.router_of_sequence)
+                )
         return blocks
 
     def routers(self, model: nn.Module) -> list[nn.Module]:
@@ -311,6 +340,7 @@ PHIMOE_NAMES = ExpertNames(
     MIXTRAL_NAMES.blocks, routers=("router", "gate"), projections=MIXTRAL_NAMES.projections
 )
 HUNYUAN_NAMES = ExpertNames(routers=("gate", "gate.wg"))
+AFMOE_NAMES = ExpertNames(routers=("router", "router.gate"))
 GPT_OSS_NAMES = ExpertNames(routers=("router",))
 # Names as published and as transformers saves them.
 LFM2_NAMES = ExpertNames(
@@ -461,6 +491,17 @@ FAMILIES = {
             router_inputs=("e_score_correction_bias",),
             gate=hy_v3_gate,
             text_part=TextModelPart("hy_v3", renamed=HY_V3_RENAMED),
+        ),
+        Family(
+            "afmoe",
+            "AfmoeExperts",
+            names=AFMOE_NAMES,
+            router_inputs=("expert_bias",),
+            router_of_sequence=True,
+            gate=afmoe_gate,
+            typed_masks=True,
+            normed=True,
+            scaled_embedding="mup_enabled",
         ),
         Family(
             "exaone_moe",

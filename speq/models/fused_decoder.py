@@ -41,8 +41,11 @@ logger = logging.getLogger("speq")
 ANY_KIND = "any"
 # Layers whose routed experts run beside their feed-forward.
 GEMMA_LAYERS = frozenset({"Gemma4TextDecoderLayer"})
+# Names of the norms behind a layer's mixer and behind its feed-forward, in layers that have both.
+NORMS_BEHIND = {"AfmoeDecoderLayer": ("post_attention_layernorm", "post_mlp_layernorm")}
 # Names of the norms before a layer's mixer and before its feed-forward.
 NORM_NAMES = (
+    ("input_layernorm", "pre_mlp_layernorm"),
     ("input_layernorm", "pre_feedforward_layernorm"),
     ("input_layernorm", "post_attention_layernorm"),
     ("operator_norm", "ffn_norm"),
@@ -151,8 +154,7 @@ class FusedLayer:
         layer, if there is one.
         """
         hidden, normed = add_and_norm(hidden, self.mix(normed, batches, states), self.norm)
-        made = self.feed_forward(normed[None])
-        update = (made[0] if isinstance(made, tuple) else made)[0]  # some return logits besides
+        update = self.feed(normed)
         if self.next_norm is None:
             return hidden + update, None
         return add_and_norm(hidden, update, self.next_norm)
@@ -164,6 +166,32 @@ class FusedLayer:
         else:
             mixed, _ = self.mixer(normed, attention_mask=batches[self.kind])
         return mixed
+
+    def feed(self, normed: Tensor) -> Tensor:
+        """Run the feed-forward: [T, H]."""
+        made = self.feed_forward(normed[None])
+        # Some return logits besides.
+        fed: Tensor = (made[0] if isinstance(made, tuple) else made)[0]
+        return fed
+
+
+@dataclass(frozen=True, slots=True)
+class FusedNormedLayer(FusedLayer):
+    """A layer whose parts' results are normed before they are added.
+
+    behind  the norms of the mixer's and of the feed-forward's results
+    """
+
+    behind: tuple[nn.Module, nn.Module] = field(kw_only=True)
+
+    # super() has no class to begin at in a dataclass with slots.
+    def mix(self, normed: Tensor, batches: Mapping[str, DecodeBatch], states: Any) -> Tensor:
+        mixed: Tensor = self.behind[0](FusedLayer.mix(self, normed, batches, states))
+        return mixed
+
+    def feed(self, normed: Tensor) -> Tensor:
+        fed: Tensor = self.behind[1](FusedLayer.feed(self, normed))
+        return fed
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +249,7 @@ class FusedDecoder:
             mixer = layer.self_attn if state is None else state
             feed_forward = getattr(layer, family.names.mlp)
             parts = (kind, mixer, state is not None, norm, feed_forward, next_norm)
-            is_gemma = type(layer).__name__ in GEMMA_LAYERS
-            made = FusedGemmaLayer(*parts, layer=layer) if is_gemma else FusedLayer(*parts)
-            self._layers.append(made)
+            self._layers.append(fused_layer(layer, parts))
 
     def __call__(self, *args: Any, attention_mask: Any = None, **others: Any) -> Any:
         if not isinstance(attention_mask, AttentionWindows):
@@ -346,6 +372,17 @@ def fuse_parts(model: Any, family: Family) -> None:
     for block in family.moe_blocks(model).values():
         if not fuse_router(block.router, block.gate):
             logger.debug("%s runs as transformers has it", type(block.router).__name__)
+
+
+def fused_layer(layer: Any, parts: tuple[Any, ...]) -> FusedLayer:
+    """Make the fused layer of one of transformers'; parts: of every FusedLayer."""
+    name = type(layer).__name__
+    if name in GEMMA_LAYERS:
+        return FusedGemmaLayer(*parts, layer=layer)
+    if name in NORMS_BEHIND:
+        mixer, mlp = (getattr(layer, each) for each in NORMS_BEHIND[name])
+        return FusedNormedLayer(*parts, behind=(mixer, mlp))
+    return FusedLayer(*parts)
 
 
 def norms_of(layer: Any) -> tuple[nn.Module, nn.Module]:

@@ -109,6 +109,7 @@ class MoEModel:
         self.biases = [
             each for each in (block.experts.biases for block in blocks) if each is not None
         ]
+        family.scale_in_embedding(hf_model)
         hold_dense(hf_model, self._switch, records, [block.router for block in blocks])
         self._windows = windows_of(family, self._config)
         self._cache_name = cache_name(type(hf_model.model).forward)

@@ -270,6 +270,19 @@ FAMILY_OPTIONS["laguna"] = {
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "moe_routed_scaling_factor": 2.5,
 }
+FAMILY_OPTIONS["afmoe"] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "route_scale": 2.5,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "mup_enabled": True,
+}
 FAMILY_OPTIONS["gemma4"] = {
     "num_experts": 8,
     "top_k_experts": 3,
@@ -316,7 +329,7 @@ WITH_STATES = ("qwen3_next", "qwen3_5_moe", "lfm2_moe")
 # differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
-    *("lfm2_moe", "mellum", "laguna"),
+    *("lfm2_moe", "mellum", "laguna", "afmoe"),
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),

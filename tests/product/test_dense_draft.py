@@ -141,6 +141,7 @@ DENSE = {
     "deepseek_v3": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
     "dots1": (ATTENTION, SHARED),
     "hy_v3": (ATTENTION, SHARED),
+    "afmoe": ([*ATTENTION, "self_attn.gate_proj"], SHARED),
     "exaone_moe": (ATTENTION, SHARED),
     "laguna": ([*ATTENTION, "self_attn.g_proj"], SHARED),
     "solar_open": (ATTENTION, SHARED),

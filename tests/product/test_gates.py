@@ -53,7 +53,7 @@ def by_expert(ids: torch.Tensor, weights: torch.Tensor) -> list[dict[int, float]
 def test_among_all_experts_a_gate_is_the_router(family: str, overrides: dict[str, Any]) -> None:
     block = block_of(family, overrides)
     rows = torch.randn(64, COMMON["hidden_size"])
-    _, weights, ids = block.router(rows, *block.router_inputs)
+    _, weights, ids = block.route(rows)
     logits = block.logits(rows)
     everything = torch.ones(logits.shape[1], dtype=torch.bool)
     chosen, given = block.gate.choose(logits, everything, ids.shape[1])

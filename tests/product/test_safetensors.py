@@ -215,6 +215,7 @@ MOE_LAYERS = {
     "dots1": (1, 2),
     "ernie4_5_moe": (1, 2),
     "hy_v3": (1, 2),
+    "afmoe": (1, 2),
     "exaone_moe": (1, 2),
     "laguna": (1, 2),
     "lfm2_moe": (1, 2),
