@@ -44,8 +44,9 @@ class DenseEmbedding(nn.Module):
     def __init__(self, table: ExactMatrix, scale: Tensor | float | None = None) -> None:
         super().__init__()
         self.table = table
-        is_tensor = isinstance(scale, Tensor)
-        self.scale = nn.Buffer(scale, persistent=False) if is_tensor else scale
+        if isinstance(scale, Tensor):
+            scale = nn.Buffer(scale, persistent=False)
+        self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
         rows, scale = self.table.rows(ids), self.scale
