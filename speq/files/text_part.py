@@ -58,10 +58,15 @@ class TextModelPart:
 
     def stored(self, name: str) -> str:
         """Map a tensor's name in the text model to its name on disk."""
-        for on_disk, own in self.renamed:
-            name = name.replace(own, on_disk)
+        name = self.published(name)
         of_text = name.startswith(MODEL) and not self.is_beside(name)
         return self.prefix + name[len(MODEL) :] if of_text else name
+
+    def published(self, name: str) -> str:
+        """Map a tensor's name in the text model to the name that transformers' loader renames."""
+        for on_disk, own in self.renamed:
+            name = name.replace(own, on_disk)
+        return name
 
     def is_beside(self, name: str) -> bool:
         """True if a tensor is of another part."""

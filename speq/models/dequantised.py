@@ -17,22 +17,23 @@ from speq.models.shape import hf_config
 
 
 def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Tensors by the model's names. Plain weights are mapped from their files; codes are
-    dequantized to bfloat16 in memory. What belongs to codes is left out.
+    """Tensors by the names that transformers' loader takes. Plain weights are mapped from their
+    files; codes are dequantized to bfloat16 in memory. What belongs to codes is left out.
 
     wanted  selects tensors by name
     """
     state: dict[str, Tensor] = {}
-    coded = checkpoint.coded
+    coded, part = checkpoint.coded, checkpoint.part
     for file in checkpoint.files.values():
         with safe_open(file.path, framework="pt") as mapped:
             for name, (holder, _) in checkpoint.tensors.items():
                 if holder is not file or not wanted(name) or coded.is_left_out(name):
                     continue
+                taken = name if part is None else part.published(name)
                 if coded.is_coded(name):
-                    state[words_name(name)] = words_of(checkpoint, name)
+                    state[words_name(taken)] = words_of(checkpoint, name)
                 else:
-                    state[name] = mapped.get_tensor(holder.stored[name])
+                    state[taken] = mapped.get_tensor(holder.stored[name])
     return state
 
 

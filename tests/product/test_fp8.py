@@ -47,6 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": LARGER,
     "deepseek_v3": {},
     "minimax_m2": {"hidden_size": 160, "intermediate_size": 144},
+    "laguna": {},
+    "hy_v3": {},
 }
 
 
@@ -92,6 +94,8 @@ CELLS = {
         Cell(3, "half", "own", codec="fp8"),
         Cell(1, "two slots", "poor", "packed", codec="fp8"),
     ],
+    "laguna": [Cell(3, "half", "own", codec="fp8")],
+    "hy_v3": [Cell(3, "half", "poor", "packed", codec="fp8")],
     "minimax_m2": [
         Cell(3, "two slots", "own", codec="fp8"),
         Cell(3, "half", "poor", codec="fp8", trees="small"),
