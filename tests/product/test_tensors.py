@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from tools.tensors import tensors_of
 
 from tests.helpers.tiny_models import BY_FAMILY
+from tools.tensors import tensors_of
 
 INDEX = "model.safetensors.index.json"
 
