@@ -57,7 +57,7 @@ class ShapedModel:
             (folder / "config.json").write_text(json.dumps(content))
             spec = ModelSpec.of_config(shape.name, folder, "auto")
             family, config = family_of(content, folder), config_in(folder)
-            published = format_of(content, folder)
+            published = format_of(content, folder).name
             tensors = tensors_of(family, config, spec.shape, published)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * spec.shape.num_layers
         return cls(shape, content, published, seed, spec, tensors, kinds)

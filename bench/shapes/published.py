@@ -18,7 +18,6 @@ from speq.files.published_format import (
     NVFP4,
     WORDS,
     format_of,
-    packed_settings,
 )
 
 PUBLISHED = "the published config.json"
@@ -201,7 +200,7 @@ def shape_named(given: str) -> PublishedShape:
         )
     folder = locate_config(path.parent if path.name == "config.json" else path)
     content = read_json(folder / "config.json")
-    kind, packed = format_of(content, folder), packed_settings(content, folder)
+    kind, packed, _ = format_of(content, folder)
     if packed is not None and packed.packing is not COMPRESSED:
         raise OptionError(
             f"shapes are {given!r}, in {kind} as {packed.packing.name} packs it; of codes of four "

@@ -14,7 +14,7 @@ from speq.files.checksums import Checksums, TensorCheck, check_seal, warn_unchec
 from speq.files.coded_tensors import CodedTensors
 from speq.files.json_file import read_json
 from speq.files.model_folder import recognise
-from speq.files.published_format import QUANTISERS_FILES, format_of, fp8_settings, packed_settings
+from speq.files.published_format import QUANTISERS_FILES, format_of
 from speq.files.shards import INDEX, SINGLE, Shards, read_weight_map
 from speq.files.text_part import TextModelPart
 
@@ -158,8 +158,8 @@ class Checkpoint:
         self.config = read_json(path / "config.json")
         if os.path.lexists(path / "generation_config.json"):
             read_json(path / "generation_config.json")  # transformers ignores a damaged one
-        self.format = format_of(self.config, path)
-        packed = packed_settings(self.config, path)
+        published = format_of(self.config, path)
+        self.format = published.name
         if "transformers_weights" in self.config:
             raise UnsupportedError(
                 f"{path / 'config.json'} names its weights in transformers_weights, which is not "
@@ -168,8 +168,7 @@ class Checkpoint:
         self._checksums = self._read_checksums()
         self._shards = Shards(path, called=None if part is None else part.called)
         self.files, self.tensors = self._shards.files, self._shards.tensors
-        fp8 = fp8_settings(self.config, path)
-        self.coded = CodedTensors(self.tensors, self.format, packed, fp8)
+        self.coded = CodedTensors(self.tensors, published)
         try:
             if self._checksums is not None:
                 self._checksums.check_headers(self.files)

@@ -5,8 +5,7 @@ from math import prod
 import torch
 
 from speq.errors import CheckpointError, UnsupportedError
-from speq.files.fp8_settings import Fp8Settings
-from speq.files.packed_settings import ORIGINAL, PackedSettings
+from speq.files.packed_settings import ORIGINAL
 from speq.files.packing import (
     CODES_PER_WORD,
     COMPRESSED,
@@ -28,6 +27,7 @@ from speq.files.published_format import (
     PLAIN,
     SCALE_DTYPES,
     WORDS,
+    PublishedFormat,
     words_name,
 )
 from speq.files.safetensors_file import OTHER_VERSION, SafetensorsFile, TensorInfo
@@ -46,14 +46,9 @@ class CodedTensors:
     fp8      what shares a scale in FP8
     """
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        format: str,
-        packed: PackedSettings | None,
-        fp8: Fp8Settings,
-    ) -> None:
-        self.tensors, self.format, self.fp8 = tensors, format, fp8
+    def __init__(self, tensors: Tensors, published: PublishedFormat) -> None:
+        self.tensors, self.format, self.fp8 = tensors, published.name, published.fp8
+        packed = published.packed
         self.packing: CodePacking | None = None if packed is None else packed.packing
         self.groups: Int4Groups | None = None
         if packed is not None and packed.groups is not None:

@@ -1,7 +1,7 @@
 """Published format of a checkpoint's weights: plain weights, or codes with scales."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,9 +48,22 @@ QUANTISED_FIELDS = ("quantization_config", "compression_config", "quantization")
 NAMING_FIELDS = ("quant_method", "quant_algo", "quant_type", "bits", "w_bit")
 
 
-def format_of(config: dict[str, Any], where: Path) -> str:
-    """Determine the format: WORDS, or one of FORMATS. Raises SpeqError for an unsupported one, and
-    if two places name different ones.
+class PublishedFormat(NamedTuple):
+    """How a checkpoint's weights are published.
+
+    name    WORDS, or one of FORMATS
+    packed  how INT4 and NVFP4 are packed; None for other formats
+    fp8     what shares a scale in FP8
+    """
+
+    name: str = WORDS
+    packed: PackedSettings | None = None
+    fp8: Fp8Settings = Fp8Settings()
+
+
+def format_of(config: dict[str, Any], where: Path) -> PublishedFormat:
+    """Determine the format. Raises SpeqError for an unsupported one, and if two places name
+    different ones.
 
     config  a config.json; where: its folder, whose other files may also name a format
     """
@@ -61,17 +74,20 @@ def format_of(config: dict[str, Any], where: Path) -> str:
         for field in QUANTISED_FIELDS
         if part.get(field) is not None
     }
-    if len(set(named.values())) > 1:
-        said = " and ".join(f"{field} ({name})" for field, name in named.items())
+    if len({each.name for each in named.values()}) > 1:
+        said = " and ".join(f"{field} ({each.name})" for field, each in named.items())
         raise CheckpointError(f"{where / 'config.json'} names two formats, in {said}; {ORIGINAL}")
-    packed = packed_settings(config, where)
-    found = next(iter(named.values()), WORDS if packed is None else packed.packing.format)
-    for file_name in QUANTISERS_FILES:
-        settings = _quantisers_settings(where / file_name)
-        if settings is None or (packed is not None and packed.agrees_with(settings, where)):
+    beside = {name: _quantisers_settings(where / name) for name in QUANTISERS_FILES}
+    of_modelopt = beside[QUANTISERS_FILES[0]]
+    if not named and of_modelopt is not None:  # earlier versions wrote nothing into config.json
+        settings = {"quant_method": "modelopt"} | of_modelopt
+        named[QUANTISERS_FILES[0]] = _format_of(settings, QUANTISED_FIELDS[0], where)
+    found = next(iter(named.values()), PublishedFormat())
+    for file_name, settings in beside.items():
+        if settings is None or (found.packed and found.packed.agrees_with(settings, where)):
             continue
         method = _method(settings) or Path(file_name).stem
-        if method.lower() != found:
+        if method.lower() != found.name:
             raise UnsupportedError(
                 f"{where} is quantised ({method}), as {file_name} says and config.json does not; "
                 f"{ORIGINAL}"
@@ -99,55 +115,21 @@ def _method(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _format_of(settings: Any, field: str, where: Path) -> str:
+def _format_of(settings: Any, field: str, where: Path) -> PublishedFormat:
     """Determine the format by one field, otherwise as `format_of`."""
     if not isinstance(settings, dict):
         raise UnsupportedError(f"{where} is quantised ({settings}); {ORIGINAL}")
     method = _method(settings)
     if field == QUANTISED_FIELDS[0]:
         if method == MXFP4:
-            return MXFP4
-        if read_fp8(settings, where) is not None:
-            return FP8
+            return PublishedFormat(MXFP4)
+        fp8 = read_fp8(settings, where)
+        if fp8 is not None:
+            return PublishedFormat(FP8, fp8=fp8)
         packed = read_settings(settings, where)
         if packed is not None:
-            return packed.packing.format
+            return PublishedFormat(packed.packing.format, packed)
     raise UnsupportedError(f"{where} is quantised ({method or field}); {ORIGINAL}")
-
-
-def packed_settings(config: dict[str, Any], where: Path) -> PackedSettings | None:
-    """Read how a checkpoint in INT4 or NVFP4 is packed; None for other formats. Raises SpeqError
-    for what is not supported.
-    """
-    fields = _settings_of(config)
-    for settings in fields:
-        if read_fp8(settings, where) is not None:
-            return None
-        found = read_settings(settings, where)
-        if found is not None:
-            return found
-    # ModelOpt's earlier versions wrote nothing into config.json.
-    beside = None if fields else _quantisers_settings(where / QUANTISERS_FILES[0])
-    if beside is None:
-        return None
-    return read_settings({"quant_method": "modelopt"} | beside, where)
-
-
-def fp8_settings(config: dict[str, Any], where: Path) -> Fp8Settings:
-    """Read what shares a scale in a checkpoint in FP8; blocks of 128 rows and columns for other
-    formats. Raises SpeqError for what is not supported.
-    """
-    found = (read_fp8(settings, where) for settings in _settings_of(config))
-    return next((each for each in found if each is not None), Fp8Settings())
-
-
-def _settings_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The `quantization_config` of a config.json, and of its text's part."""
-    return [
-        part[QUANTISED_FIELDS[0]]
-        for part in (config, config.get("text_config"))
-        if isinstance(part, dict) and isinstance(part.get(QUANTISED_FIELDS[0]), dict)
-    ]
 
 
 def words_name(name: str) -> str:

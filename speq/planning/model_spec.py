@@ -14,7 +14,7 @@ from speq.experts.expert_store import check_groups, reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
 from speq.files.packing import INT4, Int4Groups
-from speq.files.published_format import WORDS, format_of, fp8_settings, packed_settings
+from speq.files.published_format import WORDS, format_of
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
@@ -75,13 +75,12 @@ class ModelSpec:
         config = config_in(path)
         shape = shape_of(family_of(content, path), config, path / "config.json")
         words = config.dtype if config.dtype in DTYPES.values() else torch.bfloat16
-        words = words if published == WORDS else torch.bfloat16
+        words = words if published.name == WORDS else torch.bfloat16
         experts = shape.experts
         sizes = experts.hidden_size, experts.expert_width
-        packing, groups = packed_settings(content, path) or (None, None)
-        divides = packing is not None and packing.divides
-        blocks = fp8_settings(content, path).blocks
-        stored = ExpertShape(*sizes, words, published, groups, divides, blocks)
+        packing, groups = published.packed or (None, None)
+        divides, blocks = packing is not None and packing.divides, published.fp8.blocks
+        stored = ExpertShape(*sizes, words, published.name, groups, divides, blocks)
         check_groups(stored, path)
         codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)

@@ -405,7 +405,7 @@ def test_published_configurations_are_planned_or_refused_in_a_sentence(tmp_path:
             shutil.copy(beside, folder / "hf_quant_config.json")
         try:
             config_in(folder)
-            format_ = format_of(json.loads(path.read_text()), folder)
+            format_ = format_of(json.loads(path.read_text()), folder).name
             made = plan(folder, "24GiB", link="3GB/s", memory_bandwidth="40GB/s")
         except SpeqError as error:
             assert "\n" not in str(error)

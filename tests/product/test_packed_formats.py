@@ -356,7 +356,19 @@ def test_a_quantisers_file_agrees_or_is_refused(
     (tmp_path / file).write_text(json.dumps(beside))
     config = {"quantization_config": quantization_config(Int4Kind(32, True, False, packing))}
     if agrees:
-        assert format_of(config, tmp_path) == "int4"
+        assert format_of(config, tmp_path).name == "int4"
         return
     with pytest.raises(SpeqError, match=f"as {file} says and config.json does not"):
         format_of(config, tmp_path)
+
+
+@pytest.mark.parametrize(("algorithm", "name"), [("FP8", "fp8"), ("NVFP4", "nvfp4")])
+def test_modelopts_file_counts_where_the_configuration_says_nothing(
+    algorithm: str, name: str, tmp_path: Path
+) -> None:
+    settings = {"quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
+    found = format_of({}, tmp_path)
+    assert found.name == name
+    assert (found.packed is None) == (name == "fp8")
+    assert found.fp8.scales == ("_scale" if name == "fp8" else "_scale_inv")
