@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
@@ -71,7 +72,7 @@ def tensors_of(folder: Path) -> Tensors:
             counts["left"] += 1
         elif matrix is not None and matrix.layer in blocks:
             counts["experts"] += 1
-            experts.add(tuple(matrix))
+            experts.add((matrix.layer, matrix.expert, matrix.projection))
         elif matrix is not None:
             counts["left"] += 1
         elif name in wanted | buffers or words in wanted:
@@ -102,13 +103,11 @@ def stored_names(folder: Path) -> list[str]:
         return [*file.keys()]
 
 
-def own_names(stored: Iterable[str], family: Family, model: object) -> dict[str, str]:
+def own_names(stored: Iterable[str], family: Family, model: Any) -> dict[str, str]:
     """What speq and transformers' loader make of names on disk; experts keep theirs."""
     part = family.text_part
     renamings = [
-        each
-        for each in get_model_conversion_mapping(model)  # type: ignore[arg-type]
-        if isinstance(each, WeightRenaming)
+        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
     ]
     made = {}
     for name in stored:

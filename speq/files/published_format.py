@@ -75,13 +75,13 @@ def format_of(config: dict[str, Any], where: Path) -> PublishedFormat:
         if part.get(field) is not None
     }
     if len({each.name for each in named.values()}) > 1:
-        said = " and ".join(f"{field} ({each.name})" for field, each in named.items())
-        raise CheckpointError(f"{where / 'config.json'} names two formats, in {said}; {ORIGINAL}")
+        both = " and ".join(f"{field} ({each.name})" for field, each in named.items())
+        raise CheckpointError(f"{where / 'config.json'} names two formats, in {both}; {ORIGINAL}")
     beside = {name: _quantisers_settings(where / name) for name in QUANTISERS_FILES}
     of_modelopt = beside[QUANTISERS_FILES[0]]
     if not named and of_modelopt is not None:  # earlier versions wrote nothing into config.json
-        settings = {"quant_method": "modelopt"} | of_modelopt
-        named[QUANTISERS_FILES[0]] = _format_of(settings, QUANTISED_FIELDS[0], where)
+        said = {"quant_method": "modelopt"} | of_modelopt
+        named[QUANTISERS_FILES[0]] = _format_of(said, QUANTISED_FIELDS[0], where)
     found = next(iter(named.values()), PublishedFormat())
     for file_name, settings in beside.items():
         if settings is None or (found.packed and found.packed.agrees_with(settings, where)):
