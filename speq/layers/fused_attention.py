@@ -318,21 +318,23 @@ def fusing(name: str) -> Callable[[Any], FusedMixer] | None:
     return None
 
 
-def fused_attention(module: Any, **others: Any) -> FusedAttention:
-    """others: of a class of its own"""
-    made = FusedScaledAttention if others else FusedAttention
+def parts_of(module: Any) -> tuple[Any, ...]:
+    """What FusedAttention has of a module."""
     names = ("q_layernorm", "k_layernorm") if hasattr(module, "q_layernorm") else NORM_NAMES
     norms = [getattr(module, name, None) for name in names]
     query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
-    return made(
+    return (
         module.o_proj if hasattr(module, "o_proj") else module.out_proj,
         module.layer_idx,
         own_forward(module),
         (module.q_proj, module.k_proj, module.v_proj),
         Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
         is_rotated(module),
-        **others,
     )
+
+
+def fused_attention(module: Any) -> FusedAttention:
+    return FusedAttention(*parts_of(module))
 
 
 def fused_scaled_attention(module: Any) -> FusedAttention:
@@ -346,7 +348,7 @@ def fused_scaled_attention(module: Any) -> FusedAttention:
     is_laguna = hasattr(module, "g_proj")
     project = module.g_proj if is_laguna else module.gate_proj
     gates = softplus if is_laguna else sigmoid
-    return fused_attention(module, gates=gates, width=module.head_dim)
+    return FusedScaledAttention(*parts_of(module), gates=gates, width=module.head_dim)
 
 
 def is_rotated(module: Any) -> bool:

@@ -133,20 +133,18 @@ def gemma4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> Router
     return ScoreGate(RouterRule(divided=True, factors=as_float(router.per_expert_scale)))
 
 
-def hy_v3_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
-    """Hy3: sigmoids, with a bias for choosing."""
-    (bias,) = router_inputs
-    scale = float(router.router_scaling_factor)
-    rule = RouterRule(sigmoid=True, divided=True, scale=scale, bias=as_float(bias), added=1e-20)
-    return ScoreGate(rule)
+def corrected_gate(scale: str) -> GateOf:
+    """Hy3 and AFMoE: sigmoids, with a bias for choosing.
 
+    scale  attribute of a router that weights are multiplied by
+    """
 
-def afmoe_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
-    """AFMoE: sigmoids, with a bias for choosing."""
-    (bias,) = router_inputs
-    scale = float(router.route_scale)
-    rule = RouterRule(sigmoid=True, divided=True, scale=scale, bias=as_float(bias), added=1e-20)
-    return ScoreGate(rule)
+    def gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+        (bias,) = router_inputs
+        rule = RouterRule(sigmoid=True, divided=True, bias=as_float(bias), added=1e-20)
+        return ScoreGate(replace(rule, scale=float(getattr(router, scale))))
+
+    return gate
 
 
 def laguna_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:

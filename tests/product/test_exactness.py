@@ -498,6 +498,18 @@ VARIANTS = {
             "final_logit_softcapping": 2.0,
         },
     ),
+    "laguna with a gate for each element and capped logits of routers": (
+        "laguna",
+        {"gating": "per-element", "moe_router_logit_softcapping": 0.5, "attention_bias": True},
+    ),
+    "afmoe without scaled embeddings and with tied weights": (
+        "afmoe",
+        {"mup_enabled": False, "tie_word_embeddings": True, "num_dense_layers": 0},
+    ),
+    "exaone_moe with windows in all layers": (
+        "exaone_moe",
+        {"layer_types": ["sliding_attention"] * 3, "n_group": 1, "norm_topk_prob": False},
+    ),
 }
 
 
