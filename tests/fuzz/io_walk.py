@@ -164,6 +164,8 @@ class IoWalk:
     def undisturbed(self, walk: Walk) -> Undisturbed:
         """Run a command twice, and keep what is the same."""
         runs = []
+        self.lay_out(walk)
+        self.sound.target.warm(walk.command, self.room)
         for _ in range(2):
             self.lay_out(walk)
             ended = self.run(replace(walk.command, struck=Strike(0, 0)))

@@ -5,6 +5,7 @@ It imports nothing of ours but `speq`, and of that only the command and the publ
 """
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -60,6 +61,9 @@ def preload(modules: list[str]) -> dict[str, Any]:
             __import__(module)
         except BaseException:
             continue
+    # A child's collections would look at all of it, and copy it.
+    gc.collect()
+    gc.freeze()
     return {}
 
 
