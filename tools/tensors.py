@@ -57,14 +57,14 @@ def tensors_of(folder: Path) -> Tensors:
     family = family_of(read_json(folder / "config.json"), folder)
     config = config_in(folder)
     model = skeleton(family, config, folder)
-    wanted = set(model.state_dict()) - {name for name, _ in model.named_buffers()}
+    buffers = {name for name, _ in model.named_buffers()}
+    wanted = set(model.state_dict()) - buffers
     if config.tie_word_embeddings:
         wanted.discard("lm_head.weight")
     blocks, counts = family.moe_blocks(model), Counter[str]()
     experts: set[tuple[int, int | None, str]] = set()
     seen, unknown = set[str](), list[str]()
     names = own_names(stored_names(folder), family, model)
-    buffers = {name for name, _ in model.named_buffers()}
     for stored, name in names.items():
         words = words_name(name)
         matrix = family.names.matrix(words)
@@ -118,11 +118,10 @@ def own_names(stored: Iterable[str], family: Family, model: Any) -> dict[str, st
     return made
 
 
-def row(folder: Path) -> list[str]:
-    found = tensors_of(folder)
+def row(name: str, found: Tensors) -> list[str]:
     counts = (found.count, found.experts, found.rest, found.left)
     ends = (len(found.unknown), len(found.missing))
-    return [folder.name, found.family, *(f"{each:,}" for each in (*counts, *ends))]
+    return [name, found.family, *(f"{each:,}" for each in (*counts, *ends))]
 
 
 def main() -> int:
@@ -132,11 +131,11 @@ def main() -> int:
     for folder in parser.parse_args().folders:
         try:
             found = tensors_of(folder)
-            rows.append(row(folder))
         except (SpeqError, OSError) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             refused += 1
             continue
+        rows.append(row(folder.name, found))
         for name in (*found.unknown[:3], *found.missing[:3]):
             print(f"{folder}: {name}", file=sys.stderr)
         refused += bool(found.unknown or found.missing)

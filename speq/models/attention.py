@@ -60,8 +60,13 @@ class AttentionShape:
 
 def cached_heads(config: Any) -> AttentionShape:
     """Multi-head or grouped-query attention."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return shape_of_heads(heads, config.num_key_value_heads, width)
+
+
+def shape_of_heads(heads: int, kv_heads: int, width: int) -> AttentionShape:
+    """Attention of so many query heads over so many heads of keys and values."""
     # torch repeats shared heads for all queries; a head that is not shared is read in place.
     expanded_width = heads * 2 * width if kv_heads != heads else 0
     kv_shapes = ((kv_heads, width),) * 2
@@ -76,12 +81,8 @@ def gated_heads(config: Any) -> AttentionShape:
 
 def heads_of_layers(config: Any) -> AttentionShape:
     """`cached_heads` with more query heads in some layers."""
-    kv_heads, width = config.num_key_value_heads, config.head_dim
     heads = max(config.num_attention_heads_per_layer)
-    expanded_width = heads * 2 * width if kv_heads != heads else 0
-    return AttentionShape(
-        ((kv_heads, width),) * 2, heads * width, heads // kv_heads, 0, expanded_width
-    )
+    return shape_of_heads(heads, config.num_key_value_heads, config.head_dim)
 
 
 def heads_by_layer(config: Any) -> AttentionShape:
