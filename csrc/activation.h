@@ -1,10 +1,9 @@
 // Activations of the feed-forward, in float32, on host and device.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
-#include "portable.h"
+#include "exponential.h"
 
 namespace speq {
 
@@ -18,13 +17,13 @@ constexpr float kClampLimit = 7.0f, kClampAlpha = 1.702f;
 SPEQ_INLINE float activate(Activation activation, float x) {
   switch (activation) {
   case Activation::gelu:
-    return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-  case Activation::gelu_pytorch_tanh:
-    return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+    return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
+  case Activation::gelu_pytorch_tanh: // (1 + tanh(y)) / 2 is the sigmoid of 2 y
+    return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x));
   case Activation::relu:
     return x > 0.0f || x != x ? x : 0.0f; // NaN stays NaN
   default:
-    return x / (1.0f + expf(-x));
+    return times_sigmoid(x, x);
   }
 }
 
@@ -43,7 +42,7 @@ SPEQ_INLINE float activate(Activation activation, float gate, float up, const Ro
   // NaN stays NaN.
   gate = gate > kClampLimit ? kClampLimit : gate;
   up = up > kClampLimit ? kClampLimit : up < -kClampLimit ? -kClampLimit : up;
-  const float share = round(1.0f / (1.0f + expf(-round(gate * kClampAlpha))));
+  const float share = round(times_sigmoid(1.0f, round(gate * kClampAlpha)));
   return round(up + 1.0f) * round(gate * share);
 }
 

@@ -4,9 +4,11 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from itertools import islice
 
+from speq.errors import present
 from speq.scheduler.eviction import EvictionPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.host_share import HostShare
 from speq.scheduler.link_pace import LinkThrottle
 from speq.scheduler.transfer import Priority, State, TransferEngine, TransferTicket
 from speq.stats import Recorder
@@ -16,6 +18,9 @@ class ExpertLoader:
     """Serves layers from slots and loads missing experts.
 
     An expert is resident, under way (its slot claimed, its ticket open) or neither.
+
+    share  divides missing experts between loading them and computing them on the host; None: all
+           are loaded
     """
 
     def __init__(self, cache: ExpertCache, transfer: TransferEngine, recorder: Recorder) -> None:
@@ -23,6 +28,7 @@ class ExpertLoader:
         self._transfer = transfer
         self._recorder = recorder
         self.throttle = LinkThrottle()
+        self.share: HostShare | None = None
         self._under_way: dict[ExpertKey, TransferTicket] = {}
         # After an interrupt a transfer may still write to a slot that looks free.
         self._unsettled = False
@@ -34,7 +40,8 @@ class ExpertLoader:
         meanwhile: Callable[[], None] = lambda: None,
         wave: int | None = None,
     ) -> Generator[dict[int, int], None, None]:
-        """Yield {expert: slot} in waves that together name each of `experts` once.
+        """Yield {expert: slot} in waves that together name each of `experts` once, but for those
+        that `share` has the host compute.
 
         A wave's slots are valid until the caller asks for the next wave. Resident experts come
         first; the others follow as they arrive. Later waves reuse the slots of past waves, so a
@@ -53,6 +60,8 @@ class ExpertLoader:
             ready = self._resident(waiting)
             late = sum(key in self._under_way for key in waiting)
             self._recorder.served(layer, requests=len(waiting), hits=len(ready), late=late)
+            if self.share is not None:
+                waiting = self._without_host_share(layer, waiting, ready)
             while waiting:
                 for key in waiting:
                     if key not in ready and not self.load(key, Priority.DEMAND):
@@ -76,6 +85,26 @@ class ExpertLoader:
             self.cache.unpin(waiting)
             self._report()
         meanwhile()
+
+    def _without_host_share(
+        self, layer: int, keys: list[ExpertKey], ready: Collection[ExpertKey]
+    ) -> list[ExpertKey]:
+        """Leave out the experts that the host computes."""
+        share = present(self.share, "there is no host to divide with")
+        share.visit(layer, keys)
+        share.copied(self.throttle.transfer_s)
+        missing = [key for key in keys if key not in ready and key not in self._under_way]
+        chosen = set(share.choose(missing))
+        self.cache.unpin(chosen)
+        return [key for key in keys if key not in chosen]
+
+    def bring_later(self, layer: int, experts: Sequence[int]) -> None:
+        """Load experts that the host has computed, for later tokens, as far as the link is free;
+        those that are used most first.
+        """
+        share = present(self.share, "there is no host to divide with")
+        keys = share.by_use(ExpertKey(layer, expert) for expert in experts)
+        self.load_ahead(keys[::-1], self.room_ahead())
 
     @property
     def unsettled(self) -> bool:

@@ -63,6 +63,10 @@ class HostRecords:
         """List the experts that records hold, in no order, without counting a use."""
         return list(self._at)
 
+    def holds(self, key: ExpertKey) -> bool:
+        """Tell whether a record holds `key`, without counting a use."""
+        return key in self._at
+
     def take(self, key: ExpertKey) -> int | None:
         """Pin and return the record that holds `key`, or None. `give_back` unpins it."""
         at = self._at.get(key)

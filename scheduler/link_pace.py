@@ -26,6 +26,11 @@ class LinkThrottle:
         if alone_s > 0:
             self._transfer_s += WEIGHT * (alone_s - self._transfer_s)
 
+    @property
+    def transfer_s(self) -> float:
+        """Seconds of an expert over the link; 0 if none was measured."""
+        return self._transfer_s
+
     def pause(self) -> None:
         """Ignore the time until the next `look`, since nothing is prefetched meanwhile."""
         self._looked_s = None

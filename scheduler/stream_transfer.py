@@ -10,7 +10,8 @@ import heapq
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -166,6 +167,28 @@ class StreamTransfer:
 
     def held_below(self) -> list[ExpertKey] | None:
         return None if self._tier.resident else self._records.residents()
+
+    def holds(self, key: ExpertKey) -> bool:
+        """Tell whether host memory holds an expert."""
+        return self._tier.resident or self._records.holds(key)
+
+    @contextmanager
+    def lend_records(self, layer: int, experts: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Yield the records of experts that host memory holds, [record_bytes] uint8 each, and keep
+        them there inside the block.
+        """
+        lent: dict[int, int] = {}
+        try:
+            for expert in experts:
+                at = self._records.take(ExpertKey(layer, expert))
+                lent[expert] = present(at, f"host memory has no expert {expert} of layer {layer}")
+            yield {
+                expert: self._tier.record(at)[: self._tier.record_bytes(layer, expert)]
+                for expert, at in lent.items()
+            }
+        finally:
+            for at in lent.values():
+                self._records.give_back(at)
 
     def drain(self) -> None:
         self._quiet = True

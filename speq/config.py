@@ -261,6 +261,15 @@ class TransferOptions(Options):
         str, Option("Which experts come before they are needed.", Choice(registry=PREFETCHERS))
     ] = "three-phase"
     reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    host_compute: Annotated[
+        str,
+        Option(
+            "On a GPU, whether the processor computes missing experts out of host memory while "
+            "others are copied: auto (as many as measured rates say) or none. Tokens are the same.",
+            Choice(("auto", "none")),
+            by_set=True,
+        ),
+    ] = "auto"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from speq.engine.drafter import (
     SecondaryDrafter,
 )
 from speq.engine.engine import Engine
+from speq.engine.host_compute import HostCompute
 from speq.engine.offload import (
     MoeSizes,
     Offload,
@@ -42,8 +43,9 @@ from speq.files.contents import stamp
 from speq.governor.batches import Governors
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import FixedDraftLength
-from speq.kernels.library import CPU_LIBRARY, CUDA_LIBRARY
+from speq.kernels.library import CPU_LIBRARY, CUDA_LIBRARY, has_cpu_library
 from speq.layers.expert_budget import LayerBudgets
+from speq.layers.host_experts import HostExperts
 from speq.load import Loaded
 from speq.machine import device_name
 from speq.models.kv_cache import KVCache
@@ -53,6 +55,8 @@ from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.memory import MemoryPlan
 from speq.registries import DRAFTERS
 from speq.scheduler.device_clock import DeviceClock
+from speq.scheduler.expert_loader import ExpertLoader
+from speq.scheduler.host_share import HostShare
 from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import TransferEngine
@@ -215,9 +219,27 @@ class EngineLayout:
             options.cache_policy, options.prefetch, drafts.prunes_rows, budget
         )
         transfer, timed = self._transfer(slots, options.reader_threads)
+        host_over = None
+        if options.host_compute == "auto" and isinstance(transfer, StreamTransfer):
+            host_over = self._host_over(transfer)
         return offload_over(
-            slots, experts, transfer, self._sizes, policies, loaded.device, self.recorder, timed
+            *(slots, experts, transfer, self._sizes, policies, loaded.device, self.recorder, timed),
+            host_over,
         )
+
+    def _host_over(self, transfer: StreamTransfer) -> Callable[[ExpertLoader], HostCompute] | None:
+        """What makes the host compute missing experts. Records over a draft's codes cannot be run
+        there: the device has the codes.
+        """
+        codec, sizes, device = self.loaded.opened.store.codec, self._sizes, self.loaded.device
+        if codec.needs_draft or not has_cpu_library() or isinstance(device, Processor):
+            return None
+        experts = HostExperts(
+            *(device, codec, transfer, sizes.num_experts, sizes.activation, sizes.biases),
+            self.recorder.clock,
+        )
+        share = HostShare(sizes.num_layers, sizes.num_experts, transfer.holds)
+        return lambda loader: HostCompute(experts, loader, share, self.recorder)
 
     def _transfer(self, slots: Tensor, readers: int) -> tuple[TransferEngine, Timed]:
         """Whatever fills the slots, reading threads or copies from host memory, and what times the

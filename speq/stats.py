@@ -171,6 +171,7 @@ class StepStats:
     requests       distinct (layer, expert) pairs that the exact model requested
     hits           requests found in a slot
     late           requests found under way
+    host_experts   requests that the host computed; host_s: time for that
     used           prefetched experts that were then requested
     wasted         prefetched experts that were evicted unused
     layers         MoE layers passed; covered: the sum over them of hits / requests
@@ -203,6 +204,7 @@ class StepStats:
     requests: int = 0
     hits: int = 0
     late: int = 0
+    host_experts: int = 0
     used: int = 0
     wasted: int = 0
     layers: int = 0
@@ -223,6 +225,7 @@ class StepStats:
     late_s: float = 0.0
     select_s: float = 0.0
     audit_s: float = 0.0
+    host_s: float = 0.0
     start_s: float = 0.0
     end_s: float = 0.0
     drafter: str | None = None
@@ -301,7 +304,7 @@ MAX_EVENTS = 50_000
 # Kinds of events whose durations are summed in a field of the step.
 TIMED = {
     **{"draft": "draft_s", "verify": "verify_s", "transfer": "transfer_s", "stall": "stall_s"},
-    **{"select": "select_s", "audit": "audit_s"},
+    **{"select": "select_s", "audit": "audit_s", "host": "host_s"},
 }
 
 
@@ -456,6 +459,8 @@ FIGURES = {
     "not run",
     "select_s": "time to choose experts within an expert budget",
     "audit_s": "time of its audits, part of `verify_s`",
+    "host_experts": "requested experts that the host computed for a GPU in decode",
+    "host_s": "time for that, part of `verify_s`",
     "budget": "effect of an expert budget, see below; null if the run was exact",
     "layers": "figures of each MoE layer in decode, see below",
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
@@ -501,7 +506,10 @@ LAYER_FIGURES = {
 
 
 # Those that are sums over the steps of decode: counts, and times.
-SUMMED = ("moved_bytes", "ahead_bytes", "read_bytes", "rejected_bytes", "used", "wasted")
+SUMMED = (
+    *("moved_bytes", "ahead_bytes", "read_bytes", "rejected_bytes", "used", "wasted"),
+    "host_experts",
+)
 SUMMED_S = (*TIMED.values(), "late_s", "link_s")
 
 

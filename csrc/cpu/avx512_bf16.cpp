@@ -102,7 +102,8 @@ struct PairProduct {
   }
 
   template <bool kWhole, typename Block>
-  static void add(Sum *sums, const Block *blocks, const void *input, std::int64_t present) {
+  static void add(Sum *sums, const Block *blocks, const void *input, std::int64_t,
+                  std::int64_t present) {
     const auto *values = static_cast<const BFloat16 *>(input);
     SPEQ_UNROLL
     for (int half = 0; half < 2; ++half) {

@@ -35,6 +35,12 @@ struct Avx512 {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), words));
   }
 
+  static Floats load_apart(const float *words) {
+    return beside(_mm256_loadu_ps(words), _mm256_loadu_ps(words + kSegmentColumns));
+  }
+  static Floats load_apart(const BFloat16 *words) { return widened(halves_apart(words)); }
+  static Floats load_apart(const Float16 *words) { return _mm512_cvtph_ps(halves_apart(words)); }
+
   static Bytes load_bytes(const std::uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
 
   struct Nibbles {
@@ -70,6 +76,15 @@ struct Avx512 {
 
 private:
   static __mmask16 first(std::int64_t count) { return __mmask16((1u << count) - 1); }
+
+  static Floats beside(__m256 low, __m256 high) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+  }
+  static __m256i halves_apart(const void *words) {
+    const auto *first = static_cast<const std::uint16_t *>(words);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_epi16(first)),
+                                   _mm_loadu_epi16(first + kSegmentColumns), 1);
+  }
 
   // sum + u8 . s8 over the four bytes of each lane. Codes are below 16, so that the 16-bit sums of
   // the detour without VNNI, at most 2 * 15 * 127 each, cannot overflow.

@@ -4,14 +4,13 @@
 #include <cstring>
 
 #include "cpu/micro_kernels.h"
+#include "exponential.h"
+#include "sum_order.h"
 
 // Loops over a tile's rows and inputs, so that its sums stay in registers.
 #define SPEQ_UNROLL _Pragma("GCC unroll 8")
 
 namespace speq::cpu {
-
-// Adding and subtracting 1.5 * 2^23 rounds a float to the nearest whole number, ties to even.
-constexpr float kRounder = 12582912.0f;
 
 static inline void round_block(const float *values, std::int64_t columns, Int8Step *steps,
                                std::int64_t block) {
@@ -46,20 +45,23 @@ static inline void round_block(const float *values, std::int64_t columns, Int8St
   }
 }
 
-// exp(x) of x at most 0, in plain arithmetic that every compiler makes vectors of (Cephes' expf).
+// e^x of x at most 0, in fewer steps: below -87, where the power of two is no normal number, 0.
 static inline float exp_below(float x) {
-  const float shifted = x * 1.44269504f + kRounder, power = shifted - kRounder;
-  const float rest = x - power * 0.693359375f + power * 2.12194440e-4f;
-  float sum = 1.9875691500e-4f;
-  sum = sum * rest + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  const float mantissa = sum * rest * rest + rest + 1.0f;
-  const std::uint32_t exponent = bits_as<std::uint32_t>(shifted) - bits_as<std::uint32_t>(kRounder);
-  // Below, the power of two would be no normal number.
-  return x < -87.0f ? 0.0f : mantissa * bits_as<float>((exponent << 23) + 0x3F800000u);
+  const Exponential parts = exponential_parts(x);
+  return x < -87.0f ? 0.0f : parts.mantissa * power_of_two(parts.exponent);
+}
+
+// The total of partial sums (sum_order.h), in vectors of whatever width there is.
+static inline float total_of(const float *partial) {
+  typedef float Vector __attribute__((vector_size(kVectorColumns * sizeof(float))));
+  typedef float Half __attribute__((vector_size(kVectorColumns * sizeof(float) / 2)));
+  Vector l[kStepSegments];
+  std::memcpy(l, partial, sizeof l);
+  const Vector sums = ((l[0] + l[1]) + (l[2] + l[3])) + ((l[4] + l[5]) + (l[6] + l[7]));
+  Half halves[2];
+  std::memcpy(halves, &sums, sizeof halves);
+  const Half sum = halves[0] + halves[1];
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]) + 0.0f;
 }
 
 static inline float soften(float *values, std::int64_t count, float scale, SoftmaxSum &total) {

@@ -9,33 +9,40 @@ namespace speq::cpu {
 namespace {
 
 template <typename V> struct FloatProduct {
-  using Sum = typename V::Floats;
+  struct Sum {
+    alignas(64) float partial[kPartialSums];
+  };
+  using Of = Segments<V>;
   static constexpr int kMostInputs = most_inputs(V::kRegisters);
-  static Sum zero() { return V::zero(); }
-  static float total(Sum sum) { return V::sum(sum); }
+  static Sum zero() { return {}; }
+  static float total(const Sum &sum) { return total_of(sum.partial); }
 
   static typename V::Floats load(const WordBlock &block, std::int64_t at) {
-    return V::load(block.words + at);
+    return Of::load(block.words + at);
   }
   static typename V::Floats load(const FloatBlock &block, std::int64_t at) {
-    return V::load(block.words + at);
+    return Of::load(block.words + at);
   }
   template <typename Block> static typename V::Floats load(const Block &block, std::int64_t at) {
-    return V::widened(block.part(at));
+    return block.load_apart(at);
   }
 
   template <bool kWhole, typename Block>
-  static void add(Sum *sums, const Block *blocks, const void *input, std::int64_t present) {
+  static void add(Sum *sums, const Block *blocks, const void *input, std::int64_t first,
+                  std::int64_t present) {
+    static_assert(sizeof(Sum) == kPartialSums * sizeof(float));
     const auto *values = static_cast<const float *>(input);
+    float last[kWhole ? 1 : kBlockColumns] = {};
+    if (!kWhole) { // inputs may end where columns do
+      std::memcpy(last, values, present * sizeof(float));
+      values = last;
+    }
     SPEQ_UNROLL
-    for (std::int64_t at = 0; at < kBlockColumns; at += V::kLanes) {
-      if (kWhole || at < present) {
-        const auto x = V::load(values + at);
-        SPEQ_UNROLL
-        for (int n = 0; n < kQuadRows; ++n) {
-          sums[n] = V::fmadd(load(blocks[n], at), x, sums[n]);
-        }
-      }
+    for (std::int64_t begin = 0; begin < kBlockColumns; begin += Of::kColumns) {
+      Of::template add<false, kQuadRows, 1>(
+          sums->partial + first_partial(first + begin),
+          [&](int n, std::int64_t at) { return load(blocks[n], begin + at); },
+          [&](int, std::int64_t at) { return Of::load(values + begin + at); });
     }
   }
   static const void *at(const void *input, std::int64_t first) {

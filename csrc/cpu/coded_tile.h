@@ -14,8 +14,8 @@ namespace speq::cpu {
 namespace {
 
 // A product has sums of type Sum: zero(), total(sum), at(input, first) for where a row of inputs
-// goes on, and add<whole>(sums, blocks, input, present), which adds the products of a block of each
-// row of a quad by `present` inputs. Whether a block is whole is known where it is compiled. Rows
+// goes on, and add<whole>(sums, blocks, input, first, present), which adds the products of a block of
+// each row of a quad by `present` inputs, from column `first` on. Whether a block is whole is known where it is compiled. Rows
 // are rebuilt for kMostInputs as they pass; for more, into the cache, once.
 
 // Begin to fetch the streams of the quad behind this one: about as many bytes as those of this one.
@@ -61,7 +61,7 @@ void dot_quad(const Rows &matrix, std::int64_t quad, const void *const *inputs,
     SPEQ_UNROLL
     for (int r = 0; r < R; ++r) {
       Product::template add<decltype(whole)::value>(sums[r], blocks, Product::at(inputs[r], first),
-                                                    present);
+                                                    first, present);
     }
   };
   std::int64_t first = 0;

@@ -61,7 +61,7 @@ public:
 
   static Word stored_as(Word weights, Word values) {
     const bool pairs = weights == Word::bfloat16 && values == Word::bfloat16 &&
-                       micro_kernels().dot_bfloat16_pairs != nullptr;
+                       micro_kernels().dot_bfloat16_pairs != nullptr && !sums_in_order();
     return pairs ? Word::bfloat16 : Word::float32;
   }
 

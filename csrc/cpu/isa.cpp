@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #ifdef SPEQ_AARCH64
 #include <asm/hwcap.h>
@@ -39,6 +40,7 @@ Isa detect() {
 }
 
 std::atomic<Isa> limit{Isa::avx512_bf16};
+thread_local bool in_order = false;
 
 } // namespace
 
@@ -48,6 +50,8 @@ Isa best_isa() {
 }
 
 Isa current_isa() { return std::max(best_isa(), limit.load(std::memory_order_relaxed)); }
+
+bool sums_in_order() { return in_order; }
 
 const MicroKernels &micro_kernels() {
   switch (current_isa()) {
@@ -88,6 +92,10 @@ __attribute__((visibility("default"))) int speq_has_isa(int isa) {
   const auto best = speq::cpu::best_isa(), of = speq::cpu::Isa(isa);
   const bool arm = best == speq::cpu::Isa::neon_dot || best == speq::cpu::Isa::neon;
   return of == speq::cpu::Isa::portable || (of >= best && (arm || of <= speq::cpu::Isa::avx2));
+}
+// Sets it for this thread; says what it was.
+__attribute__((visibility("default"))) int speq_order_sums(int wanted) {
+  return std::exchange(speq::cpu::in_order, wanted != 0);
 }
 __attribute__((visibility("default"))) int speq_isa() { return int(speq::cpu::current_isa()); }
 __attribute__((visibility("default"))) void speq_limit_isa(int isa) {

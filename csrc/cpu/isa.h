@@ -22,6 +22,10 @@ Isa best_isa();
 Isa current_isa();
 const MicroKernels &micro_kernels();
 
+// Whether ops of this thread keep the order of sum_order.h, for which pairs of bfloat16 are not
+// multiplied.
+bool sums_in_order();
+
 // The product of an INT4 matrix: the vectorised one where it takes the matrix's groups.
 DotInt4 dot_int4_for(const Int4Matrix &matrix);
 

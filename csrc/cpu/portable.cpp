@@ -1,7 +1,10 @@
 // The inner loops in plain C++: for processors without a file of their own, for group sizes that
 // vectors do not take, and to read the others by.
+#include <cmath>
+
 #include "cpu/coded_tile.h"
 #include "cpu/decode_scaled.h"
+#include "sum_order.h"
 
 namespace speq::cpu {
 namespace {
@@ -65,8 +68,18 @@ void dot_int4(const Int4Matrix &matrix, std::int64_t begin, std::int64_t end,
   }
 }
 
-// Sums side by side.
+// Columns of a state that are taken side by side.
 constexpr std::int64_t kLanes = 16;
+
+// `columns` words by values, from a column of their row on.
+template <typename Word>
+void add_products(const Word *words, const float *values, std::int64_t first, std::int64_t columns,
+                  float *partial) {
+  for (std::int64_t k = 0; k < columns; ++k) {
+    float &sum = partial[first_partial(first + k) + (first + k) % kVectorColumns];
+    sum = std::fma(to_float(words[k]), values[k], sum);
+  }
+}
 
 template <typename Word>
 void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
@@ -74,22 +87,9 @@ void dot_exact(const void *weights, std::int64_t columns, std::int64_t rows,
   const Word *row = static_cast<const Word *>(weights);
   for (std::int64_t n = 0; n < rows; ++n, row += columns) {
     for (std::int64_t r = 0; r < count; ++r) {
-      const auto *values = static_cast<const float *>(inputs[r]);
-      float lanes[kLanes] = {};
-      std::int64_t k = 0;
-      for (; k + kLanes <= columns; k += kLanes) {
-        for (std::int64_t i = 0; i < kLanes; ++i) {
-          lanes[i] += to_float(row[k + i]) * values[k + i];
-        }
-      }
-      for (std::int64_t i = 0; k + i < columns; ++i) {
-        lanes[i] += to_float(row[k + i]) * values[k + i];
-      }
-      float sum = 0.0f;
-      for (const float lane : lanes) {
-        sum += lane;
-      }
-      outs[r][n] = sum;
+      float partial[kPartialSums] = {};
+      add_products(row, static_cast<const float *>(inputs[r]), 0, columns, partial);
+      outs[r][n] = total_of(partial);
     }
   }
 }
@@ -132,31 +132,23 @@ void delta_step(float *state, std::int64_t rows, std::int64_t columns, const Del
 }
 
 // dot_exact's sums over blocks of compact matrices.
-struct LaneProduct {
+struct PlainProduct {
   struct Sum {
-    float lanes[kLanes];
+    float partial[kPartialSums];
   };
   static constexpr int kMostInputs = 4;
   static Sum zero() { return {}; }
-  static float total(const Sum &sum) {
-    float total = 0.0f;
-    for (const float lane : sum.lanes) {
-      total += lane;
-    }
-    return total;
-  }
+  static float total(const Sum &sum) { return total_of(sum.partial); }
   static const void *at(const void *input, std::int64_t first) {
     return static_cast<const float *>(input) + first;
   }
 
   template <bool kWhole>
-  static void add(Sum *sums, const WordBlock *blocks, const void *input, std::int64_t present) {
-    const auto *values = static_cast<const float *>(input);
-    const std::int64_t columns = kWhole ? kBlockColumns : present;
+  static void add(Sum *sums, const WordBlock *blocks, const void *input, std::int64_t first,
+                  std::int64_t present) {
     for (int n = 0; n < kQuadRows; ++n) {
-      for (std::int64_t k = 0; k < columns; ++k) {
-        sums[n].lanes[k % kLanes] += to_float(blocks[n].words[k]) * values[k];
-      }
+      add_products(blocks[n].words, static_cast<const float *>(input), first,
+                   kWhole ? kBlockColumns : present, sums[n].partial);
     }
   }
 };
@@ -192,21 +184,21 @@ const MicroKernels portable_kernels = {
     round_block,
     round_group,
     read_sum,
-    {dot_coded<LaneProduct, PortableLossless, dot_exact<BFloat16>, LosslessRows>, nullptr,
+    {dot_coded<PlainProduct, PortableLossless, dot_exact<BFloat16>, LosslessRows>, nullptr,
      decode_quad<PortableLossless, LosslessRows>},
-    {dot_coded<LaneProduct, PortableResidual, dot_exact<BFloat16>, ResidualRows>, nullptr,
+    {dot_coded<PlainProduct, PortableResidual, dot_exact<BFloat16>, ResidualRows>, nullptr,
      decode_quad<PortableResidual, ResidualRows>},
     add_rows<float>,
     add_rows<BFloat16>,
     add_rows<Float16>,
     soften,
-    {dot_coded<LaneProduct, PortableFp8, dot_exact<BFloat16>, Fp8Rows>, nullptr,
+    {dot_coded<PlainProduct, PortableFp8, dot_exact<BFloat16>, Fp8Rows>, nullptr,
      decode_quad<PortableFp8, Fp8Rows>},
-    {dot_coded<LaneProduct, PortableMxfp4, dot_exact<BFloat16>, Mxfp4Rows>, nullptr,
+    {dot_coded<PlainProduct, PortableMxfp4, dot_exact<BFloat16>, Mxfp4Rows>, nullptr,
      decode_quad<PortableMxfp4, Mxfp4Rows>},
-    {dot_coded<LaneProduct, PortableInt4, dot_exact<BFloat16>, Int4Rows>, nullptr,
+    {dot_coded<PlainProduct, PortableInt4, dot_exact<BFloat16>, Int4Rows>, nullptr,
      decode_quad<PortableInt4, Int4Rows>},
-    {dot_coded<LaneProduct, PortableNvfp4, dot_exact<BFloat16>, Nvfp4Rows>, nullptr,
+    {dot_coded<PlainProduct, PortableNvfp4, dot_exact<BFloat16>, Nvfp4Rows>, nullptr,
      decode_quad<PortableNvfp4, Nvfp4Rows>},
     delta_step,
     panel_product,

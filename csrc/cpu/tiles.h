@@ -14,9 +14,12 @@
 //     n is the number of scales to a step: 1, 2 or 4.
 //   - kRegisters: how many vectors the processor holds.
 //
-// Sets whose decoders of compact experts leave words in vectors (coded_kernels.h) have one more:
+// Sets of 16 lanes have more, for the order of sums (sum_order.h):
 //
-//   - widened(words): kLanes BFloat16 words in a vector as Floats.
+//   - load_apart(const Word *): eight words, and eight from kSegmentColumns behind them on.
+//
+// So have blocks that decoders of compact experts leave in vectors (coded_kernels.h):
+// load_apart(at) is theirs from column `at` on.
 #pragma once
 
 #include <type_traits>
@@ -24,6 +27,7 @@
 #include "cpu/blocks.h"
 #include "cpu/delta_step.h"
 #include "cpu/panels.h"
+#include "sum_order.h"
 
 namespace speq::cpu {
 
@@ -126,6 +130,67 @@ static inline void dot_int4(const Int4Matrix &matrix, std::int64_t begin, std::i
   }
 }
 
+// What a vector has of the columns that it is loaded from: the words of so many segments of
+// sum_order.h, beside each other, or a part of eight.
+template <typename V> struct Segments {
+  static constexpr int kAtOnce = V::kLanes > kVectorColumns ? V::kLanes / kVectorColumns : 1;
+  static constexpr int kParts = V::kLanes < kVectorColumns ? kVectorColumns / V::kLanes : 1;
+  static constexpr std::int64_t kColumns = kAtOnce * kSegmentColumns;
+
+  template <typename Word> static typename V::Floats load(const Word *words) {
+    if constexpr (kAtOnce > 1) {
+      return V::load_apart(words);
+    } else {
+      return V::load(words);
+    }
+  }
+
+  // Adds the products of N rows of weights by R inputs to their partial sums [N][R][kPartialSums],
+  // from those of the segment on, which are not yet written where kFresh; word(n, at) and
+  // value(r, at) are those of the columns from `at` on.
+  template <bool kFresh, int N, int R, typename Word, typename Value>
+  SPEQ_MEMBER static void add(float *partial, const Word &word, const Value &value) {
+    const auto sum_at = [&](int n, int r, int part) {
+      return partial + (n * R + r) * kPartialSums + part * V::kLanes;
+    };
+    SPEQ_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      typename V::Floats sums[N][R];
+      SPEQ_UNROLL
+      for (int n = 0; n < N; ++n) {
+        SPEQ_UNROLL
+        for (int r = 0; r < R; ++r) {
+          sums[n][r] = kFresh ? V::zero() : V::load(sum_at(n, r, part));
+        }
+      }
+      SPEQ_UNROLL
+      for (std::int64_t i = 0; i < kSegmentVectors; ++i) {
+        const std::int64_t at = i * kVectorColumns + part * V::kLanes;
+        typename V::Floats words[N];
+        SPEQ_UNROLL
+        for (int n = 0; n < N; ++n) {
+          words[n] = word(n, at);
+        }
+        SPEQ_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const auto x = value(r, at);
+          SPEQ_UNROLL
+          for (int n = 0; n < N; ++n) {
+            sums[n][r] = V::fmadd(words[n], x, sums[n][r]);
+          }
+        }
+      }
+      SPEQ_UNROLL
+      for (int n = 0; n < N; ++n) {
+        SPEQ_UNROLL
+        for (int r = 0; r < R; ++r) {
+          V::store(sums[n][r], sum_at(n, r, part));
+        }
+      }
+    }
+  }
+};
+
 template <typename V, typename Word> struct ExactTile {
   const Word *weights;
   std::int64_t columns;
@@ -136,54 +201,63 @@ template <typename V, typename Word> struct ExactTile {
   static constexpr int kMostInputs = most_inputs(V::kRegisters);
 
   template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
+    using Of = Segments<V>;
     const Word *first = weights + row * columns;
-    typename V::Floats sums[N][R];
+    const float *values[R];
     SPEQ_UNROLL
-    for (int n = 0; n < N; ++n) {
-      SPEQ_UNROLL
-      for (int r = 0; r < R; ++r) {
-        sums[n][r] = V::zero();
-      }
+    for (int r = 0; r < R; ++r) {
+      values[r] = static_cast<const float *>(inputs[input + r]);
     }
-    const auto add = [&](std::int64_t k, const auto &load) {
-      typename V::Floats words[N];
+    alignas(64) float partial[N * R * kPartialSums];
+    std::int64_t k = 0;
+    const auto add = [&](auto fresh) {
+      constexpr std::int64_t kLine = 64 / sizeof(Word);
       SPEQ_UNROLL
-      for (int n = 0; n < N; ++n) {
-        words[n] = load(first + n * columns + k);
-      }
-      SPEQ_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const auto x = V::load(static_cast<const float *>(inputs[input + r]) + k);
+      for (std::int64_t at = 0; at < Of::kColumns; at += kLine) {
         SPEQ_UNROLL
         for (int n = 0; n < N; ++n) {
-          sums[n][r] = V::fmadd(words[n], x, sums[n][r]);
+          fetch_ahead(first + (N + n) * columns + k + at);
         }
       }
+      Of::template add<decltype(fresh)::value, N, R>(
+          partial + first_partial(k),
+          [&](int n, std::int64_t at) { return Of::load(first + n * columns + k + at); },
+          [&](int r, std::int64_t at) { return Of::load(values[r] + k + at); });
     };
-    const auto load = [](const Word *words) { return V::load(words); };
-    constexpr std::int64_t kLine = 64 / sizeof(Word);
-    std::int64_t k = 0;
-    for (; k + kLine <= columns; k += kLine) {
-      SPEQ_UNROLL
+    // What is left of the last columns, with zeros behind it.
+    const auto add_last = [&](auto fresh) {
+      Word words[N][Of::kColumns] = {};
+      float last[R][Of::kColumns] = {};
+      const std::int64_t present = columns > k ? columns - k : 0;
       for (int n = 0; n < N; ++n) {
-        fetch_ahead(first + (N + n) * columns + k);
+        std::memcpy(words[n], first + n * columns + k, present * sizeof(Word));
       }
-      SPEQ_UNROLL
-      for (std::int64_t at = 0; at < kLine; at += V::kLanes) {
-        add(k + at, load);
+      for (int r = 0; r < R; ++r) {
+        std::memcpy(last[r], values[r] + k, present * sizeof(float));
+      }
+      Of::template add<decltype(fresh)::value, N, R>(
+          partial + first_partial(k),
+          [&](int n, std::int64_t at) { return Of::load(words[n] + at); },
+          [&](int r, std::int64_t at) { return Of::load(last[r] + at); });
+    };
+    for (; k < kSumColumns; k += Of::kColumns) {
+      if (k + Of::kColumns <= columns) {
+        add(std::true_type());
+      } else {
+        add_last(std::true_type());
       }
     }
-    for (; k + V::kLanes <= columns; k += V::kLanes) {
-      add(k, load);
+    for (; k + Of::kColumns <= columns; k += Of::kColumns) {
+      add(std::false_type());
     }
     if (k < columns) {
-      add(k, [&](const Word *words) { return V::load_part(words, columns - k); });
+      add_last(std::false_type());
     }
     SPEQ_UNROLL
     for (int n = 0; n < N; ++n) {
       SPEQ_UNROLL
       for (int r = 0; r < R; ++r) {
-        outs[input + r][row + n] = V::sum(sums[n][r]);
+        outs[input + r][row + n] = total_of(partial + (n * R + r) * kPartialSums);
       }
     }
   }

@@ -1,44 +1,17 @@
-// Compact matrices (compact.h) as a warp reads them: a quad of rows, in steps of 256 columns.
-//
-// A lane has a segment of one row, 32 neighbouring columns, in four vectors of eight. Two lanes
-// have the run of a row of a block; lanes are in the order of runs in the streams, so that where a
-// run begins is found by one prefix sum over the warp.
+// Compact matrices (compact.h) as a warp reads them: a quad of rows (quad_lanes.h). Where a run
+// begins in the streams is found by one prefix sum over the warp.
 #pragma once
 
 #include <cstdint>
 
 #include "compact.h"
-#include "cuda/device.h"
+#include "cuda/quad_lanes.h"
 
 namespace speq::cuda {
 
-constexpr int kRows = int(kQuadRows);
-constexpr int kSegment = 32;
-constexpr int kVectors = kSegment / kLaneColumns; // of a segment
-constexpr int kRunLanes = int(kBlockColumns) / kSegment;
-constexpr int kBlockLanes = kRunLanes * kRows;
-constexpr int kStepColumns = kLanes / kRows * kSegment;
-// Sums are those of lanes with eight columns of every row.
-static_assert(kStepColumns == kLanes * kLaneColumns && kRunLanes == 2);
-
-// A lane's place in a quad.
-struct Lane {
-  unsigned id;
-
-  // Found again for each product: what follows from it would take registers in between.
-  SPEQ_DEVICE Lane() : id(unsigned(found_again(lane_id()))) {}
-
-  SPEQ_DEVICE int row() const { return int(id / kRunLanes % kRows); }
-  // The first column, of a step.
-  SPEQ_DEVICE int column() const {
-    return int(id / kBlockLanes * kBlockColumns + id % kRunLanes * kSegment);
-  }
-  // Whether it has the second half of a run.
-  SPEQ_DEVICE bool ends_run() const { return id % kRunLanes != 0; }
-};
-
 // Records in slots.
 struct RecordSlots {
+  static constexpr int kMostRows = 2; // of inputs at a time: rebuilding takes the other registers
   const std::uint8_t *records;
   std::int64_t slots, stride;
   int stream_bytes; // of a slot, without what lies behind them

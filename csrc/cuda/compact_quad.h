@@ -16,11 +16,10 @@ constexpr int kCompactBlocks = 2;
 // lane_id() * kBatch / kLanes.
 template <bool kNarrow, int kBatch, typename Decoder>
 SPEQ_DEVICE float multiply_quad(Decoder &decoder, const float *inputs, const int (&start)[kBatch]) {
-  // A vector of eight columns has a sum of its own, as lanes of moe_grouped have.
-  float sums[kVectors][kBatch];
+  float partial[kBatch][kLaneColumns];
 #pragma unroll
-  for (int i = 0; i < kVectors * kBatch; ++i) {
-    sums[i / kBatch][i % kBatch] = 0.0f;
+  for (int i = 0; i < kBatch * kLaneColumns; ++i) {
+    partial[i / kLaneColumns][i % kLaneColumns] = 0.0f;
   }
   constexpr int kFloats = sizeof(uint4) / sizeof(float);
   const float *const of_lane = inputs + float_place(decoder.segment.lane.column());
@@ -34,41 +33,41 @@ SPEQ_DEVICE float multiply_quad(Decoder &decoder, const float *inputs, const int
       }
       std::uint32_t pairs[kLaneColumns / 2];
       decoder.words(i, pairs);
-      float words[kLaneColumns];
+      // By halves: pairs take fewer registers than the floats of all.
 #pragma unroll
-      for (int v = 0; v < kLaneColumns; ++v) {
-        words[v] = bits_as<float>(v % 2 == 0 ? pairs[v / 2] << 16 : pairs[v / 2] & 0xFFFF0000u);
-        words[v] = kNarrow ? narrowed(words[v]) : words[v];
-      }
+      for (int first = 0; first < kLaneColumns; first += kFloats) {
+        float words[kFloats];
 #pragma unroll
-      for (int r = 0; r < kBatch; ++r) {
-        const float *x = of_lane + start[r] + step;
+        for (int v = 0; v < kFloats; ++v) {
+          const std::uint32_t pair = pairs[(first + v) / 2];
+          words[v] = bits_as<float>(v % 2 == 0 ? pair << 16 : pair & 0xFFFF0000u);
+          words[v] = kNarrow ? narrowed(words[v]) : words[v];
+        }
 #pragma unroll
-        for (int half = 0; half < kLaneColumns / kFloats; ++half) {
-          const int first = half * kFloats;
-          const uint4 vector =
-              *reinterpret_cast<const uint4 *>(x + float_place(i * kLaneColumns + first));
+        for (int r = 0; r < kBatch; ++r) {
+          const float *x = of_lane + start[r] + step + float_place(i * kLaneColumns + first);
+          const uint4 vector = *reinterpret_cast<const uint4 *>(x);
           const std::uint32_t values[kFloats] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
           for (int v = 0; v < kFloats; ++v) {
             if (decoder.segment.has(i, first + v)) {
-              sums[i][r] = fmaf(words[first + v], bits_as<float>(values[v]), sums[i][r]);
+              float &sum = partial[r][first + v];
+              sum = fmaf(words[v], bits_as<float>(values[v]), sum);
             }
           }
         }
       }
     }
   });
-  // In the order of sum_of_lanes over lanes that have a vector each.
-  float of_vectors[kVectors];
+  float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const float of_blocks = spread_sums<kBlockLanes>(sums[i]);
-    of_vectors[i] = of_blocks + __shfl_xor_sync(kAllLanes, of_blocks, 1);
+  for (int r = 0; r < kBatch; ++r) {
+    const float total = total_of_segments(partial[r]);
+    sum = lane_id() * kBatch / kLanes == r ? total : sum;
   }
-  return (of_vectors[0] + of_vectors[2]) + (of_vectors[1] + of_vectors[3]);
+  return sum;
 }
-static_assert(kVectors == 4 && kRunLanes == 2 && kMaxBatch <= kLanes / kBlockLanes);
+static_assert(kMaxBatch <= kLanes / kBlockLanes);
 
 // Writes the words of a quad: the lane's row to `row`, which is null where nobody wants it.
 // kVector: whether rows have whole vectors, and these are aligned.

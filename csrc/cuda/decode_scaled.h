@@ -8,6 +8,7 @@ namespace speq::cuda {
 
 // Records in slots.
 struct ScaledSlots {
+  static constexpr int kMostRows = kMaxBatch;
   const std::uint8_t *records;
   std::int64_t slots, stride;
   bool vectors; // whether sixteen bytes are aligned wherever multiples of sixteen are
@@ -227,6 +228,7 @@ private:
 struct GroupedInt4Slots : ScaledSlots {
   using Matrix = GroupedInt4Matrix;
   template <bool kWhole> using Decoder = GroupedInt4Decoder<kWhole>;
+  static constexpr int kMostRows = 2;
   Int4Groups groups;
 
   SPEQ_DEVICE GroupedInt4Matrix matrix(int m, std::int64_t, std::int64_t slot) const {

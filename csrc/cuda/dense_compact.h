@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
   }
   // Segments in parts are for few shapes: their code has one row of inputs.
   const bool whole = p.weights.whole(0);
-  const int batch = whole ? kMaxBatch : 1;
+  constexpr int kMost = Slots::kMostRows;
+  const int batch = whole ? kMost : 1;
   for (int first = 0; first < p.num_rows; first += batch) {
     const int rows = p.num_rows - first < batch ? p.num_rows - first : batch;
     float sum = 0.0f;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
       sum_lanes = kLanes / kBatch;
     };
     if (whole) {
-      with_row_count(rows, [&](auto row_count) { take(row_count, Constant<1>()); });
+      with_row_count<kMost>(rows, [&](auto row_count) { take(row_count, Constant<1>()); });
     } else {
       take(Constant<1>(), Constant<0>());
     }

@@ -22,8 +22,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
 // Rows whose sums stay in registers while a weight passes by.
 constexpr int kMaxBatch = 4;
-// Neighbouring columns that a lane multiplies, of as many for each lane of a warp: a vector of
-// BF16. Products of exact rows are added up in that order, however their words are stored.
+// Neighbouring columns that a lane multiplies: a vector of BF16.
 constexpr int kLaneColumns = 8;
 
 // Code for Blackwell takes more registers than code for those before it.
@@ -136,48 +135,26 @@ SPEQ_DEVICE int found_again(int value) {
 
 SPEQ_DEVICE float not_a_number() { return bits_as<float>(0x7FC00000u); }
 
-// The sum over neighbouring lanes, in each of them; always in the same order. Of lanes that are
-// kNearest apart, where it is more than one.
-template <int kNeighbours, int kNearest = 1> SPEQ_DEVICE float sum_of_lanes(float value) {
-  for (int distance = kNeighbours / 2; distance >= kNearest; distance /= 2) {
+// The sum over neighbouring lanes, in each of them; always in the same order.
+template <int kNeighbours> SPEQ_DEVICE float sum_of_lanes(float value) {
+  for (int distance = kNeighbours / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
   }
   return value;
-}
-
-// The sums of each of some values over lanes that are kNearest apart: lane l has that of value
-// l / (kLanes / kValues). They are what sum_of_lanes makes of them, with fewer exchanges: each
-// gives half the values away.
-template <int kNearest, int kValues, int kDistance = kLanes / 2>
-SPEQ_DEVICE float spread_sums(const float (&values)[kValues]) {
-  if constexpr (kValues == 1) {
-    return sum_of_lanes<2 * kDistance, kNearest>(values[0]);
-  } else {
-    constexpr int kHalf = kValues / 2;
-    const bool upper = (lane_id() & kDistance) != 0;
-    float kept[kHalf];
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      const float low = values[i], high = values[i + kHalf];
-      const float given = upper ? low : high;
-      kept[i] = (upper ? high : low) + __shfl_xor_sync(kAllLanes, given, kDistance);
-    }
-    return spread_sums<kNearest, kHalf, kDistance / 2>(kept);
-  }
 }
 
 template <int kValue> struct Constant {
   static constexpr int value = kValue;
 };
 
-// Calls run with the least row count compiled for that is at least `rows`, at most kMaxBatch.
-template <typename Run> SPEQ_DEVICE void with_row_count(int rows, Run run) {
+// Calls run with the least row count compiled for that is at least `rows`, at most kMost.
+template <int kMost = kMaxBatch, typename Run> SPEQ_DEVICE void with_row_count(int rows, Run run) {
   if (rows == 1) {
     run(Constant<1>());
-  } else if (rows == 2) {
+  } else if (kMost == 2 || rows == 2) {
     run(Constant<2>());
   } else {
-    run(Constant<kMaxBatch>());
+    run(Constant<kMost>());
   }
 }
 

@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
   const bool works = quad * kRows < p.outputs && !bad;
   // Segments in parts are for few shapes: their code has one row of inputs.
   const bool whole = p.weights.whole(m);
-  const int batch = whole ? kMaxBatch : 1;
+  constexpr int kMost = Slots::kMostRows;
+  const int batch = whole ? kMost : 1;
 
   for (int first = 0; first < count; first += batch) {
     const int rows = count - first < batch ? count - first : batch;
@@ -76,9 +77,9 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
       sum_lanes = kLanes / kBatch;
     };
     if (!works) {
-      sum_lanes = kLanes / kMaxBatch;
+      sum_lanes = kLanes / kMost;
     } else if (whole) {
-      with_row_count(rows, [&](auto row_count) { take(row_count, Constant<1>()); });
+      with_row_count<kMost>(rows, [&](auto row_count) { take(row_count, Constant<1>()); });
     } else {
       take(Constant<1>(), Constant<0>());
     }

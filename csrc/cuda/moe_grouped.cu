@@ -1,13 +1,14 @@
 // Rows through exact experts, in two launches of one kernel: gate_up with activation, then down.
 #include "cuda/dtype.h"
 #include "cuda/launch.h"
+#include "cuda/quad_lanes.h"
 #include "cuda/route.h"
 
 namespace speq::cuda {
 namespace {
 
-// One projection of the experts. An output comes of a pair of rows of weights: of gate and up, or
-// of two neighbours of down, which make an output each.
+// One projection of the experts. A warp has four rows of weights: two of gate and the two of up
+// that make outputs with them, or four of down.
 struct Projection {
   const void *inputs; // row of position p: p / input_rank
   Dtype dtype;        // of inputs and outputs
@@ -27,10 +28,10 @@ struct Projection {
 struct AnyValue {};
 
 constexpr int kVectorBytes = 16;
-// Leaves 80 registers to a thread, or 128.
-constexpr int kResidentBlocks = kBlackwell ? 2 : 3;
-// Vectors of each of its two rows of weights that a lane has under way at a time.
-constexpr int kLoads = 2;
+// Leaves 128 registers to a thread.
+constexpr int kResidentBlocks = 2;
+// Vectors that a lane has under way at a time.
+constexpr int kLoads = kBlackwell ? 2 : 4;
 
 template <typename Value> SPEQ_DEVICE void unpack(uint4 vector, float *values) {
   const std::uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
@@ -48,41 +49,43 @@ template <typename Value> SPEQ_DEVICE void unpack(uint4 vector, float *values) {
   }
 }
 
-// sums[w][r] = the rows of weights that begin at value start[w], times the rows of inputs that
-// begin at value input[r]. Each row is added up in the same order, however many there are.
-template <typename Value, int kRows>
-SPEQ_DEVICE void multiply(const Projection &p, const std::int64_t (&start)[2],
-                          const int (&input)[kRows], float (&sums)[2][kRows]) {
+// Partial sums of the lane's row of weights, which begins at value `start`, by the rows of inputs
+// that begin at value input[r].
+template <typename Value, int kBatch>
+SPEQ_DEVICE void multiply(const Projection &p, std::int64_t start, const int (&input)[kBatch],
+                          float (&partial)[kBatch][kLaneColumns]) {
   constexpr int kValues = kVectorBytes / sizeof(Value);
-  const auto *weights = static_cast<const Value *>(p.weights.values);
+  const auto *weights = static_cast<const Value *>(p.weights.values) + start;
   const auto *inputs = static_cast<const Value *>(p.inputs);
-  const int vectors = int(p.weights.columns) / kValues;
+  const int columns = int(p.weights.columns);
 #pragma unroll 1 // loads beyond kLoads would spill
-  for (int first = lane_id(); first < vectors; first += kLoads * kLanes) {
-    uint4 packed[kLoads][2];
+  for (int segment = Lane().column(); segment < columns; segment += kStepColumns) {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int vector = first + i * kLanes;
-      if (vector < vectors) {
-        packed[i][0] = load_streamed(weights + start[0] + vector * kValues);
-        packed[i][1] = load_streamed(weights + start[1] + vector * kValues);
+    for (int first = 0; first < kSegment; first += kLoads * kValues) {
+      uint4 packed[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int column = segment + first + i * kValues;
+        if (column < columns) {
+          // Lanes read half sectors: the other half is in the cache when they want it.
+          packed[i] = __ldg(reinterpret_cast<const uint4 *>(weights + column));
+        }
       }
-    }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int vector = first + i * kLanes;
-      if (vector < vectors) {
-        float weight[2][kValues];
-        unpack<Value>(packed[i][0], weight[0]);
-        unpack<Value>(packed[i][1], weight[1]);
+      for (int i = 0; i < kLoads; ++i) {
+        const int column = segment + first + i * kValues;
+        if (column < columns) {
+          float weight[kValues];
+          unpack<Value>(packed[i], weight);
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          float x[kValues];
-          unpack<Value>(*reinterpret_cast<const uint4 *>(inputs + input[r] + vector * kValues), x);
+          for (int r = 0; r < kBatch; ++r) {
+            float x[kValues];
+            unpack<Value>(*reinterpret_cast<const uint4 *>(inputs + input[r] + column), x);
 #pragma unroll
-          for (int v = 0; v < kValues; ++v) {
-            sums[0][r] = fmaf(weight[0][v], x[v], sums[0][r]);
-            sums[1][r] = fmaf(weight[1][v], x[v], sums[1][r]);
+            for (int v = 0; v < kValues; ++v) {
+              float &sum = partial[r][(i * kValues + v) % kLaneColumns];
+              sum = fmaf(weight[v], x[v], sum);
+            }
           }
         }
       }
@@ -90,17 +93,18 @@ SPEQ_DEVICE void multiply(const Projection &p, const std::int64_t (&start)[2],
   }
 }
 
-// In the order of vectors of BF16.
-SPEQ_DEVICE void multiply_any(const Projection &p, const std::int64_t (&start)[2], int input,
-                              float (&sums)[2][1]) {
+SPEQ_DEVICE void multiply_any(const Projection &p, std::int64_t start, int input,
+                              float (&partial)[1][kLaneColumns]) {
   const int columns = int(p.weights.columns);
-  for (int first = lane_id() * kLaneColumns; first < columns; first += kLanes * kLaneColumns) {
-    for (int column = first; column < first + kLaneColumns && column < columns; ++column) {
-      const float x = load_value(p.inputs, p.dtype, input + column);
+  for (int segment = Lane().column(); segment < columns; segment += kStepColumns) {
+    for (int first = segment; first < segment + kSegment; first += kLaneColumns) {
 #pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        const float weight = load_value(p.weights.values, p.weights.dtype, start[w] + column);
-        sums[w][0] = fmaf(rounded(weight, p.dtype), x, sums[w][0]);
+      for (int v = 0; v < kLaneColumns; ++v) {
+        if (first + v < columns) {
+          const float x = load_value(p.inputs, p.dtype, input + first + v);
+          const float weight = load_value(p.weights.values, p.weights.dtype, start + first + v);
+          partial[0][v] = fmaf(rounded(weight, p.dtype), x, partial[0][v]);
+        }
       }
     }
   }
@@ -110,7 +114,7 @@ template <typename Value>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     moe_grouped_projection(const Projection p) {
   constexpr bool kAny = std::is_same_v<Value, AnyValue>;
-  constexpr int kBatch = kAny ? 1 : kMaxBatch;
+  constexpr int kMost = kAny ? 1 : kMaxBatch;
   SPEQ_SHARED_MEMORY(memory);
   auto &shared = *reinterpret_cast<Gathered *>(memory);
 
@@ -122,45 +126,44 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   bad = bad || slot >= p.weights.slots;
 
   const int columns = int(p.weights.columns);
-  // A warp's rows of weights.
-  const int pair = int(blockIdx.x) * kWarps + warp_id();
-  const int outputs = p.gated ? 1 : 2, output = pair * outputs;
-  if (count == 0 || slot < 0 || output >= p.outputs || (bad && !p.marks_bad_ids)) {
+  const int of_warp = p.gated ? kRows / 2 : kRows;
+  const int first_output = (int(blockIdx.x) * kWarps + warp_id()) * of_warp;
+  if (count == 0 || slot < 0 || first_output >= p.outputs || (bad && !p.marks_bad_ids)) {
     return;
   }
-  const bool second_output = !p.gated && output + 1 < p.outputs;
-  const int second = p.gated ? output + p.outputs : second_output ? output + 1 : output;
-  const std::int64_t base = slot * p.weights.slot_stride;
-  const std::int64_t start[2] = {base + output * p.weights.columns,
-                                 base + second * p.weights.columns};
+  const Lane lane;
+  const int output = first_output + lane.row() % of_warp;
+  const bool makes_output = output < p.outputs && lane.row() < of_warp;
+  // A row that is not there is read as the warp's first.
+  const int of_part = output < p.outputs ? output : first_output;
+  const int row = lane.row() < of_warp ? of_part : p.outputs + of_part;
+  const std::int64_t start = slot * p.weights.slot_stride + std::int64_t(row) * columns;
 
-  for (int first = 0; first < count; first += kBatch) {
-    const int rows = count - first < kBatch ? count - first : kBatch;
+  for (int first = 0; first < count; first += kMost) {
+    const int rows = count - first < kMost ? count - first : kMost;
     const std::int32_t *members = shared.members + first;
-    // What lane r makes of row r.
-    float of_first = not_a_number(), of_second = not_a_number();
+    float sum = not_a_number(); // of the input that the lane's segment has the number of
     const auto take = [&](auto row_count) {
-      constexpr int kRows = decltype(row_count)::value;
-      int input[kRows];
-      float sums[2][kRows];
+      constexpr int kBatch = decltype(row_count)::value;
+      int input[kBatch];
+      float partial[kBatch][kLaneColumns];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
+      for (int r = 0; r < kBatch; ++r) {
         input[r] = members[r < rows ? r : rows - 1] / p.input_rank * columns;
-        sums[0][r] = sums[1][r] = 0.0f;
+#pragma unroll
+        for (int v = 0; v < kLaneColumns; ++v) {
+          partial[r][v] = 0.0f;
+        }
       }
       if constexpr (kAny) {
-        multiply_any(p, start, input[0], sums);
+        multiply_any(p, start, input[0], partial);
       } else {
-        multiply<Value>(p, start, input, sums);
+        multiply<Value>(p, start, input, partial);
       }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const float first_sum = sum_of_lanes<kLanes>(sums[0][r]);
-        const float second_sum = sum_of_lanes<kLanes>(sums[1][r]);
-        if (lane_id() == r) {
-          of_first = first_sum;
-          of_second = second_sum;
-        }
+      for (int r = 0; r < kBatch; ++r) {
+        const float total = total_of_segments(partial[r]);
+        sum = Lane().segment() == r ? total : sum;
       }
     };
     if (!bad) {
@@ -170,28 +173,25 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
         with_row_count(rows, take);
       }
     }
-    if (lane_id() < rows) {
-      const std::int64_t target = std::int64_t(members[lane_id()]) * p.outputs + output;
-      // Rounded where transformers rounds.
-      const Rounding round{p.dtype};
-      if (p.bias != nullptr && !bad) {
-        // Read and computed anew: registers are short in the loop above.
-        const std::int64_t of_expert =
-            p.route.topk_ids[members[lane_id()]] * p.weights.rows + output;
-        const int beside = p.gated ? p.outputs : second_output;
-        of_first = round(of_first) + load_value(p.bias, p.dtype, of_expert);
-        of_second = round(of_second) + load_value(p.bias, p.dtype, of_expert + beside);
-      }
-      if (p.gated) {
-        of_first = activate(p.activation, round(of_first), round(of_second), round);
-      }
-      store_value(of_first, p.out, p.dtype, target);
-      if (second_output) {
-        store_value(of_second, p.out, p.dtype, target + 1);
-      }
+    // Rounded where transformers rounds.
+    const Rounding round{p.dtype};
+    const int member = lane.segment() < rows ? lane.segment() : 0;
+    if (p.bias != nullptr && !bad) {
+      const std::int64_t of_expert = p.route.topk_ids[members[member]] * p.weights.rows;
+      sum = round(sum) + load_value(p.bias, p.dtype, of_expert + row);
+    }
+    if (p.gated) {
+      constexpr int kRowsApart = kRunLanes * kRows / 2;
+      const float up = __shfl_xor_sync(kAllLanes, sum, kRowsApart);
+      sum = activate(p.activation, round(sum), round(up), round);
+    }
+    if (makes_output && lane.segment() < rows) {
+      const std::int64_t target = std::int64_t(members[member]) * p.outputs + output;
+      store_value(sum, p.out, p.dtype, target);
     }
   }
 }
+static_assert(kMaxBatch <= kStepSegments);
 
 int value_bytes(Dtype dtype) {
   return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2;
@@ -207,8 +207,8 @@ bool has_vectors(const Projection &p) {
 }
 
 Error project(const Projection &p, void *stream) {
-  const int pairs = p.gated ? p.outputs : (p.outputs + 1) / 2;
-  const Grid grid{unsigned((pairs + kWarps - 1) / kWarps), unsigned(p.positions)};
+  const int of_block = kWarps * (p.gated ? kRows / 2 : kRows);
+  const Grid grid{unsigned((p.outputs + of_block - 1) / of_block), unsigned(p.positions)};
   const std::size_t shared_bytes = sizeof(Gathered);
   if (!has_vectors(p)) {
     return launch(moe_grouped_projection<AnyValue>, grid, shared_bytes, stream, p);

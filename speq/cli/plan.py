@@ -208,6 +208,12 @@ def findings(made: "BudgetPlan") -> list[str]:
         lines.append("break-even: there is nothing to compare in this budget")
     if made.with_head is not None:
         lines.append(_head_line(made))
+    link, host = assumed.link.bandwidth_bytes_per_s, assumed.host_bytes_per_s
+    if host is not None:
+        lines.append(
+            f"of missing experts the processor computes {max(1 - link / host, 0):.0%}, and the "
+            f"others are copied meanwhile; no card has run this"
+        )
     form = made.model_spec.dense
     if form.name != "raw":
         lines.append(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator, Processor
+from speq.engine.host_compute import HostCompute
 from speq.engine.resident_slots import ResidentSlots
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
@@ -103,8 +104,12 @@ def offload_over(
     device: Processor | Accelerator,
     recorder: Recorder,
     timed: Timed,
+    host_over: Callable[[ExpertLoader], HostCompute] | None = None,
 ) -> Offload:
-    """Build cache, prefetcher and both backends over an arena of slots [S, slot_bytes]."""
+    """Build cache, prefetcher and both backends over an arena of slots [S, slot_bytes].
+
+    host_over  makes what computes missing experts on the host; None: nothing does
+    """
     num_experts = sizes.num_layers * sizes.num_experts
     all_fit = len(slots) >= num_experts
 
@@ -149,15 +154,17 @@ def offload_over(
         server: ExpertServer,
         on_route: Callable[[int, Route], Route],
         resident: ResidentSlots | None = None,
+        host: HostCompute | None = None,
     ) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
         activation, biases = sizes.activation, sizes.biases
         return ExactExperts(
-            server, experts, table, routes, activation, timed, on_route, biases, resident
+            server, experts, table, routes, activation, timed, on_route, biases, resident, host
         )
 
+    host = None if host_over is None else host_over(loader)
     return Offload(
-        target=backend(prefetcher, verified, resident),
+        target=backend(prefetcher, verified, resident, host),
         prefetcher=prefetcher,
         reader=backend(stream, read),
         stream=stream,

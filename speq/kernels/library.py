@@ -8,7 +8,8 @@ import ctypes
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -403,6 +404,18 @@ def limit_isa(name: str) -> None:
     if name not in supported_isas():
         raise ValueError(f"isa {name!r} cannot run here; choose from {', '.join(supported_isas())}")
     cpu_library().speq_limit_isa(ISAS.index(name))
+
+
+@contextmanager
+def ordered_sums() -> Iterator[None]:
+    """Inside, this thread's CPU kernels add up exact products in the order that cards do
+    (csrc/sum_order.h). Where processors multiply pairs of BF16 that is slower.
+    """
+    before = cpu_library().speq_order_sums(1)
+    try:
+        yield
+    finally:
+        cpu_library().speq_order_sums(before)
 
 
 def has_cpu_library() -> bool:

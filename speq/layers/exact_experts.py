@@ -1,7 +1,7 @@
 """Backend of the target: the exact experts, run out of expert slots."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import ClassVar, Protocol
 
 from torch import Tensor
@@ -28,7 +28,26 @@ class ExpertServer(Protocol):
     def predicts_next_layer(self) -> bool: ...
 
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
-        """Yield {expert: slot} in waves that together contain each of `experts` once."""
+        """Yield {expert: slot} in waves that together contain each of `experts` once, but for those
+        that the host computes.
+        """
+
+
+class HostCompute(Protocol):
+    """Missing experts that the host computes."""
+
+    def allowed(self, rows: int) -> AbstractContextManager[None]:
+        """Inside the block, a layer of so many rows may have such experts."""
+
+    def run(
+        self,
+        layer: int,
+        hidden_states: Tensor,
+        route: Route,
+        experts: Sequence[int],
+        outputs: Tensor,
+    ) -> None:
+        """Write the outputs of some experts of a route [T, K, H], at their places."""
 
 
 class FixedSlots(Protocol):
@@ -60,6 +79,7 @@ class ExactExperts:
     resident    the slots, if experts never leave them; None: they may
     on_route    called with each layer's exact route; returns the route to serve, which may drop
                 rows, or have other experts under an expert budget
+    host        computes missing experts of few rows where they lie; None: all go through slots
     """
 
     drafts: ClassVar[bool] = False
@@ -75,6 +95,7 @@ class ExactExperts:
         on_route: Callable[[int, Route], Route],
         biases: Sequence[ExpertBiases] = (),
         resident: FixedSlots | None = None,
+        host: HostCompute | None = None,
     ) -> None:
         self._server = server
         self.experts = experts
@@ -85,6 +106,7 @@ class ExactExperts:
         self._on_route = on_route
         self._biases = biases
         self._resident = resident
+        self._host = host
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
         self._routes.read(route, self._server.predicts_next_layer)
@@ -104,11 +126,16 @@ class ExactExperts:
         grouping = Grouping.of(route.topk_ids, route.host_ids, route.active_rows, route.left_out)
         if not grouping.experts:
             return outputs
+        few = self._host is not None and grouping.index is None
+        host = self._host if few else None
         waves = self._server.serve(layer, grouping.experts)
         biases = self._biases[layer] if self._biases else None
+        left = set(grouping.experts)
+        allowed = nullcontext() if host is None else host.allowed(len(hidden_states))
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
-        with closing(waves), self._timed("layer", layer):
+        with allowed, closing(waves), self._timed("layer", layer):
             for slots in waves:
+                left.difference_update(slots)
                 self.experts.run(
                     layer,
                     hidden_states,
@@ -118,6 +145,11 @@ class ExactExperts:
                     self._activation,
                     outputs,
                     biases,
+                )
+            if left:
+                # The device is at work on what was launched above.
+                present(host, "experts were not served").run(
+                    layer, hidden_states, route, sorted(left), outputs
                 )
         return outputs
 

@@ -121,6 +121,11 @@ class PlannedModel:
         """Plan for a budget. Raises SpeqError for one that is too small."""
         settings, model_spec, on_cpu = self.settings, self.model_spec, self.on_cpu
         check_host_budget(settings.host_budget, on_cpu)
+        if on_cpu and settings.host_bandwidth is not None:
+            raise OptionError(
+                "host_bandwidth is given and the model runs on the CPU: its memory is the host's; "
+                "give memory_bandwidth, or the preset of a card"
+            )
         context = settings.context_length or min(DEFAULT_CONTEXT, model_spec.shape.max_context)
         budget = Budget.of(memory_budget, context, on_cpu, model_spec.shape)
         budget = replace(budget, batch_size=settings.max_batch)
@@ -274,4 +279,5 @@ def assumptions(
         Locality(experts.num_experts, top_k, curve),
         DEFAULT_ACCEPTANCE if acceptance is None else acceptance,
         settings.link,
+        settings.host_bandwidth,
     )

@@ -109,6 +109,14 @@ class PlanSettings(Options):
         float | None,
         Option("Bandwidth of the memory that holds weights, such as 900GB/s.", Rate()),
     ] = None
+    host_bandwidth: Annotated[
+        float | None,
+        Option(
+            "On a GPU: bandwidth of the host's memory, such as 70GB/s. The processor then computes "
+            "missing experts while others are copied. Default: all are copied.",
+            Rate(),
+        ),
+    ] = None
     profile: Profile = "auto"
     routes: Annotated[
         Path | None,

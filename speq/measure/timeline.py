@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 PID = 1
 # Lanes of every timeline; lanes of transfers follow.
-STEPS, DRAFT, VERIFY, LAYERS, STALLS, GOVERNOR, TRANSFERS = range(1, 8)
+STEPS, DRAFT, VERIFY, LAYERS, STALLS, GOVERNOR, HOST, TRANSFERS = range(1, 9)
 LANES = {
     STEPS: "steps",
     DRAFT: "draft",
@@ -26,11 +26,12 @@ LANES = {
     LAYERS: "verify by layer",
     STALLS: "stalls",
     GOVERNOR: "governor",
+    HOST: "experts on the host",
 }
 # Prefill runs on the exact model, as verification does.
 LANE_OF = {
     **{"draft": DRAFT, "verify": VERIFY, "prefill": VERIFY, "audit": VERIFY},
-    **{"layer": LAYERS, "select": LAYERS, "stall": STALLS},
+    **{"layer": LAYERS, "select": LAYERS, "stall": STALLS, "host": HOST},
 }
 
 

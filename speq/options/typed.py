@@ -64,6 +64,10 @@ class _RunTune(TypedDict, total=False):
     """Which experts come before they are needed."""
     reader_threads: int
     """Experts read from disk at a time."""
+    host_compute: str
+    """On a GPU, whether the processor computes missing experts out of host memory while others are
+    copied: auto (as many as measured rates say) or none. Tokens are the same.
+    """
     expert_budget: int | str | None
     """NOT EXACT: the most experts of a layer that a verification of a draft may ask for, or such a
     share of them (50%). Experts in slots are free besides.
@@ -283,6 +287,10 @@ class PlanOptions(_RunPlanTune, _RunTrainHeadPlanTune, _RunPlan, total=False):
     """Bandwidth to load experts (PCIe or a disk), such as 25GB/s."""
     memory_bandwidth: str | float | None
     """Bandwidth of the memory that holds weights, such as 900GB/s."""
+    host_bandwidth: str | float | None
+    """On a GPU: bandwidth of the host's memory, such as 70GB/s. The processor then computes missing
+    experts while others are copied. Default: all are copied.
+    """
     routes: str | Path | None
     """Recorded routes (`python -m bench.lab.hit_rate --routes`) to count experts by."""
     locality: str | None

@@ -23,12 +23,15 @@ class Assumptions:
 
     machine  bandwidths, or what was measured of this model: in a profile, or at load
     link     in place of the machine's; None: the machine's
+    host     bandwidth of the host's memory, whose processor computes missing experts for a card;
+             None: it computes none
     """
 
     machine: Rates | Profile | Survey
     locality: Locality
     acceptance: float
     link_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
 
     @classmethod
     def of_profile(cls, profile: Profile, shape: ModelShape) -> "Assumptions":
@@ -117,6 +120,7 @@ class Assumptions:
             self.link,
             self.acceptance,
             head_acceptance=head_acceptance,
+            host_bytes_per_s=self.host_bytes_per_s or 0.0,
         )
 
 

@@ -120,7 +120,9 @@ def run(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     inner_args, inner_kwargs = tree_map(on_cpu, (args, kwargs))
     # Views of tensors made outside inference mode are none of it, which wrappers cannot tell.
     with torch.inference_mode(False), torch.no_grad():
-        result = on_host(func)(*inner_args, **inner_kwargs)
+        # Ops of the host's own tensors are the processor's.
+        asked_of = on_host(func) if held or there else func
+        result = asked_of(*inner_args, **inner_kwargs)
         result = wrapped(result, held, there) if held or there else result
     if held or there:
         _machine.launch(func, args, kwargs, result)

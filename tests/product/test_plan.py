@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from speq import SpeqError
 from speq.cli import app
+from speq.cli.plan import findings
 from speq.config import RunConfig
 from speq.drafts.draft_source import RoundedDraft
 from speq.experts.codec import codec_of
@@ -360,6 +361,36 @@ def test_a_step_by_hand() -> None:
     stays = (1 - 4 / 32) ** 3
     assert drafted.verify_s == pytest.approx(10e-3 + 8 * 32 * (1 - stays) * 1e-4)
     assert drafted.moved_bytes == pytest.approx(8 * 22 * (1 - stays) * 600)
+
+
+def test_missing_experts_are_divided_between_a_card_and_its_host() -> None:
+    """Both read the host's memory: all its bytes together take their share of its bandwidth."""
+    alone = replace(outlook(), locality=Locality(32, 4, None))
+    of = replace(alone, host_bytes_per_s=4e6)
+    missed, step = 32 * 20 / 32, of.step_estimate(PLAIN, 0)
+    assert step.moved_bytes == pytest.approx(missed / 4 * 1000)
+    assert step.new_s == pytest.approx(missed * 1000 / 4e6)
+    # The card reads a quarter of the missing ones, and rows come and go in each of 8 layers.
+    read = 8 * 4 - missed * 3 / 4
+    assert step.verify_s == pytest.approx(10e-3 + read * 1e-4 + 8 * 40e-6)
+    with_draft = alone.with_estimate(replace(DRAFT, codec="raw"))
+    assert of.prior(with_draft).transfer_s == pytest.approx(alone.prior(with_draft).transfer_s / 4)
+    for unchanged in (replace(of, host_bytes_per_s=1e6), replace(of, host_bytes_per_s=0.0)):
+        assert unchanged.step_estimate(PLAIN, 0) == alone.step_estimate(PLAIN, 0)
+    over_codes = replace(PLAIN, codec="residual", needs_draft=True)
+    assert of.step_estimate(over_codes, 0) == alone.step_estimate(over_codes, 0)
+
+
+def test_a_host_beside_a_card_is_planned_with() -> None:
+    config = DATA / "configs" / "DeepSeek-V2-Lite"
+    rates: dict[str, Any] = {"preset": "rtx-4090", "link": "25GB/s", "host_budget": "64GiB"}
+    alone = plan_call(config, "8GiB", **rates)
+    shared = plan_call(config, "8GiB", host_bandwidth="70GB/s", **rates)
+    assert shared.candidates[0].tpot_s < alone.candidates[0].tpot_s
+    assert any("the processor computes 64%" in line for line in findings(shared))
+    assert not any("the processor computes" in line for line in findings(alone))
+    with pytest.raises(SpeqError, match="host_bandwidth is given and the model runs on the CPU"):
+        plan_call(config, "8GiB", link="3GB/s", memory_bandwidth="40GB/s", host_bandwidth="70GB/s")
 
 
 def test_speeds_of_bandwidths_by_hand() -> None:

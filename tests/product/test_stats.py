@@ -368,6 +368,8 @@ def test_summary_of_a_run() -> None:
         "cached_tokens": 0,
         "select_s": 0.0,
         "audit_s": 0.0,
+        "host_s": 0.0,
+        "host_experts": 0,
     }
     assert figures.pop("memory") == {"budget": 1000, "slots": 300}
     assert figures.pop("layers") == []

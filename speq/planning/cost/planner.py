@@ -34,6 +34,9 @@ PLANNED, PLANNED_TOKENS = 1.0, 4.0
 DECADES = 4
 STEPS_A_DECADE = 10
 BISECTIONS = 50
+# Of a layer's rows to the host and results back to a card: two waits of some microseconds each, and
+# two copies of some kilobytes. An estimate: no card has run it.
+ROUND_TRIP_S = 40e-6
 # What Python takes of a draft head's pass, in layers: an attention, two branches, their mixture
 # over the vocabulary. On the bundled model a pass took 2.3 ms where a layer took 0.6.
 HEAD_LAYERS = 4
@@ -209,6 +212,8 @@ class Outlook:
     lengths     draft lengths to choose from
     ahead       whether experts move while the draft that named them goes on
     head_acceptance  the same probability of a head's tokens by depth; empty: it was not measured
+    host_bytes_per_s  of the host's memory, whose processor computes missing experts for a card; 0:
+                      it computes none
     """
 
     num_layers: int
@@ -219,6 +224,7 @@ class Outlook:
     lengths: tuple[int, ...] = tuple(k for k in LENGTHS if k)
     ahead: bool = True
     head_acceptance: tuple[float, ...] = ()
+    host_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -249,6 +255,15 @@ class Outlook:
         """Those of them that are in no slot."""
         return self.num_layers * self.locality.misses(plan.slots / self.num_layers, rows)
 
+    def copied_share(self, plan: ResidencyPlan) -> float:
+        """The share of missing experts that is copied. The host computes the others at what copies
+        leave of its memory's speed, and both end together. Records over a draft are copied all.
+        """
+        link = self.link.bandwidth_bytes_per_s
+        if plan.needs_draft or self.host_bytes_per_s <= link:
+            return 1.0
+        return link / self.host_bytes_per_s
+
     def verify_s(self, plan: ResidencyPlan, rows: float) -> float:
         """Time of a pass of so many rows, all of its experts in slots."""
         speeds = self.speeds
@@ -262,8 +277,13 @@ class Outlook:
         that the pass runs on, so that nothing hides it.
         """
         rows, speeds = draft_length + 1, self.speeds
-        moved = self.missed(plan, rows)
+        missed, copied = self.missed(plan, rows), self.copied_share(plan)
+        moved = missed * copied
         moved_bytes = moved * plan.moved_bytes
+        # The card reads no expert that the host computes.
+        on_host_s = -(missed - moved) * speeds.expert_s[plan.codec]
+        if copied < 1:
+            on_host_s += min(missed, self.num_layers) * ROUND_TRIP_S
         tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
         if draft_length:
             drafts = self._known_drafts(plan)
@@ -274,7 +294,7 @@ class Outlook:
             draft_length,
             tokens,
             draft_s,
-            self.verify_s(plan, rows) + moved * (speeds.miss_s + plan.encode_s),
+            self.verify_s(plan, rows) + moved * (speeds.miss_s + plan.encode_s) + on_host_s,
             self.link.transfer_s(moved_bytes),
             moved_bytes,
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
@@ -294,7 +314,9 @@ class Outlook:
             draft_base_s=drafts.base_s,
             draft_token_s=drafts.token_s,
             drafts=PLANNED,
-            transfer_s=self.link.transfer_s(plan.moved_bytes) + plan.encode_s + speeds.miss_s,
+            transfer_s=self.copied_share(plan) * self.link.transfer_s(plan.moved_bytes)
+            + plan.encode_s
+            + speeds.miss_s,
             expert_bytes=plan.moved_bytes,
             missed=(
                 self.missed(plan, 1) / self.asked(1),

@@ -1,0 +1,47 @@
+"""Joins the division of missing experts with the kernels that compute the host's share."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from speq.layers.host_experts import MOST_ROWS, HostExperts
+from speq.routing import Route
+from speq.scheduler.expert_loader import ExpertLoader
+from speq.scheduler.host_share import HostShare
+from speq.stats import Recorder, TimeSpan
+
+
+class HostCompute:
+    """Missing experts of few rows, computed where they lie."""
+
+    def __init__(
+        self, experts: HostExperts, loader: ExpertLoader, share: HostShare, recorder: Recorder
+    ) -> None:
+        self._experts, self._loader, self._share = experts, loader, share
+        self._recorder = recorder
+        loader.share = share
+
+    @contextmanager
+    def allowed(self, rows: int) -> Iterator[None]:
+        """Inside the block, a layer of so many rows may have such experts."""
+        self._share.open = rows <= MOST_ROWS
+        try:
+            yield
+        finally:
+            self._share.open = False
+
+    def run(
+        self,
+        layer: int,
+        hidden_states: Tensor,
+        route: Route,
+        experts: Sequence[int],
+        outputs: Tensor,
+    ) -> None:
+        """Write the outputs of some experts of a route [T, K, H], at their places."""
+        times = self._experts.run(layer, hidden_states, route, experts, outputs)
+        self._share.computed(len(experts), times.compute_s, times.round_trip_s)
+        self._recorder.add(TimeSpan("host", times.start_s, times.end_s, layer))
+        self._recorder.step.host_experts += len(experts)
+        self._loader.bring_later(layer, experts)

@@ -1,0 +1,121 @@
+"""The order of sums of exact experts: that of csrc/sum_order.h, on every processor and card.
+
+The judge of the order has Python's loops and the C library's `fmaf`. The kernels of each
+instruction set, and those of cards built for the processor, then agree bit for bit.
+"""
+
+import ctypes
+import ctypes.util
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speq.kernels import library
+from tests.helpers.backends import HOST_NAMESPACE, ISAS, load_host_ops
+from tests.helpers.expert_problems import SIZES, SIZES_OF_CODES, Problem
+
+# The one that multiplies pairs of bfloat16, in an order of its own.
+IN_ORDER = [isa for isa in ISAS if isa != "avx512_bf16"]
+
+fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
+
+
+def dot(words: Tensor, values: Tensor) -> float:
+    """A row's product in the order that the header describes."""
+    partial = [[0.0] * 8 for _ in range(8)]
+    for column, (word, value) in enumerate(zip(words.tolist(), values.tolist(), strict=True)):
+        of, at = partial[column % 256 // 32], column % 8
+        of[at] = fmaf(word, value, of[at])
+    with np.errstate(all="ignore"):
+        lists = [np.array(each, dtype=np.float32) for each in partial]
+        s = ((lists[0] + lists[1]) + (lists[2] + lists[3])) + (
+            (lists[4] + lists[5]) + (lists[6] + lists[7])
+        )
+        return float(((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7])))
+
+
+def experts_by_hand(hidden: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """moe_grouped of float32 with relu, every expert in the slot of its number."""
+    width = down.shape[2]
+    out = torch.empty(*ids.shape, hidden.shape[1])
+    for row, experts in enumerate(ids.tolist()):
+        for place, expert in enumerate(experts):
+            sums = torch.tensor([dot(words, hidden[row]) for words in gate_up[expert]])
+            inner = sums[:width].relu() * sums[width:]
+            out[row, place] = torch.tensor([dot(words, inner) for words in down[expert]])
+    return out
+
+
+@contextmanager
+def limited_to(isa: str) -> Iterator[None]:
+    before = library.isa()
+    if isa not in library.supported_isas():
+        pytest.skip(f"this processor has no {isa}")
+    library.limit_isa(isa)
+    try:
+        yield
+    finally:
+        library.limit_isa(before)
+
+
+@pytest.fixture(params=[*IN_ORDER, "cuda_on_host"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if request.param == "cuda_on_host":
+        load_host_ops()
+        yield getattr(torch.ops, HOST_NAMESPACE)
+        return
+    with limited_to(request.param):
+        yield torch.ops.speq
+
+
+@pytest.mark.parametrize("hidden_size, width", [(300, 19), (64, 33), (7, 70), (257, 24)])
+def test_sums_are_in_the_order_that_is_written_down(ops: Any, hidden_size: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(hidden_size)
+    ids = torch.tensor([[1, 0], [0, 2], [1, 2], [0, 1], [0, 2]])
+    hidden = torch.randn(len(ids), hidden_size, generator=generator)
+    gate_up = torch.randn(3, 2 * width, hidden_size, generator=generator)
+    down = torch.randn(3, hidden_size, width, generator=generator)
+    out = torch.full((*ids.shape, hidden_size), torch.nan)
+    ops.moe_grouped_out(
+        hidden, ids, torch.arange(3), gate_up, down, library.ACTIVATION_CODES["relu"], out
+    )
+    assert torch.equal(out, experts_by_hand(hidden, ids, gate_up, down))
+
+
+def test_an_order_of_its_own_shows() -> None:
+    """What the tests above could not tell apart would prove nothing."""
+    generator = torch.Generator().manual_seed(0)
+    words, values = torch.randn(2, 300, generator=generator)
+    assert dot(words, values) != float(words.double() @ values.double())
+    assert dot(words, values) != float(words @ values)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(
+            seed, marks=[] if seed < 4 else pytest.mark.wide if seed < 40 else pytest.mark.full
+        )
+        for seed in range(400)
+    ],
+)
+def test_every_processor_and_card_has_the_same_bits(seed: int) -> None:
+    rng = random.Random(seed)
+    given = Problem.of(rng, SIZES if seed % 2 else SIZES_OF_CODES)
+    load_host_ops()
+    code, every = library.ACTIVATION_CODES[given.activation], slice(None)
+    for op, weights in given.forms():
+        wanted = given.run(getattr(getattr(torch.ops, HOST_NAMESPACE), op), weights, code, every)
+        assert not wanted.isnan().any()
+        for isa in IN_ORDER:
+            if isa in library.supported_isas():
+                with limited_to(isa):
+                    found = given.run(getattr(torch.ops.speq, op), weights, code, every)
+                assert torch.equal(found, wanted), f"{op} on {isa}"
