@@ -14,9 +14,10 @@ namespace speq::cpu {
 namespace {
 
 // A product has sums of type Sum: zero(), total(sum), at(input, first) for where a row of inputs
-// goes on, and add<whole>(sums, blocks, input, first, present), which adds the products of a block of
-// each row of a quad by `present` inputs, from column `first` on. Whether a block is whole is known where it is compiled. Rows
-// are rebuilt for kMostInputs as they pass; for more, into the cache, once.
+// goes on, and add<whole>(sums, blocks, input, first, present), which adds the products of a block
+// of each row of a quad by `present` inputs, from column `first` on. Whether a block is whole is
+// known where it is compiled. Rows are rebuilt for kMostInputs as they pass; for more, into the
+// cache, once.
 
 // Begin to fetch the streams of the quad behind this one: about as many bytes as those of this one.
 inline void fetch_streams(const CodedRows &matrix, const QuadStreams &streams) {

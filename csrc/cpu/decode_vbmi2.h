@@ -17,9 +17,9 @@ struct VectorBlock {
   // Eight words from column `at` on, and eight of the other segment, as floats: a word's bits are
   // the upper half of its float's.
   __m512 load_apart(std::int64_t at) const {
-    alignas(64) static constexpr std::int16_t kFrom[32] = {
-        0, 0,  0, 1,  0, 2,  0, 3,  0, 4,  0, 5,  0, 6,  0, 7,
-        0, 32, 0, 33, 0, 34, 0, 35, 0, 36, 0, 37, 0, 38, 0, 39};
+    alignas(64) static constexpr std::int16_t kFrom[32] = {0, 0,  0, 1,  0, 2,  0,  3,  0,  4, 0,
+                                                           5, 0,  6, 0,  7, 0,  32, 0,  33, 0, 34,
+                                                           0, 35, 0, 36, 0, 37, 0,  38, 0,  39};
     const __m512i from =
         _mm512_add_epi16(_mm512_load_si512(kFrom), _mm512_set1_epi16(std::int16_t(at)));
     return _mm512_castsi512_ps(

@@ -26,9 +26,7 @@ struct Lane {
 
   SPEQ_DEVICE int row() const { return int(id / kRunLanes % kRows); }
   // Of the segments of a step.
-  SPEQ_DEVICE int segment() const {
-    return int(id / kBlockLanes * kRunLanes + id % kRunLanes);
-  }
+  SPEQ_DEVICE int segment() const { return int(id / kBlockLanes * kRunLanes + id % kRunLanes); }
   // The segment's first column.
   SPEQ_DEVICE int column() const { return segment() * kSegment; }
   // Whether it has the second half of a run.

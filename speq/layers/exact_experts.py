@@ -33,7 +33,7 @@ class ExpertServer(Protocol):
         """
 
 
-class HostCompute(Protocol):
+class HostServer(Protocol):
     """Missing experts that the host computes."""
 
     def allowed(self, rows: int) -> AbstractContextManager[None]:
@@ -95,7 +95,7 @@ class ExactExperts:
         on_route: Callable[[int, Route], Route],
         biases: Sequence[ExpertBiases] = (),
         resident: FixedSlots | None = None,
-        host: HostCompute | None = None,
+        host: HostServer | None = None,
     ) -> None:
         self._server = server
         self.experts = experts

@@ -14,7 +14,6 @@ from torch import Tensor
 from speq.devices.device import Accelerator
 from speq.devices.staged import Readback, Uploads
 from speq.experts.codec import ExpertCodec
-from speq.files.alignment import align
 from speq.kernels import library
 from speq.kernels.grouping import Grouping
 from speq.kernels.ops import ExpertBiases
@@ -23,6 +22,8 @@ from speq.routing import Route
 
 # Rows up to which kernels add up in that order, whatever they run on.
 MOST_ROWS = 16
+# Bytes of a cache line.
+LINE = 64
 
 
 class RecordLender(Protocol):
@@ -66,7 +67,7 @@ class HostExperts:
         clock: Callable[[], float],
     ) -> None:
         self._codec, self._lender, self._activation = codec, lender, activation
-        self._biases = [ExpertBiases(*(part.cpu() for part in each)) for each in biases]
+        self._biases = [ExpertBiases(each.gate_up.cpu(), each.down.cpu()) for each in biases]
         self._readback, self._uploads = Readback(device), Uploads(device)
         self._table = HostSlotTable(num_experts)
         self._clock = clock
@@ -104,5 +105,5 @@ class HostExperts:
 
 
 def _slot_of(record: Tensor) -> Tensor:
-    """View a record as the only one of an arena [1, n]. Records lie at whole blocks."""
-    return record.as_strided((1, len(record)), (align(len(record)), 1))
+    """View a record as the only one of an arena [1, n], in which slots begin at whole lines."""
+    return record.as_strided((1, len(record)), (-(-len(record) // LINE) * LINE, 1))

@@ -112,8 +112,8 @@ class PlanSettings(Options):
     host_bandwidth: Annotated[
         float | None,
         Option(
-            "On a GPU: bandwidth of the host's memory, such as 70GB/s. The processor then computes "
-            "missing experts while others are copied. Default: all are copied.",
+            "Bandwidth of the host's memory beside a card, such as 70GB/s. The processor then "
+            "computes missing experts while others are copied. Default: all are copied.",
             Rate(),
         ),
     ] = None

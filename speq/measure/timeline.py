@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 PID = 1
 # Lanes of every timeline; lanes of transfers follow.
-STEPS, DRAFT, VERIFY, LAYERS, STALLS, GOVERNOR, HOST, TRANSFERS = range(1, 9)
+STEPS, DRAFT, VERIFY, LAYERS, STALLS, GOVERNOR, TRANSFERS = range(1, 8)
 LANES = {
     STEPS: "steps",
     DRAFT: "draft",
@@ -26,8 +26,9 @@ LANES = {
     LAYERS: "verify by layer",
     STALLS: "stalls",
     GOVERNOR: "governor",
-    HOST: "experts on the host",
 }
+# Behind all others, where the host computes experts for a GPU.
+HOST = 1000
 # Prefill runs on the exact model, as verification does.
 LANE_OF = {
     **{"draft": DRAFT, "verify": VERIFY, "prefill": VERIFY, "audit": VERIFY},
@@ -98,7 +99,9 @@ def trace_events(run: RunStats, link: Link = "disk") -> Iterator[Row]:
     carriers = {
         row: f"{carrier}, beside ({at})" if at else carrier for (carrier, at), row in rows.items()
     }
-    for row, name in (LANES | carriers).items():
+    on_host = any(event.kind == "host" for step in run.steps for event in step.events)
+    host = {HOST: "experts on the host"} if on_host else {}
+    for row, name in (LANES | carriers | host).items():
         thread = {"ph": "M", "pid": PID, "tid": row}
         yield thread | {"name": "thread_name", "args": {"name": name}}
         yield thread | {"name": "thread_sort_index", "args": {"sort_index": row}}

@@ -288,8 +288,8 @@ class PlanOptions(_RunPlanTune, _RunTrainHeadPlanTune, _RunPlan, total=False):
     memory_bandwidth: str | float | None
     """Bandwidth of the memory that holds weights, such as 900GB/s."""
     host_bandwidth: str | float | None
-    """On a GPU: bandwidth of the host's memory, such as 70GB/s. The processor then computes missing
-    experts while others are copied. Default: all are copied.
+    """Bandwidth of the host's memory beside a card, such as 70GB/s. The processor then computes
+    missing experts while others are copied. Default: all are copied.
     """
     routes: str | Path | None
     """Recorded routes (`python -m bench.lab.hit_rate --routes`) to count experts by."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from speq.errors import Broken
+from speq.measure.timeline import trace_events
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.host_share import RETRY, HostShare, ShareRates
 from tests.helpers.cells import Cell, Folders, loaded
@@ -237,6 +238,8 @@ def test_all_of_a_layer_may_be_the_hosts(folders: Folders, monkeypatch: pytest.M
     assert result.token_ids == greedy_tokens(plain, PROMPT, NEW_TOKENS)
     found = [step for step in run_stats.decode if step.host_experts]
     assert all(any(event.kind == "host" for event in step.events) for step in found)
+    lanes = [row["args"].get("name") for row in trace_events(run_stats) if row["ph"] == "M"]
+    assert "experts on the host" in lanes
 
 
 def test_experts_that_nobody_serves_are_an_error(

@@ -340,7 +340,12 @@ def test_a_real_run(tiny: Callable[[str], Path], tmp_path: Path) -> None:
 def on_a_device_with_streams(model: Path, budget: str, seed: int, **options: Any) -> RunStats:
     with host_device(HostDevice(seed)):
         generator = Generator.from_pretrained(
-            model, budget, device="cuda", prefetch="three-phase", reader_threads=2, **options
+            *(model, budget),
+            device="cuda",
+            prefetch="three-phase",
+            reader_threads=2,
+            host_compute="none",
+            **options,
         )
         generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
         generator.close()
