@@ -14,7 +14,7 @@ GPU_TESTS = (
     *("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py"),
     *("tests/kernels/test_dense_cuda.py", "tests/kernels/test_scaled_cuda.py"),
     *("tests/kernels/test_grouped_int4.py", "tests/kernels/test_many_rows.py"),
-    *("tests/kernels/test_nvfp4.py", "tests/bench/test_lab.py"),
+    *("tests/kernels/test_nvfp4.py", "tests/kernels/test_sum_order.py", "tests/bench/test_lab.py"),
     "tests/bench/test_bench_kernels.py",
 )
 KERNEL_TESTS = ("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py")
@@ -93,15 +93,17 @@ def whole_model(work: Path, shares: tuple[float, ...]) -> Iterator[GpuStep]:
     yield GpuStep("widen", made, 150, skipped=there, host_only=True, rehearsed_by=small)
     total = sum(path.stat().st_size for path in wide.glob("*.safetensors")) or 1 << 30
     for share in shares:
-        for codec, prefetch in (
-            *(("raw", "none"), ("lossless", "three-phase")),
-            *(("raw", "three-phase"), ("lossless", "none")),
+        for codec, prefetch, host in (
+            *(("raw", "none", "none"), ("lossless", "three-phase", "auto")),
+            *(("raw", "three-phase", "none"), ("lossless", "none", "none")),
         ):
+            name = f"tpot at {share}, {codec}, prefetch {prefetch}, host {host}"
             yield speq(
-                *(f"tpot at {share}, {codec}, prefetch {prefetch}", 90, "bench", "tpot", str(wide)),
+                *(name, 90, "bench", "tpot", str(wide)),
                 *("--device", "cuda", "--budgets", str(int(share * total))),
                 *("--draft-lengths", "0,2,4,8", "--codec", codec, "--prefetch", prefetch),
                 *("--rounds", "1", "--num-prompts", "2", "--max-new-tokens", "48"),
+                *("--set", f"host_compute={host}"),
             )
 
 

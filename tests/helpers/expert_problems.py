@@ -71,9 +71,15 @@ class Problem:
 
     def run(self, op: Any, weights: tuple[Any, ...], code: Any, rows: slice) -> Tensor:
         hidden, ids = self.hidden[rows].contiguous(), self.ids[rows].contiguous()
-        out = torch.full((*ids.shape, hidden.shape[1]), torch.nan, dtype=hidden.dtype)
+        out = hidden.new_full((*ids.shape, hidden.shape[1]), torch.nan)
         op(hidden, ids, self.table, *weights, code, out, *self.biases)
         return out
+
+    def on(self, device: str) -> "Problem":
+        """The same problem on a device."""
+        tensors = (self.hidden, self.ids, self.table, self.gate_up, self.down)
+        biases = tuple(each.to(device) for each in self.biases)
+        return Problem(*(each.to(device) for each in tensors), self.activation, biases)
 
     def forms(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Name an op for the experts in each form, and give what it takes of them."""

@@ -117,3 +117,16 @@ def test_every_processor_and_card_has_the_same_bits(seed: int) -> None:
                 with limited_to(isa):
                     found = given.run(getattr(torch.ops.speq, op), weights, code, every)
                 assert torch.equal(found, wanted), f"{op} on {isa}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_a_card_has_the_same_bits(seed: int) -> None:
+    given = Problem.of(random.Random(seed), SIZES if seed % 2 else SIZES_OF_CODES)
+    code, every, there = library.ACTIVATION_CODES[given.activation], slice(None), given.on("cuda")
+    for op, weights in given.forms():
+        kernel = getattr(torch.ops.speq, op)
+        with library.ordered_sums():
+            wanted = given.run(kernel, weights, code, every)
+        moved = tuple(each.cuda() if isinstance(each, Tensor) else each for each in weights)
+        assert torch.equal(there.run(kernel, moved, code, every).cpu(), wanted), op

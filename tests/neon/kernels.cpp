@@ -206,8 +206,9 @@ bool is_near(float found, double wanted, double magnitudes, std::int64_t count) 
 }
 
 template <typename Word>
-void check_exact(const char *isa, DotExact dot, AddRows add, const std::string &what) {
-  const std::int64_t rows = drawn(1, 9), columns = drawn(1, 200), count = drawn(1, 9);
+void check_exact(const char *isa, DotExact dot, DotExact plain, AddRows add,
+                 const std::string &what) {
+  const std::int64_t rows = drawn(1, 9), columns = drawn(1, 600), count = drawn(1, 9);
   std::vector<Word> words(rows * columns);
   for (Word &word : words) {
     store(normal(), word);
@@ -215,8 +216,11 @@ void check_exact(const char *isa, DotExact dot, AddRows add, const std::string &
   const InputRows inputs(count, columns);
   Results found(count, rows);
   dot(words.data(), columns, rows, inputs.pointers.data(), count, found.pointers.data());
+  Results in_order(count, rows); // csrc/sum_order.h
+  plain(words.data(), columns, rows, inputs.pointers.data(), count, in_order.pointers.data());
   for (std::int64_t r = 0; r < count; ++r) {
     for (std::int64_t n = 0; n < rows; ++n) {
+      require(same_bits(found.rows[r][n], in_order.rows[r][n]), isa, what + ": order of sums");
       double sum = 0, magnitudes = 0;
       for (std::int64_t k = 0; k < columns; ++k) {
         const double product = double(to_float(words[n * columns + k])) * inputs.rows[r][k];
@@ -342,11 +346,12 @@ int main(int count, char **arguments) {
       check_compact(each.name, each.kernels, true);
       check_compact(each.name, each.kernels, false);
       check_scaled(each.name, each.kernels);
-      check_exact<float>(each.name, each.kernels.dot_float32, each.kernels.add_float32, "float32");
-      check_exact<BFloat16>(each.name, each.kernels.dot_bfloat16, each.kernels.add_bfloat16,
-                            "bfloat16");
-      check_exact<Float16>(each.name, each.kernels.dot_float16, each.kernels.add_float16,
-                           "float16");
+      check_exact<float>(each.name, each.kernels.dot_float32, portable_kernels.dot_float32,
+                         each.kernels.add_float32, "float32");
+      check_exact<BFloat16>(each.name, each.kernels.dot_bfloat16, portable_kernels.dot_bfloat16,
+                            each.kernels.add_bfloat16, "bfloat16");
+      check_exact<Float16>(each.name, each.kernels.dot_float16, portable_kernels.dot_float16,
+                           each.kernels.add_float16, "float16");
       check_int4(each.name, each.kernels);
       check_delta(each.name, each.kernels);
       check_panels(each.name, each.kernels);
