@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Processor
+from speq.kernels import many_rows
 from speq.layers.fused_attention import FusedAttention
 from speq.layers.fused_modules import FusedNorm, FusedRouter
 from speq.models import moe_model
@@ -109,7 +110,9 @@ def test_walk_rounds_where_transformers_rounds(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen3_moe", torch.bfloat16)
     chain, tree = passes(*loaded(path, torch.bfloat16), MORE)
     torch.testing.assert_close(chain, tree, rtol=0.1, atol=0.15)
-    assert (chain == tree).float().mean() > 0.5
+    # Without AVX-512 torch's products of bfloat16 are ours in float32, and last bits differ.
+    same = 0.5 if many_rows.has_native_product(torch.bfloat16) else 0.2
+    assert (chain == tree).float().mean() > same
 
 
 def test_sliding_layers_look_back_as_far_as_they_may(tmp_path: Path) -> None:
