@@ -82,8 +82,9 @@ class DiskLoads:
             known = [load.bytes_per_s for load in self._loads]
             usual = max((rate for rate in known if rate is not None), default=1.0)
 
-            def done_s(at: int) -> float:
-                return (self._loads[at].asked_bytes + nbytes) / (known[at] or usual)
+            def done_s(at: int) -> tuple[float, bool]:
+                after_s = (self._loads[at].asked_bytes + nbytes) / (known[at] or usual)
+                return after_s, known[at] is not None  # of two alike the unknown one is tried
 
             at = min((at for at in range(len(known)) if at not in self.lost), key=done_s)
             self._loads[at].begin(nbytes, self._clock())
