@@ -126,8 +126,7 @@ class ExactExperts:
         grouping = Grouping.of(route.topk_ids, route.host_ids, route.active_rows, route.left_out)
         if not grouping.experts:
             return outputs
-        few = self._host is not None and grouping.index is None
-        host = self._host if few else None
+        host = self._host if grouping.index is None else None  # of few rows
         waves = self._server.serve(layer, grouping.experts)
         biases = self._biases[layer] if self._biases else None
         left = set(grouping.experts)
