@@ -23,6 +23,8 @@ GPU_ARGS ?=
 NEED ?=
 # Such as --torch 2.11.0 --transformers 5.17.0, which are gigabytes; without: as installed.
 REHEARSE_ARGS ?=
+# Of the kernels' tests, those that `make sanitize` runs, as pytest's -m takes them: by default the quick ones.
+TESTS ?=
 # Programs for `make clients`; all of them where it names none.
 CLIENTS ?=
 
@@ -89,7 +91,8 @@ test: lint host
 wide: host
 	$(PYTEST) --need torch-headers --need sass -m "wide and not full and not gpu"
 
-test-full: lint sanitize rehearse host
+test-full: lint rehearse host
+	$(MAKE) sanitize TESTS="not full and not gpu"
 	$(PYTEST) -m "not gpu"
 	$(MAKE) releases
 
@@ -113,7 +116,7 @@ releases: host
 
 # The kernels written for a GPU run here on the processor, which is slow and finds every stray access.
 sanitize: $(READY)
-	PYTHON=$(BIN)/python tools/sanitize.sh
+	PYTHON=$(BIN)/python TESTS="$(TESTS)" tools/sanitize.sh
 
 # setup.py lays `scheduler/`, `governor/` and `bench/` into the package; mypy wants to see it so.
 lint: $(READY)

@@ -3,6 +3,7 @@
 # UndefinedBehaviorSanitizer, and runs their tests against that build; parallel regions under
 # ThreadSanitizer.
 #   PYTHON  interpreter of the environment that `make setup` made     OUT  build folder
+#   TESTS   the kernels' tests that are run, as pytest's -m takes them
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
@@ -37,4 +38,4 @@ cd "$out/package"
 # Leaks are the interpreter's own business: it never gives back what it made at start.
 LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0 \
   "$python" -m pytest -q -c "$root/pyproject.toml" --rootdir . -p no:cacheprovider -n "${JOBS:-auto}" \
-  --dist worksteal --need cuda_on_host -m "not full and not gpu" tests/kernels "$@"
+  --dist worksteal --need cuda_on_host -m "${TESTS:-not wide and not full and not gpu}" tests/kernels "$@"

@@ -48,6 +48,44 @@ template <typename V> struct FloatProduct {
   static const void *at(const void *input, std::int64_t first) {
     return static_cast<const float *>(input) + first;
   }
+
+  // Of a quad whose decoder gives segments in these vectors, a row behind the other: weights do not
+  // go through memory. Columns are whole segments.
+  template <int R, typename Decoder>
+    requires requires(Decoder decoder, typename V::Floats vector) {
+      vector = decoder.segment(0, 0).of[0];
+    }
+  static void dot_segments(Decoder &decoder, std::int64_t columns, const void *const *inputs,
+                           float *const *outs) {
+    const float *values[R];
+    SPEQ_UNROLL
+    for (int r = 0; r < R; ++r) {
+      values[r] = static_cast<const float *>(inputs[r]);
+    }
+    for (int n = 0; n < kQuadRows; ++n) {
+      decltype(decoder.segment(n, 0)) segment;
+      alignas(64) float partial[R * kPartialSums] = {};
+      std::int64_t first = 0;
+      if constexpr (R == 1) {
+        std::int64_t begin;
+        first = Of::template add_steps<1>(
+            partial, columns, [&](std::int64_t at) { segment = decoder.segment(n, begin = at); },
+            [&](int, std::int64_t at) { return segment.of[(at - begin) / kVectorColumns]; },
+            [&](std::int64_t at) { return V::load(values[0] + at); });
+      }
+      for (; first < columns; first += kSegmentColumns) {
+        segment = decoder.segment(n, first);
+        Of::template add<false, 1, R>(
+            partial + first_partial(first),
+            [&](int, std::int64_t at) { return segment.of[at / kVectorColumns]; },
+            [&](int r, std::int64_t at) { return V::load(values[r] + first + at); });
+      }
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        outs[r][n] = total_of(partial + r * kPartialSums);
+      }
+    }
+  }
 };
 
 // Decoders of matrices of codes with scales.

@@ -48,6 +48,11 @@ template <typename Product, typename Decoder, int R, typename Rows>
 void dot_quad(const Rows &matrix, std::int64_t quad, const void *const *inputs,
               float *const *outs) {
   Decoder decoder(matrix, quad);
+  if constexpr (requires { Product::template dot_segments<R>(decoder, 0, inputs, outs); }) {
+    if (matrix.columns % kSegmentColumns == 0) {
+      return Product::template dot_segments<R>(decoder, matrix.columns, inputs, outs);
+    }
+  }
   typename Product::Sum sums[R][kQuadRows];
   SPEQ_UNROLL
   for (int r = 0; r < R; ++r) {

@@ -15,15 +15,26 @@ SPEQ_MEMBER __m256i dealt(__m256i codes) {
   return _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
 }
 
-// 32 words of dealt codes, by their bytes, as floats.
-SPEQ_MEMBER void store_dealt(float *floats, __m256i low, __m256i high) {
+// 32 words of a row as floats: a segment of sum_order.h.
+struct SegmentFloats {
+  __m256 of[kSegmentVectors];
+};
+
+// Those of dealt codes, by the bytes of their words.
+SPEQ_MEMBER SegmentFloats floats_of_dealt(__m256i low, __m256i high) {
   const __m256i none = _mm256_setzero_si256();
   const __m256i front = _mm256_unpacklo_epi8(low, high), back = _mm256_unpackhi_epi8(low, high);
-  auto *out = reinterpret_cast<__m256i *>(floats);
-  _mm256_store_si256(out, _mm256_unpacklo_epi16(none, front));
-  _mm256_store_si256(out + 1, _mm256_unpackhi_epi16(none, front));
-  _mm256_store_si256(out + 2, _mm256_unpacklo_epi16(none, back));
-  _mm256_store_si256(out + 3, _mm256_unpackhi_epi16(none, back));
+  return {{_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, front)),
+           _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, front)),
+           _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, back)),
+           _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, back))}};
+}
+
+SPEQ_MEMBER void store_segment(float *floats, const SegmentFloats &segment) {
+  SPEQ_UNROLL
+  for (std::int64_t i = 0; i < kSegmentVectors; ++i) {
+    _mm256_store_ps(floats + i * kVectorColumns, segment.of[i]);
+  }
 }
 
 // FP8 under one scale: words of an octave are those of the one before but for the exponent. So
@@ -83,7 +94,7 @@ private:
   SPEQ_MEMBER static void store(const Table &table, __m256i codes, float *floats) {
     __m256i low, high;
     bytes_of(table, dealt(codes), low, high);
-    store_dealt(floats, low, high);
+    store_segment(floats, floats_of_dealt(low, high));
   }
   SPEQ_MEMBER static void store(const Table &table, __m256i codes, BFloat16 *words) {
     __m256i low, high;
@@ -155,19 +166,32 @@ SPEQ_MEMBER __m256i codes_of(__m128i packed) {
                                  _mm_unpackhi_epi8(even, odd), 1);
 }
 
-// The words of 32 codes, two to the byte, which are sixteen: their low bytes are the lower half of
-// the table, the high ones its upper half.
-template <typename Word> SPEQ_MEMBER void store_codes(Word *words, __m128i packed, __m256i table) {
-  const __m256i codes = codes_of(packed);
-  const __m256i low = _mm256_permute2x128_si256(table, table, 0x00);
-  const __m256i high = _mm256_permute2x128_si256(table, table, 0x11);
-  if constexpr (std::is_same_v<Word, float>) {
-    const __m256i in_turns = dealt(codes);
-    store_dealt(words, _mm256_shuffle_epi8(low, in_turns), _mm256_shuffle_epi8(high, in_turns));
-  } else {
+// The same, dealt.
+SPEQ_MEMBER __m256i dealt_codes_of(__m128i packed) {
+  const __m256i apart = _mm256_shuffle_epi8(
+      _mm256_broadcastsi128_si256(packed),
+      _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1, 2, -1, 3, -1, 6,
+                       -1, 7, -1, 10, -1, 11, -1, 14, -1, 15, -1));
+  return _mm256_and_si256(_mm256_or_si256(apart, _mm256_slli_epi16(apart, 4)),
+                          _mm256_set1_epi8(0xF));
+}
+
+// The bytes of sixteen words, in both halves of registers.
+struct WordTable {
+  __m256i low, high;
+
+  SPEQ_MEMBER SegmentFloats floats(__m128i packed) const {
+    const __m256i codes = dealt_codes_of(packed);
+    return floats_of_dealt(_mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
+  }
+  SPEQ_MEMBER void store(float *words, __m128i packed) const {
+    store_segment(words, floats(packed));
+  }
+  SPEQ_MEMBER void store(BFloat16 *words, __m128i packed) const {
+    const __m256i codes = codes_of(packed);
     store_words(words, _mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
   }
-}
+};
 
 // MXFP4: a code's word is one of sixteen of its scale, whose bytes two shuffles find.
 template <bool kFloats> class Avx2Mxfp4 {
@@ -185,18 +209,25 @@ public:
     for (int n = 0; n < rows; ++n) {
       const std::uint8_t *codes = codes_ + n * matrix_.code_stride + first / 2;
       const std::uint8_t *scales = scales_ + n * matrix_.scale_stride + first / kMxfp4Block;
-      store_codes(blocks[n].words, load16(codes), table(scales[0]));
+      table(scales[0]).store(blocks[n].words, load16(codes));
       if (present > kMxfp4Block) {
-        store_codes(blocks[n].words + kMxfp4Block, load16(codes + 16), table(scales[1]));
+        table(scales[1]).store(blocks[n].words + kMxfp4Block, load16(codes + 16));
       }
       clear_behind(blocks[n], present);
     }
   }
 
+  SPEQ_MEMBER SegmentFloats segment(int n, std::int64_t first) const {
+    const std::uint8_t *codes = codes_ + n * matrix_.code_stride + first / 2;
+    fetch_ahead(codes + kQuadRows * matrix_.code_stride);
+    return table(scales_[n * matrix_.scale_stride + first / kMxfp4Block]).floats(load16(codes));
+  }
+
 private:
-  SPEQ_MEMBER __m256i table(std::uint8_t scale) const {
+  SPEQ_MEMBER WordTable table(std::uint8_t scale) const {
     const Mxfp4Tables::Bytes &bytes = tables_.of_scale[scale];
-    return _mm256_load_si256(reinterpret_cast<const __m256i *>(bytes.low));
+    return {_mm256_broadcastsi128_si256(load16(bytes.low)),
+            _mm256_broadcastsi128_si256(load16(bytes.high))};
   }
 
   const Mxfp4Rows &matrix_;
@@ -213,7 +244,7 @@ SPEQ_MEMBER __m256i rounded(__m256 values, __m256 scale) {
   return _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
 }
 
-// The bytes of the words of sixteen values times a scale, as `store_codes` takes them.
+// The bytes of the words of sixteen values times a scale: low ones, and high ones behind them.
 SPEQ_MEMBER __m256i table_of(__m256 front, __m256 back, float scale) {
   const __m256 by = _mm256_set1_ps(scale);
   const __m256i words = _mm256_packus_epi32(rounded(front, by), rounded(back, by));
@@ -293,7 +324,8 @@ public:
           ++group;
           begin += matrix_.group_size;
         }
-        store_codes(blocks[n].words + at, load16(codes_ + n * stride_ + (first + at) / 2), table);
+        halves_of(table).store(blocks[n].words + at,
+                               load16(codes_ + n * stride_ + (first + at) / 2));
       }
       tables_[n] = table;
       clear_behind(blocks[n], present);
@@ -301,9 +333,30 @@ public:
     group_ = group, next_ = begin;
   }
 
+  SPEQ_MEMBER SegmentFloats segment(int n, std::int64_t first) {
+    static_assert(kSegmentColumns == kInt4Columns);
+    if (first == 0) {
+      group_ = next_ = 0;
+    }
+    if (first == next_) {
+      const std::uint32_t zeros = zeros_ == nullptr ? kZeros : zeros_[group_] >> shift_;
+      tables_[0] = table_under(scales_[n * groups_ + group_], int(zeros >> 4 * n & 0xF));
+      ++group_;
+      next_ += matrix_.group_size;
+    }
+    const std::uint8_t *codes = codes_ + n * stride_ + first / 2;
+    fetch_ahead(codes + kQuadRows * stride_);
+    return halves_of(tables_[0]).floats(load16(codes));
+  }
+
 private:
   static constexpr std::uint32_t kZeros = 0x8888; // kInt4Zero of each row
   static_assert(kZeroRows % kQuadRows == 0);
+
+  SPEQ_MEMBER static WordTable halves_of(__m256i table) {
+    return {_mm256_permute2x128_si256(table, table, 0x00),
+            _mm256_permute2x128_si256(table, table, 0x11)};
+  }
 
   // The bytes of the words of all codes.
   SPEQ_MEMBER __m256i table_under(std::uint16_t scale, int zero) const {
@@ -395,19 +448,30 @@ public:
     }
   }
 
+  SPEQ_MEMBER SegmentFloats segment(int n, std::int64_t first) const {
+    const std::uint8_t *codes = codes_ + n * code_stride_ + first / 2;
+    fetch_ahead(codes + kQuadRows * code_stride_);
+    return floats(load16(codes), scales_ + n * scale_stride_ + first / kNvfp4Block);
+  }
+
 private:
-  // The words of 32 codes in two blocks, which are in the halves of a register.
-  template <typename Word>
-  SPEQ_MEMBER void store(Word *words, __m128i packed, const std::uint8_t *scales) const {
+  // The bytes of the words of 32 codes in two blocks: a half of a register has a block.
+  SPEQ_MEMBER WordTable table(const std::uint8_t *scales) const {
     const __m256i front = tables_.of_code(scales[0]), back = tables_.of_code(scales[1]);
+    return {_mm256_permute2x128_si256(front, back, 0x20),
+            _mm256_permute2x128_si256(front, back, 0x31)};
+  }
+  SPEQ_MEMBER SegmentFloats floats(__m128i packed, const std::uint8_t *scales) const {
+    const WordTable of = table(scales);
     const __m256i codes = codes_of(packed);
-    const __m256i low = _mm256_shuffle_epi8(_mm256_permute2x128_si256(front, back, 0x20), codes);
-    const __m256i high = _mm256_shuffle_epi8(_mm256_permute2x128_si256(front, back, 0x31), codes);
-    if constexpr (kFloats) {
-      store_dealt(words, dealt(low), dealt(high));
-    } else {
-      store_words(words, low, high);
-    }
+    return floats_of_dealt(dealt(_mm256_shuffle_epi8(of.low, codes)),
+                           dealt(_mm256_shuffle_epi8(of.high, codes)));
+  }
+  SPEQ_MEMBER void store(float *words, __m128i packed, const std::uint8_t *scales) const {
+    store_segment(words, floats(packed, scales));
+  }
+  SPEQ_MEMBER void store(BFloat16 *words, __m128i packed, const std::uint8_t *scales) const {
+    table(scales).store(words, packed);
   }
 
   const std::uint8_t *codes_, *scales_;

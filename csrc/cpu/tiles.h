@@ -145,6 +145,59 @@ template <typename V> struct Segments {
     }
   }
 
+  // Rows of weights whose sums by one input take no more than half of the registers.
+  static constexpr int kRowsKept = V::kRegisters * V::kLanes / (2 * kPartialSums);
+
+  // The partial sums [N][kPartialSums] of rows of weights by one input, over all whole steps of
+  // `columns`, where there is one. The column behind them is returned. Sums stay in registers.
+  // next(at) is called where a segment begins; word(n, at) and value(at) are as below, `at` from
+  // the rows' begin.
+  template <int N, typename Next, typename Word, typename Value>
+  SPEQ_MEMBER static std::int64_t add_steps(float *partial, std::int64_t columns, const Next &next,
+                                            const Word &word, const Value &value) {
+    constexpr int kVectors = kPartialSums / V::kLanes;
+    if (columns < kSumColumns) {
+      return 0;
+    }
+    typename V::Floats sums[N][kVectors];
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      SPEQ_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        sums[n][i] = V::zero();
+      }
+    }
+    std::int64_t k = 0;
+    for (; k + kSumColumns <= columns; k += kSumColumns) {
+      SPEQ_UNROLL
+      for (int at_once = 0; at_once < kVectors / kParts; ++at_once) {
+        const std::int64_t begin = k + at_once * kColumns;
+        next(begin);
+        SPEQ_UNROLL
+        for (std::int64_t i = 0; i < kSegmentVectors; ++i) {
+          SPEQ_UNROLL
+          for (int part = 0; part < kParts; ++part) {
+            const std::int64_t at = begin + i * kVectorColumns + part * V::kLanes;
+            const auto x = value(at);
+            SPEQ_UNROLL
+            for (int n = 0; n < N; ++n) {
+              auto &sum = sums[n][at_once * kParts + part];
+              sum = V::fmadd(word(n, at), x, sum);
+            }
+          }
+        }
+      }
+    }
+    SPEQ_UNROLL
+    for (int n = 0; n < N; ++n) {
+      SPEQ_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        V::store(sums[n][i], partial + n * kPartialSums + i * V::kLanes);
+      }
+    }
+    return k;
+  }
+
   // Adds the products of N rows of weights by R inputs to their partial sums [N][R][kPartialSums],
   // from those of the segment on, which are not yet written where kFresh; word(n, at) and
   // value(r, at) are those of the columns from `at` on.
@@ -197,8 +250,13 @@ template <typename V, typename Word> struct ExactTile {
   const void *const *inputs;
   float *const *outs;
 
-  template <int R> static constexpr int rows_at_once = R == 1 || V::kRegisters >= 32 ? 4 : 2;
+  template <int R>
+  static constexpr int rows_at_once = R == 1                          ? Segments<V>::kRowsKept
+                                      : V::kRegisters >= 32 || R == 2 ? 4
+                                      : R == 3                        ? 3
+                                                                      : 2;
   static constexpr int kMostInputs = most_inputs(V::kRegisters);
+  static constexpr std::int64_t kRowsAhead = 4; // that the cache is asked for
 
   template <int N, int R> void run(std::int64_t row, std::int64_t input) const {
     using Of = Segments<V>;
@@ -210,15 +268,25 @@ template <typename V, typename Word> struct ExactTile {
     }
     alignas(64) float partial[N * R * kPartialSums];
     std::int64_t k = 0;
-    const auto add = [&](auto fresh) {
+    const auto fetch_next = [&](std::int64_t begin) {
       constexpr std::int64_t kLine = 64 / sizeof(Word);
       SPEQ_UNROLL
       for (std::int64_t at = 0; at < Of::kColumns; at += kLine) {
         SPEQ_UNROLL
         for (int n = 0; n < N; ++n) {
-          fetch_ahead(first + (N + n) * columns + k + at);
+          fetch_ahead(first + (kRowsAhead + n) * columns + begin + at);
         }
       }
+    };
+    if constexpr (R == 1) {
+      static_assert(N <= Of::kRowsKept);
+      k = Of::template add_steps<N>(
+          partial, columns, [&](std::int64_t begin) { fetch_next(begin); },
+          [&](int n, std::int64_t at) { return Of::load(first + n * columns + at); },
+          [&](std::int64_t at) { return Of::load(values[0] + at); });
+    }
+    const auto add = [&](auto fresh) {
+      fetch_next(k);
       Of::template add<decltype(fresh)::value, N, R>(
           partial + first_partial(k),
           [&](int n, std::int64_t at) { return Of::load(first + n * columns + k + at); },
