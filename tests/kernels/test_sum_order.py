@@ -99,7 +99,7 @@ def test_an_order_of_its_own_shows() -> None:
     "seed",
     [
         pytest.param(
-            seed, marks=[] if seed < 4 else pytest.mark.wide if seed < 40 else pytest.mark.full
+            seed, marks=[] if seed < 4 else pytest.mark.wide if seed < 10 else pytest.mark.full
         )
         for seed in range(400)
     ],
