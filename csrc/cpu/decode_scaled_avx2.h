@@ -319,9 +319,7 @@ public:
       group = group_, begin = next_;
       for (std::int64_t at = 0; at < present; at += kInt4Columns) {
         if (first + at == begin) {
-          const std::uint32_t zeros = zeros_ == nullptr ? kZeros : zeros_[group] >> shift_;
-          table = table_under(scales_[n * groups_ + group], int(zeros >> 4 * n & 0xF));
-          ++group;
+          table = table_of_group(n, group++);
           begin += matrix_.group_size;
         }
         halves_of(table).store(blocks[n].words + at,
@@ -339,9 +337,7 @@ public:
       group_ = next_ = 0;
     }
     if (first == next_) {
-      const std::uint32_t zeros = zeros_ == nullptr ? kZeros : zeros_[group_] >> shift_;
-      tables_[0] = table_under(scales_[n * groups_ + group_], int(zeros >> 4 * n & 0xF));
-      ++group_;
+      tables_[0] = table_of_group(n, group_++);
       next_ += matrix_.group_size;
     }
     const std::uint8_t *codes = codes_ + n * stride_ + first / 2;
@@ -356,6 +352,11 @@ private:
   SPEQ_MEMBER static WordTable halves_of(__m256i table) {
     return {_mm256_permute2x128_si256(table, table, 0x00),
             _mm256_permute2x128_si256(table, table, 0x11)};
+  }
+
+  SPEQ_MEMBER __m256i table_of_group(int n, std::int64_t group) const {
+    const std::uint32_t zeros = zeros_ == nullptr ? kZeros : zeros_[group] >> shift_;
+    return table_under(scales_[n * groups_ + group], int(zeros >> 4 * n & 0xF));
   }
 
   // The bytes of the words of all codes.

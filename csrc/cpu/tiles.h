@@ -253,7 +253,6 @@ template <typename V, typename Word> struct ExactTile {
   template <int R>
   static constexpr int rows_at_once = R == 1                          ? Segments<V>::kRowsKept
                                       : V::kRegisters >= 32 || R == 2 ? 4
-                                      : R == 3                        ? 3
                                                                       : 2;
   static constexpr int kMostInputs = most_inputs(V::kRegisters);
   static constexpr std::int64_t kRowsAhead = 4; // that the cache is asked for
