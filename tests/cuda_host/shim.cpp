@@ -1,7 +1,6 @@
-#undef _FORTIFY_SOURCE // it takes a jump to another stack for an error
-
 #include "cuda_host/shim.h"
 
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +10,6 @@
 #include <random>
 #include <vector>
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #ifdef __SANITIZE_ADDRESS__
@@ -23,6 +21,8 @@ namespace cuda_host {
 namespace {
 
 constexpr std::size_t kStackBytes = 256 << 10;
+// At the upper end of a stack: the frames that a thread which ended did not return from.
+constexpr std::size_t kLastFramesBytes = 4 << 10;
 // NaN as a float, out of range as an index.
 constexpr int kPoison = 0xFF;
 
@@ -30,7 +30,7 @@ enum class State { ready, waiting, done };
 
 struct Fiber {
   ucontext_t context; // where it begins
-  jmp_buf place;      // where it goes on
+  void *place[5];     // where it goes on: a jump buffer of the compiler
   bool begun = true;
   std::unique_ptr<unsigned char[]> stack;
   State state = State::done;
@@ -54,7 +54,8 @@ Fiber host;
 Fiber *current = &host;
 int threads = 0, at_barrier = 0;
 unsigned launch_number = 0;
-std::vector<int> order, places; // threads as they take turns, and each thread's turn
+std::vector<int> order, places;        // threads as they take turns, and each thread's turn
+std::vector<std::uint64_t> ready_bits; // of each turn: whether its thread is ready
 Index block{}, grid{};
 unsigned char *shared = nullptr;
 const std::function<void()> *kernel = nullptr;
@@ -105,22 +106,23 @@ void leave(Fiber &, const Fiber &) {}
 void arrive() {}
 #endif
 
-void switch_to(Fiber &next) {
+// The compiler's jumps, not the library's: contexts ask the system for the signal mask at each
+// switch, and the sanitizer clears what it knows of a stack when the library switches to it.
+[[noreturn, gnu::noinline, gnu::no_sanitize_address]] void go_on(Fiber &fiber) {
+  __builtin_longjmp(fiber.place, 1);
+}
+
+[[gnu::noinline, gnu::no_sanitize_address]] void switch_to(Fiber &next) {
   Fiber &previous = *current;
   current = &next;
   leave(previous, next);
-#ifdef __SANITIZE_ADDRESS__
-  swapcontext(&previous.context, &next.context); // the sanitizer mistakes jumps
-#else
-  // Contexts ask the system for the signal mask at each switch; jumps do not.
-  if (_setjmp(previous.place) == 0) {
+  if (__builtin_setjmp(previous.place) == 0) {
     if (next.begun) {
-      _longjmp(next.place, 1);
+      go_on(next);
     }
     next.begun = true;
     setcontext(&next.context);
   }
-#endif
   arrive();
 }
 
@@ -137,21 +139,37 @@ std::vector<int> in_some_order(int count) {
   return order;
 }
 
+void become_ready(int thread) {
+  const int turn = places[thread];
+  fibers[thread]->state = State::ready;
+  ready_bits[turn / 64] |= std::uint64_t(1) << turn % 64;
+}
+
+void leave_off(State state) {
+  const int turn = places[current->index.x];
+  current->state = state;
+  ready_bits[turn / 64] &= ~(std::uint64_t(1) << turn % 64);
+}
+
 // The next thread that can go on; null for none. In turn, or, in every other launch, the first of
 // all: warps then run as far ahead of others as barriers let them.
 Fiber *next_ready() {
-  const int first = launch_number % 2 == 0 ? 0 : places[current->index.x] + 1;
-  for (int step = 0; step < threads; ++step) {
-    Fiber &fiber = *fibers[order[(first + step) % threads]];
-    if (fiber.state == State::ready) {
-      return &fiber;
+  const int first = launch_number % 2 == 0 ? 0 : (places[current->index.x] + 1) % threads;
+  const int words = int(ready_bits.size());
+  // The word that is begun within comes again, whole, as the last.
+  for (int step = 0; step <= words; ++step) {
+    const int word = (first / 64 + step) % words;
+    const std::uint64_t bits =
+        step == 0 ? ready_bits[word] & ~std::uint64_t(0) << first % 64 : ready_bits[word];
+    if (bits != 0) {
+      return fibers[order[64 * word + std::countr_zero(bits)]].get();
     }
   }
   return nullptr;
 }
 
 void wait(const char *operation) {
-  current->state = State::waiting;
+  leave_off(State::waiting);
   current->operation = operation;
   Fiber *next = next_ready();
   if (next == nullptr) {
@@ -162,14 +180,14 @@ void wait(const char *operation) {
 
 void wake(int first, int count) {
   for (int thread = first; thread < first + count; ++thread) {
-    fibers[thread]->state = State::ready;
+    become_ready(thread);
   }
 }
 
 void thread_main() {
   arrive();
   (*kernel)();
-  current->state = State::done;
+  leave_off(State::done);
   Fiber *next = next_ready();
   if (next == nullptr) {
     for (int thread = 0; thread < threads; ++thread) {
@@ -188,7 +206,8 @@ void run_block() {
   for (int thread = 0; thread < threads; ++thread) {
     Fiber &fiber = *fibers[thread];
 #ifdef __SANITIZE_ADDRESS__
-    ASAN_UNPOISON_MEMORY_REGION(fiber.stack.get(), kStackBytes);
+    ASAN_UNPOISON_MEMORY_REGION(fiber.stack.get() + kStackBytes - kLastFramesBytes,
+                                kLastFramesBytes);
 #endif
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -196,8 +215,8 @@ void run_block() {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, thread_main, 0);
     fiber.begun = false;
-    fiber.state = State::ready;
     fiber.index = {unsigned(thread), 0, 0};
+    become_ready(thread);
     fiber.exchanges = 0;
     fiber.fake_stack = nullptr;
   }
@@ -226,7 +245,8 @@ const std::uint64_t *exchange(const char *operation, unsigned mask, std::uint64_
   }
   const int thread = int(current->index.x), number = current->exchanges++;
   Warp &warp = warps[thread / kLanes];
-  if (warp.arrived > 0 && std::strcmp(warp.operation, operation) != 0) {
+  if (warp.arrived > 0 && warp.operation != operation &&
+      std::strcmp(warp.operation, operation) != 0) {
     fail("lanes of a warp are at different operations");
   }
   warp.operation = operation;
@@ -258,6 +278,7 @@ void run(const std::function<void()> &of_thread, Index grid_size, int num_thread
   for (int turn = 0; turn < threads; ++turn) {
     places[order[turn]] = turn;
   }
+  ready_bits.assign((threads + 63) / 64, 0);
   for (const int number : in_some_order(int(grid.x * grid.y))) {
     block = {number % grid.x, number / grid.x, 0};
     std::memset(shared, kPoison, shared_bytes);
