@@ -2,8 +2,10 @@
 
 import ctypes
 import gc
+from functools import cache
 
 
+@cache
 def spare_collections() -> None:
     """Leave the objects that exist out of garbage collections, once in a process.
 
@@ -11,8 +13,7 @@ def spare_collections() -> None:
     0.2 s, and comes in the middle of a text. Called before the first model is loaded, so that no
     model is left out, and what a closed one leaves is collected as ever.
     """
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
+    gc.freeze()
 
 
 def give_back() -> bool:

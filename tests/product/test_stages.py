@@ -547,6 +547,16 @@ def test_an_interrupt_ends_a_wait() -> None:
         waiter.do(lambda: 1 // 0)
 
 
+def test_the_thread_of_waits_ends_with_them() -> None:
+    waiter = Waiter()
+    thread = waiter.do(threading.current_thread)
+    assert thread is not threading.main_thread()
+    assert thread.is_alive()
+    del waiter
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
 def test_a_broken_pass_is_not_gone_on_with() -> None:
     """The answer to an earlier pass is never taken for that to a later one."""
 
