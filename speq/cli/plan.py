@@ -119,8 +119,7 @@ def show_accuracy(output: opt.Output) -> None:
     console().print(table)
     off, inside = median(abs(run.off) for run in runs), sum(run.in_range for run in runs)
     typer.echo(
-        f"Of {len(runs)} runs, half were off by {off:.0%} or less, and {inside} lay between from "
-        "and to."
+        f"Runs: {len(runs)}. Half were off by {off:.0%} or less; {inside} lay between from and to."
     )
 
 

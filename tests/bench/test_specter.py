@@ -15,6 +15,7 @@ from speq.models.opened import open_model
 Folder = Callable[[str], Path]
 
 
+@pytest.mark.wide
 def test_cells_have_the_residents_of_the_protocol(
     tiny_bfloat16: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from speq.kernels import library
 from tests.helpers.backends import HOST_NAMESPACE, ISAS, load_host_ops
 from tests.helpers.expert_problems import SIZES, SIZES_OF_CODES, Problem
+from tests.helpers.often import often
 
 fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
 fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
@@ -97,12 +98,7 @@ def test_an_order_of_its_own_shows() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(
-            seed, marks=[] if seed < 4 else pytest.mark.wide if seed < 10 else pytest.mark.full
-        )
-        for seed in range(400)
-    ],
+    often(range(400), quick=2, wide=4),
 )
 def test_every_processor_and_card_has_the_same_bits(seed: int) -> None:
     rng = random.Random(seed)

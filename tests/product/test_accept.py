@@ -229,7 +229,7 @@ def test_drafts_change_no_penalised_token(
 
 # Thousands of texts: one proposer in all tests, the others in the wider checks.
 STATISTICS = [
-    pytest.param(*each.values, id=each.id, marks=[] if each.id == "tree" else pytest.mark.wide)
+    pytest.param(*each.values, id=each.id, marks=[] if each.id == "tree" else pytest.mark.full)
     for each in (*PROPOSERS, pytest.param(no_draft, id="none"))
 ]
 
@@ -295,7 +295,7 @@ def test_a_draft_that_equals_the_target_stands_whole(options: dict[str, float]) 
     assert [outcome.path for outcome in outcomes] == [[0, 1, 2, 3]] * 100
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_shared_noise_lets_most_of_what_is_alike_stand() -> None:
     """Of distributions that differ in a share d, from (1 - d) / (1 + d) to 1 - d (arXiv:2408.07978,
     Theorem 1); five standard deviations of luck are granted.

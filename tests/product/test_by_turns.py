@@ -26,7 +26,7 @@ NEW_TOKENS = 24
 
 
 def marks(at: int) -> list[pytest.MarkDecorator]:
-    return [] if not at else [pytest.mark.wide if at % 8 == 1 else pytest.mark.full]
+    return [] if not at else [pytest.mark.wide if at == 1 else pytest.mark.full]
 
 
 @pytest.mark.parametrize(

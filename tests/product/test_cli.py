@@ -353,6 +353,7 @@ def test_generate_ends_when_nobody_reads_on(tiny: Folder) -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(os.name != "posix", reason="needs pipes and signals as POSIX has them")
 def test_generate_ends_at_an_interrupt(bundled: Path) -> None:
     """In a run of many seconds: a machine that is busy may deliver the signal late."""

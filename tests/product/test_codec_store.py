@@ -301,6 +301,7 @@ FILES = (
 )
 
 
+@pytest.mark.wide
 def test_killed_at_some_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command goes on, to the same bytes."""
     small: dict[str, Any] = {"num_hidden_layers": 1, "num_local_experts": 4}

@@ -20,6 +20,7 @@ from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
 from tests.helpers.cells import Cell
 from tests.helpers.cells import loaded as cell_loaded
+from tests.helpers.often import often
 from tests.helpers.tiny_models import BY_FAMILY, FAMILIES
 from tests.product.test_fused_decoder import PROMPT, SomeExperts, loaded
 
@@ -223,7 +224,7 @@ def test_a_pass_that_the_host_reads_stays_with_the_decoder(
 
 
 @pytest.mark.parametrize("draft_length", [0, 3])
-@pytest.mark.parametrize("budget", ["all", "half"])
+@pytest.mark.parametrize("budget", often(["half", "all"], quick=1, wide=1))
 @pytest.mark.parametrize(
     "family",
     [

@@ -236,8 +236,8 @@ def texts_of(generator: Generator, count: int, length: int, **sampling: Any) -> 
 @pytest.mark.parametrize(
     ("vocab_size", "drafter", "on"),
     [
-        (1_000, "none", "cpu"),
         (1_000, "int4", "cpu"),
+        pytest.param(1_000, "none", "cpu", marks=pytest.mark.full),
         pytest.param(1_000, "ngram", "cpu", marks=pytest.mark.wide),
         pytest.param(1_000, "int4", "cuda", marks=pytest.mark.full),
         pytest.param(LARGE[0], "int4", "cpu", marks=pytest.mark.wide),

@@ -31,6 +31,7 @@ from speq.scheduler.transfer import Fetch
 from tests.helpers.cells import Cell, Folder, Folders, loaded, outcomes
 from tests.helpers.fake_transfer import Reordering
 from tests.helpers.heads import write_random_head
+from tests.helpers.often import often
 from tests.helpers.pairwise import pairwise
 from tests.helpers.tiny_models import (
     BY_FAMILY,
@@ -283,7 +284,7 @@ def test_drafts_of_some_experts_in_every_cell(family: str, folders: Folders) -> 
     check_family(family, PARTS, folders, "float32", 40)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", *wide("deepseek_v2", "glm4_moe")])
+@pytest.mark.parametrize("family", often(["qwen3_moe", "deepseek_v2", "glm4_moe"], quick=0, wide=1))
 def test_published_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
     plain = load_plain(folders.float32(family))
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
@@ -336,8 +337,10 @@ def test_greedy_tokens_in_every_cell(family: str, folders: Folders) -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("deepseek_v2", marks=pytest.mark.wide),
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("qwen2_moe", "gpt_oss")),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("deepseek_v2", "qwen2_moe", "gpt_oss")
+        ),
     ],
 )
 def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
@@ -355,7 +358,7 @@ def test_greedy_tokens_in_float64(family: str, folders: Folders) -> None:
     check_family(family, cells, folders, "float64")
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", *wide("mixtral", "deepseek_v2")])
+@pytest.mark.parametrize("family", often(["qwen2_moe", "mixtral", "deepseek_v2"], quick=0, wide=1))
 def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
     """A seed gives the text that the exact model alone draws with it, whatever drafts."""
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "seed": 11}
@@ -413,9 +416,7 @@ def test_penalised_tokens_are_the_exact_models(options: dict[str, Any], folders:
 
 
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize(
-    "readers", [1, 2, 8, *(pytest.param(n, marks=pytest.mark.wide) for n in range(3, 8))]
-)
+@pytest.mark.parametrize("readers", often([8, 1, 2, *range(3, 8)], quick=1, wide=2))
 def test_any_number_of_readers_gives_the_exact_tokens(
     readers: int, store: str, folders: Folders
 ) -> None:
@@ -534,6 +535,7 @@ def test_sixteen_bit_checkpoints_computed_in_float32(stored: torch.dtype, tmp_pa
     run_cell(Cell(3, "half", "own"), model, "auto", "float32", PROMPTS[0], expected)
 
 
+@pytest.mark.wide
 def test_bundled_model_on_three_prompts(bundled: Path) -> None:
     compare_bundled(bundled, [(4, "40MiB")], 3)
 
@@ -602,9 +604,7 @@ def test_every_draft_kernel_gives_the_exact_tokens(family: str, tiny: Folder) ->
     assert recalled["fused"] == pytest.approx(recalled["unfused"], abs=0.02)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2_moe", pytest.param("deepseek_v2", marks=pytest.mark.wide)]
-)
+@pytest.mark.parametrize("family", often(["qwen2_moe", "deepseek_v2"], quick=0, wide=1))
 def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> None:
     """Texts that repeat themselves, so that drafts are found, and some of them stand."""
     cells = [

@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.cells import Cell, loaded
 from tests.helpers.heads import write_random_head
+from tests.helpers.often import often
 from tests.helpers.published_shapes import SHAPES
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
@@ -69,7 +70,7 @@ def check(name: str, cells: Sequence[Cell], path: Path) -> None:
         generator.close()
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", often(ALWAYS, quick=4, wide=4))
 def test_tokens_at_published_sizes(name: str, tmp_path: Path) -> None:
     check(name, [CELLS[at] for at in ALWAYS[name]], tmp_path)
 

@@ -33,6 +33,7 @@ from speq.routing import Route, RoutePrediction
 from speq.scheduler.expert_key import ExpertKey
 from speq.stats import Recorder
 from tests.helpers.cells import Cell, Folder, Folders, loaded
+from tests.helpers.often import often
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
 PROMPT = [*range(40, 60)]
@@ -358,7 +359,7 @@ CELLS = (
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2_moe", *(pytest.param(each, marks=pytest.mark.wide) for each in ("phimoe", "dots1"))],
+    often(["qwen2_moe", "phimoe", "dots1"], quick=0, wide=1),
 )
 def test_a_budget_of_all_experts_is_exact(family: str, folders: Folders) -> None:
     expected = greedy_tokens(load_plain(folders.float32(family)), PROMPT, 60)

@@ -196,6 +196,7 @@ def test_generations_given_up_in_the_middle_lose_nothing(
     assert open_files(model) == before
 
 
+@pytest.mark.wide
 def test_generators_that_are_dropped_leave_nothing(model: Path) -> None:
     gc.collect()
     before, threads_before = open_files(model), readers()

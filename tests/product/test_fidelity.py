@@ -8,7 +8,7 @@ from speq.measure import check
 from tests.helpers.tiny_models import write_perturbed
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_bundled_model_against_transformers_and_its_draft(bundled: Path) -> None:
     """Teacher-forced on text like its training data; rounding alone costs about 3 % of tokens."""
     report, verdict = check.run(

@@ -97,7 +97,7 @@ def test_they_are_shown(home: Path, command: Command) -> None:
     assert [round(run["off"], 9) for run in told["runs"]] == [0.25, 0.75]
     shown = command("plan", BUNDLED, "--accuracy")
     assert "+25%" in shown.out and "+75%" in shown.out and "another" in shown.out
-    assert "Of 2 runs, half were off by 50% or less, and 1 lay between from and to." in shown.out
+    assert "Runs: 2. Half were off by 50% or less; 1 lay between from and to." in shown.out
 
 
 def test_a_run_says_what_came_of_its_forecast(home: Path, command: Command) -> None:
@@ -141,6 +141,7 @@ def test_runs_correct_what_is_expected_of_others(home: Path) -> None:
     assert forecasts.correction("a-model-2", 12 << 30) == 1
 
 
+@pytest.mark.wide
 def test_a_plan_of_this_machine_is_corrected(home: Path, command: Command) -> None:
     def ratio(*options: str) -> float:
         """Of the speed that is told to the one that is planned."""

@@ -36,6 +36,7 @@ from speq.quantizing.models import pack, quantize
 from tests.helpers.cells import Cell, loaded, outcomes
 from tests.helpers.fp8_files import PUBLISHERS, SETTINGS, of_compressed, write_fp8
 from tests.helpers.gptq_files import Packing, write_gptq
+from tests.helpers.often import often
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model, write_perturbed
 
 Folder = Callable[[str], Path]
@@ -130,7 +131,7 @@ def run_cell(cell: Cell, model: Path, words: Path, dtype: str, expected: list[in
     return outcomes(steps)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", often(FAMILIES, quick=2, wide=1))
 def test_greedy_tokens_are_those_of_the_words(
     family: str, made: Callable[[str], tuple[Path, Path]], expected: Callable[[str, str], list[int]]
 ) -> None:

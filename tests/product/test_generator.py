@@ -39,6 +39,7 @@ from speq.scheduler.read_queue import ReaderThreads
 from speq.stats import RunStats
 from speq.text.prompts import check_message
 from speq.text.tokenizer import tokens_of
+from tests.helpers.often import often
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 Folder = Callable[[str], Path]
@@ -560,16 +561,20 @@ def phase_of_pass(
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "name", "phases"),
-    [
-        (MoEModel, "forward", {"prefill", "draft", "verify"}),
-        (ReaderThreads, "submit", {"prefill", "decode"}),
-        (ReaderThreads, "wait", {"prefill", "decode"}),
-        (SlotExperts, "run", {"prefill", "decode"}),
-        (DraftExperts, "__call__", {"decode"}),
-        (ExpertCache, "claim", {"prefill", "decode"}),
-        (ExpertCache, "publish", {"prefill", "decode"}),
-    ],
-    ids=["pass", "fetch", "wait", "exact experts", "draft experts", "claim", "publish"],
+    often(
+        [
+            (MoEModel, "forward", {"prefill", "draft", "verify"}),
+            (ReaderThreads, "wait", {"prefill", "decode"}),
+            (ExpertCache, "publish", {"prefill", "decode"}),
+            (ReaderThreads, "submit", {"prefill", "decode"}),
+            (SlotExperts, "run", {"prefill", "decode"}),
+            (DraftExperts, "__call__", {"decode"}),
+            (ExpertCache, "claim", {"prefill", "decode"}),
+        ],
+        quick=3,
+        wide=4,
+    ),
+    ids=["pass", "wait", "publish", "fetch", "exact experts", "draft experts", "claim"],
 )
 def test_an_interrupt_leaves_it_ready(
     small: TrainedModel,

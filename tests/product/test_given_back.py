@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from speq import Generator, SpeqError
+from tests.helpers.often import often
 from tests.helpers.tiny_models import FAMILIES
 
 Folder = Callable[[str], Path]
@@ -55,7 +56,7 @@ def given_back(model: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [each if each in FEW else pytest.param(each, marks=pytest.mark.wide) for each in FAMILIES],
+    often([*FEW, *(each for each in FAMILIES if each not in FEW)], quick=2, wide=4),
 )
 def test_a_generator_that_was_closed(family: str, tiny_bfloat16: Folder) -> None:
     given_back(tiny_bfloat16(family))

@@ -24,6 +24,7 @@ from speq.text.call_syntax import SYNTAXES, calls_in
 from speq.text.grammar import AnswerGrammar, choice_rule, regex_rule
 from speq.text.thoughts import THINK, THOUGHTS
 from speq.text.vocabulary import Vocabulary
+from tests.helpers.often import often
 from tests.helpers.paths import BUNDLED
 
 BY_NAME = {each.name: each for each in SYNTAXES}
@@ -430,7 +431,11 @@ def said(generator: Generator, grammar: str, **sampling: Any) -> list[int]:
     return request.output_token_ids
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 5}], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    often([{"temperature": 0.9, "top_p": 0.95, "seed": 5}, {}], quick=1, wide=1),
+    ids=str,
+)
 def test_drafts_do_not_change_what_is_said(sampling: dict[str, Any]) -> None:
     """Greedy tokens are those of plain decoding by the mask, computed here from logits; every
     drafter, draft length and budget gives the same.
@@ -483,6 +488,7 @@ LONG_NAMES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "sampling",
     [{}, pytest.param({"temperature": 0.9, "seed": 5}, marks=pytest.mark.wide)],

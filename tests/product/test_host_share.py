@@ -198,7 +198,11 @@ CELLS = [
         pytest.param(
             family,
             at,
-            marks=[] if family == "qwen3_moe" else pytest.mark.wide,
+            marks=[]
+            if (family, at) == ("qwen3_moe", 2)
+            else pytest.mark.wide
+            if (family, at) == ("gemma4", 2) or family == "gpt_oss"
+            else pytest.mark.full,
         )
         for number, family in enumerate(FAMILIES)
         if family in UNLIKE_IN_CACHES or family == "qwen3_moe"

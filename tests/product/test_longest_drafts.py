@@ -120,6 +120,7 @@ def test_the_longest_chains(
     assert max(step.rows for step in steps) == MAX_LINEAR_ROWS
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_the_largest_trees(
     family: str, tiny: Callable[[str], Path], expected: Callable[[str], list[list[int]]]

@@ -108,7 +108,7 @@ def test_texts_side_by_side(family: str, trees: str, folders: Folders) -> None:
 @pytest.mark.parametrize(
     "at",
     [
-        pytest.param(at, marks=[pytest.mark.full if at % 8 else pytest.mark.wide] if at else [])
+        pytest.param(at, marks=[pytest.mark.full if at % 16 else pytest.mark.wide])
         for at in range(len(cells()))
     ],
 )
@@ -133,8 +133,11 @@ PARTS = [
     ("family", "at"),
     [
         *(
-            pytest.param(family, at, marks=pytest.mark.wide)
-            for family, at in [("qwen2_moe", 0), ("deepseek_v3", 1)]
+            pytest.param(family, at, marks=mark)
+            for family, at, mark in [
+                ("qwen2_moe", 0, pytest.mark.full),
+                ("deepseek_v3", 1, pytest.mark.wide),
+            ]
         ),
         *(
             pytest.param(family, at, marks=pytest.mark.full)

@@ -17,6 +17,7 @@ from speq.engine.prefix_files import PrefixFiles, nbytes_of
 from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.errors import SpeqError
 from speq.models.kv_cache import KVCache
+from tests.helpers.often import often
 from tests.helpers.tiny_models import WITH_STATES, greedy_tokens, load_plain
 
 PROMPT = [*range(20, 70)]
@@ -220,8 +221,10 @@ def test_a_full_disk_ends_writing_and_nothing_else(
     assert files_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "gemma4", *WITH_STATES])
+@pytest.mark.parametrize("drafts", often([3, 0], quick=1))
+@pytest.mark.parametrize(
+    "family", often([*WITH_STATES, "olmoe", "deepseek_v2", "gemma4"], quick=3, wide=3)
+)
 def test_what_one_cache_gives_up_is_read_again(
     family: str, drafts: int, tiny: Callable[[str], Path]
 ) -> None:

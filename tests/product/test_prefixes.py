@@ -22,6 +22,7 @@ from speq.errors import SpeqError
 from speq.models.kv_cache import KVCache, KVLayer, common_prefix
 from speq.models.packed_batch import SequenceTokens
 from tests.helpers.heads import write_random_head
+from tests.helpers.often import often
 from tests.helpers.tiny_models import WITH_STATES, greedy_tokens, load_plain, write_model
 
 CHUNK, CONTEXT = 16, 160
@@ -211,13 +212,17 @@ def test_texts_side_by_side(family: str, tiny: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        ("qwen2_moe", "chunks"),
-        ("qwen2_moe", "tokens"),
-        ("qwen3_next", "tokens"),
-        ("qwen3_5_moe", "chunks"),
-        ("lfm2_moe", "tokens"),
-    ],
+    often(
+        [
+            ("qwen2_moe", "tokens"),
+            ("qwen3_5_moe", "chunks"),
+            ("qwen3_next", "tokens"),
+            ("lfm2_moe", "tokens"),
+            ("qwen2_moe", "chunks"),
+        ],
+        quick=2,
+        wide=1,
+    ),
 )
 def test_texts_at_random(family: str, kind: str, tiny: Callable[[str], Path]) -> None:
     """Conversations that go on, begin alike, are given up and come back, under drawn tokens too."""

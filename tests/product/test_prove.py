@@ -56,6 +56,7 @@ def changed(
     return run
 
 
+@pytest.mark.wide
 def test_another_token_is_told(tiny: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "outcome_of", changed(prove.outcome_of, "as a batch"))
     proof = prove.prove(str(tiny("qwen3_moe")), SETTINGS)
@@ -83,6 +84,7 @@ def test_time_that_is_up(tiny: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert proof.notes[0] == "INT4 draft, k = 3: not compared, 2.5 minutes were over"
 
 
+@pytest.mark.wide
 def test_settings_that_say_nothing(tmp_path: Path) -> None:
     """Experts in four bits have no INT4 copy beside them, and one codec."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}

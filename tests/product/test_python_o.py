@@ -64,7 +64,7 @@ def check(jobs: list[Job], expected: list[list[int]]) -> None:
     assert under_python_o(jobs) == here
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_the_longest_drafts_and_damaged_input(tiny: Folder, tmp_path: Path) -> None:
     families = ("qwen2_moe", "qwen3_next", "lfm2_moe")
     jobs = [Job(str(tiny(family)), LONGEST, PROMPT, 150) for family in families]

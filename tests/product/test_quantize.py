@@ -38,6 +38,7 @@ from speq.quantizing.settings import QuantizeSettings
 from speq.units import parse_bytes
 from tests.helpers.damage import flip, last, lines, resized
 from tests.helpers.killed import killed_at
+from tests.helpers.often import often
 from tests.helpers.paths import ROOT
 from tests.helpers.picture_files import PREFIX
 from tests.helpers.quantising import LENGTH, SETTINGS, quantise_to, text
@@ -366,7 +367,7 @@ def test_rounding_is_the_draft_made_without_calibration(tiny: Folder, tmp_path: 
     assert set(report.text) == {"held out", "draft"}
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_gptq_is_better_where_experts_saw_enough(bundled: Path, tmp_path: Path) -> None:
     """On text that the bundled model was made for, in nine of ten experts or more."""
     out = tmp_path / "out"
@@ -662,7 +663,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 } | {f"line of {name}": last(value, "quantize.journal") for name, value in ENTRIES.items()}
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", often(DAMAGE, quick=8, wide=8))
 def test_going_on_after_damage_makes_the_same_checkpoint(
     name: str,
     half: Path,
@@ -861,7 +862,7 @@ print(int(peak[1]) * 1024)
 """
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_peak_memory_of_a_model_several_times_the_budget(tmp_path: Path) -> None:
     """226 MB of experts within 72 MiB, Hessians and all."""
     model = write_model(

@@ -431,9 +431,9 @@ def test_a_read_in_the_pass_cannot_be_recorded(
     ("family", "graphs"),
     [
         ("qwen2_moe", "auto"),
-        pytest.param("mixtral", "auto", marks=pytest.mark.wide),
+        pytest.param("mixtral", "auto", marks=pytest.mark.full),
         pytest.param("deepseek_v2", "auto", marks=pytest.mark.wide),
-        pytest.param("mixtral", "none", marks=pytest.mark.wide),
+        pytest.param("mixtral", "none", marks=pytest.mark.full),
     ],
 )
 def test_recorded_drafts_give_the_exact_tokens(

@@ -15,6 +15,7 @@ from speq.errors import OptionError
 from speq.host_memory import BUDGET_STEP
 from speq.memory_watch import MemoryWatch
 from tests.helpers.kernel_files import Kernel, group
+from tests.helpers.often import often
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
 GIB = 1 << 30
@@ -30,12 +31,16 @@ def load(model: Path, budget: str = "96MiB", **options: Any) -> Generator:
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "lfu", "entropy"])
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        ("olmoe", {}),
-        ("olmoe", {"draft": "auto", "draft_length": 3}),
-        ("qwen3_next", {}),
-        ("gpt_oss", {"drafter": "ngram", "draft_length": 4}),
-    ],
+    often(
+        [
+            ("olmoe", {"draft": "auto", "draft_length": 3}),
+            ("gpt_oss", {"drafter": "ngram", "draft_length": 4}),
+            ("qwen3_next", {}),
+            ("olmoe", {}),
+        ],
+        quick=1,
+        wide=1,
+    ),
 )
 def test_tokens_while_the_budget_changes(
     family: str, options: dict[str, Any], policy: str, tmp_path: Path

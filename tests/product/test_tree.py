@@ -14,6 +14,7 @@ from speq.engine.drafter import DraftRequest
 from speq.engine.request import Request
 from speq.measure.probe import verify
 from speq.models.kv_cache import KVLayer
+from tests.helpers.often import often
 from tests.helpers.random_rows import RandomRows
 from tests.helpers.tiny_models import BY_FAMILY, drawn_tokens, greedy_tokens, load_plain
 
@@ -160,7 +161,7 @@ class ShapedDrafter:
         return draft
 
 
-@pytest.mark.parametrize("pruned", [False, True], ids=["whole", "pruned"])
+@pytest.mark.parametrize("pruned", often([True, False], quick=1, wide=1), ids=["pruned", "whole"])
 @pytest.mark.parametrize("family", BY_FAMILY)
 def test_trees_of_every_shape_give_the_exact_tokens(
     family: str, pruned: bool, tiny: Callable[[str], Path]

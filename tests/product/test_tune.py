@@ -131,6 +131,7 @@ def test_every_phase_is_told_of(
     assert not told.unfinished
 
 
+@pytest.mark.wide
 def test_a_profile_is_measured_kept_and_gone_by(
     tiny_bfloat16: Folder, prompts: Path, home: Path
 ) -> None:

@@ -50,6 +50,7 @@ def test_output_is_exact_and_the_slowness_is_said(
     assert f"{uncompiled / 'speq' / 'libspeq_cpu.so'} was not built" in done.stderr
 
 
+@pytest.mark.wide
 def test_doctor_says_what_to_do(uncompiled: Path) -> None:
     out = run(uncompiled, "doctor").stdout
     assert out.count("slower reference") >= 5

@@ -9,6 +9,7 @@ from openai import OpenAI
 
 from speq import Generator
 from tests.helpers.api_server import NAME, Rig, api_server
+from tests.helpers.often import often
 from tests.helpers.paths import BUNDLED
 
 WEATHER = {
@@ -39,7 +40,8 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+    "choice",
+    often(["required", {"type": "function", "function": {"name": "weather"}}], quick=1, wide=1),
 )
 def test_a_loop_of_two_turns(rig: Rig, choice: object) -> None:
     client = OpenAI(base_url=f"{rig.server.url}", api_key="none", max_retries=0)

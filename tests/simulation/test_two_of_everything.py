@@ -60,7 +60,7 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(BUNDLED, tmp_path / "model"))
 
 
-@pytest.mark.wide
+@pytest.mark.full
 def test_runs_share_what_they_keep(model: Path, tmp_path: Path) -> None:
     """Drafts, profiles, what governors learned, forecasts, and prompts in a folder."""
     alone = tmp_path / "alone"
