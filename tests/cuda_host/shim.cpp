@@ -21,8 +21,6 @@ namespace cuda_host {
 namespace {
 
 constexpr std::size_t kStackBytes = 256 << 10;
-// At the upper end of a stack: the frames that a thread which ended did not return from.
-constexpr std::size_t kLastFramesBytes = 4 << 10;
 // NaN as a float, out of range as an index.
 constexpr int kPoison = 0xFF;
 
@@ -31,7 +29,7 @@ enum class State { ready, waiting, done };
 struct Fiber {
   ucontext_t context; // where it begins
   void *place[5];     // where it goes on: a jump buffer of the compiler
-  bool begun = true;
+  bool begun = false;
   std::unique_ptr<unsigned char[]> stack;
   State state = State::done;
   const char *operation = "nothing"; // what it waits at
@@ -85,10 +83,8 @@ std::size_t host_stack_bytes = 0;
 
 void leave(Fiber &from, const Fiber &to) {
   came_from = &from;
-  const bool never_back = &from != &host && from.state == State::done;
   const bool to_host = &to == &host;
-  __sanitizer_start_switch_fiber(never_back ? nullptr : &from.fake_stack,
-                                 to_host ? host_stack : to.stack.get(),
+  __sanitizer_start_switch_fiber(&from.fake_stack, to_host ? host_stack : to.stack.get(),
                                  to_host ? host_stack_bytes : kStackBytes);
 }
 
@@ -184,41 +180,43 @@ void wake(int first, int count) {
   }
 }
 
+// A thread of every block that is run on this fiber: making a context asks the system too.
 void thread_main() {
   arrive();
-  (*kernel)();
-  leave_off(State::done);
-  Fiber *next = next_ready();
-  if (next == nullptr) {
-    for (int thread = 0; thread < threads; ++thread) {
-      if (fibers[thread]->state != State::done) {
-        fail("ended, which others wait for");
+  while (true) {
+    (*kernel)();
+    leave_off(State::done);
+    Fiber *next = next_ready();
+    if (next == nullptr) {
+      for (int thread = 0; thread < threads; ++thread) {
+        if (fibers[thread]->state != State::done) {
+          fail("ended, which others wait for");
+        }
       }
+      next = &host;
     }
-    next = &host;
+    switch_to(*next);
   }
-  switch_to(*next);
+}
+
+void add_fiber() {
+  auto fiber = std::make_unique<Fiber>();
+  fiber->stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
+  fiber->index = {unsigned(fibers.size()), 0, 0};
+  getcontext(&fiber->context);
+  fiber->context.uc_stack.ss_sp = fiber->stack.get();
+  fiber->context.uc_stack.ss_size = kStackBytes;
+  fiber->context.uc_link = nullptr;
+  makecontext(&fiber->context, thread_main, 0);
+  fibers.push_back(std::move(fiber));
 }
 
 void run_block() {
   at_barrier = 0;
   warps.assign(threads / kLanes, Warp());
   for (int thread = 0; thread < threads; ++thread) {
-    Fiber &fiber = *fibers[thread];
-#ifdef __SANITIZE_ADDRESS__
-    ASAN_UNPOISON_MEMORY_REGION(fiber.stack.get() + kStackBytes - kLastFramesBytes,
-                                kLastFramesBytes);
-#endif
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, thread_main, 0);
-    fiber.begun = false;
-    fiber.index = {unsigned(thread), 0, 0};
+    fibers[thread]->exchanges = 0;
     become_ready(thread);
-    fiber.exchanges = 0;
-    fiber.fake_stack = nullptr;
   }
   switch_to(*fibers[order[0]]);
 }
@@ -265,11 +263,11 @@ void run(const std::function<void()> &of_thread, Index grid_size, int num_thread
          std::size_t shared_bytes) {
   const std::lock_guard lock(launches);
   kernel = &of_thread;
+  host.begun = true;
   grid = grid_size;
   threads = num_threads;
   while (int(fibers.size()) < threads) {
-    fibers.push_back(std::make_unique<Fiber>());
-    fibers.back()->stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
+    add_fiber();
   }
   const auto memory = std::make_unique_for_overwrite<unsigned char[]>(shared_bytes);
   shared = memory.get();
