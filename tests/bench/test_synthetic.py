@@ -25,6 +25,7 @@ def wanted(tiny: Folder) -> list[int]:
     return greedy_tokens(load_plain(tiny(FAMILY)), prompt_token_ids, TOKENS)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("acceptance", "draft_length"), [(0.0, 3), (0.5, 1), (0.8, 4), (1.0, 4)])
 def test_tokens_are_exact_and_stand_as_often_as_is_said(
     acceptance: float, draft_length: int, tiny: Folder, wanted: list[int]

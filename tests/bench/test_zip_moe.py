@@ -61,6 +61,7 @@ def plain(bundled: Path) -> Callable[[str], list[list[int]]]:
     return tokens
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("slots", "share"), [(48, 0.0), (160, 0.5)], ids=["no pool", "pool"])
 def test_tokens_are_those_of_the_plain_store(

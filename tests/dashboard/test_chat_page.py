@@ -14,6 +14,7 @@ from speq.server.access import Keys, digest
 from tests.helpers.api_server import Rig, api_server
 from tests.helpers.browser import Opened, opened
 from tests.helpers.command import PATIENCE_S
+from tests.helpers.often import often
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -85,7 +86,9 @@ def set_up(page: Opened, tokens: int = TOKENS) -> None:
     page.page.fill("#max_tokens", str(tokens))
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), often([(390, "dark"), (1280, "light")], quick=1, wide=1)
+)
 def test_a_conversation(
     rig: Rig, generator: Generator, browser: "Browser", width: int, scheme: Any
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_run_as_a_person_sees_it(rig: LiveRig, browser: "Browser") -> None:
         assert (page.errors, page.failed) == ([], [])
 
 
+@pytest.mark.wide
 def test_the_page_goes_on_with_the_run(rig: LiveRig, browser: "Browser") -> None:
     rig.view.closed_from = 5
     with opened(browser, rig.url, 400, "dark") as page:

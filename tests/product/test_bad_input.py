@@ -1023,7 +1023,7 @@ PROCESSES = {
 
 
 # A process takes seconds to start: the others run in CI.
-ALWAYS = {"missing folder", "cut shard"}
+ALWAYS = {"cut shard"}
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def mute(folder: Path, tokens: list[int | None]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.wide
 def test_text_is_what_transformers_writes(model: Path) -> None:
     """Of texts, which the answer goes on from, and of a chat, in which it begins."""
     tokenizer, plain = AutoTokenizer.from_pretrained(model), load_plain(model)

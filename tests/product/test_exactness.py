@@ -147,6 +147,12 @@ def share(cells: list[Cell], family: str) -> list[Cell]:
     return cells[list(FAMILIES).index(family) :: len(FAMILIES)]
 
 
+# One of each kind of cache before the others: the first always, the next in the wider checks.
+FEWER_FAMILIES = often(
+    sorted(FAMILIES, key=lambda each: each not in UNLIKE_IN_CACHES), quick=1, wide=3
+)
+
+
 @pytest.mark.parametrize("family", BY_FAMILY)
 def test_greedy_tokens_are_the_exact_models(family: str, folders: Folders) -> None:
     """A good and a poor draft with every family, and every cell with one of the families, those of
@@ -177,7 +183,7 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", FEWER_FAMILIES)
 def test_heads_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
     """One cell greedily and another one drawn, with each family; each cell with some of them."""
     at, plain = list(FAMILIES).index(family), load_plain(folders.float32(family))
@@ -230,7 +236,7 @@ CACHED = [
 ]
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", FEWER_FAMILIES)
 def test_experts_in_slots_leave_tokens_as_they_are(family: str, folders: Folders) -> None:
     """One cell greedily and another one drawn, with each family; each cell with some of them."""
     at, prompt, count = list(FAMILIES).index(family), PROMPTS[0], len(CACHED)
@@ -245,6 +251,7 @@ def test_experts_in_slots_leave_tokens_as_they_are(family: str, folders: Folders
     run_cell(cell, *folders.of(family, cell), "float32", prompt, expected, **options)
 
 
+@pytest.mark.wide
 def test_experts_in_slots_draft_what_stands_and_what_does_not(folders: Folders) -> None:
     check_family("qwen2_moe", CACHED[:3], folders, "float32", FEWER_TOKENS)
 
@@ -382,6 +389,7 @@ def test_drawn_tokens_are_the_exact_models(family: str, folders: Folders) -> Non
     assert seen == {"full", "partial", "rejected"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [
@@ -570,6 +578,7 @@ def compare_bundled(model: Path, settings: list[tuple[int, str]], count: int) ->
     assert mismatches == []
 
 
+@pytest.mark.wide
 def test_sixteen_bit_output_does_not_depend_on_what_lies_in_slots(bundled: Path) -> None:
     """In 16 bits the shape of a pass matters (here prompts of one chunk), and nothing else."""
     texts = set()
@@ -618,7 +627,7 @@ def test_prompt_lookup_gives_the_exact_tokens(family: str, folders: Folders) -> 
     check_family(family, cells, folders, "float32", 100)
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", FEWER_FAMILIES)
 def test_compact_dense_layers_give_the_tokens_of_words(family: str, folders: Folders) -> None:
     """In bfloat16, where both compute the same sums: tokens of one are tokens of the other."""
     cells = [

@@ -174,6 +174,7 @@ def test_closing_waits_for_what_is_under_way(model: Path, monkeypatch: pytest.Mo
     assert open_files(model) == before
 
 
+@pytest.mark.wide
 def test_generations_given_up_in_the_middle_lose_nothing(
     model: Path, generator: Generator, expected: list[int]
 ) -> None:

@@ -100,6 +100,7 @@ def test_they_are_shown(home: Path, command: Command) -> None:
     assert "Runs: 2. Half were off by 50% or less; 1 lay between from and to." in shown.out
 
 
+@pytest.mark.wide
 def test_a_run_says_what_came_of_its_forecast(home: Path, command: Command) -> None:
     text = ("generate", BUNDLED, "--prompt", "The sea", "--max-new-tokens", "48", "--ignore-eos")
     done = command(*text, "--memory-budget", "32MiB")

@@ -131,7 +131,7 @@ def run_cell(cell: Cell, model: Path, words: Path, dtype: str, expected: list[in
     return outcomes(steps)
 
 
-@pytest.mark.parametrize("family", often(FAMILIES, quick=2, wide=1))
+@pytest.mark.parametrize("family", often(FAMILIES, quick=1, wide=2))
 def test_greedy_tokens_are_those_of_the_words(
     family: str, made: Callable[[str], tuple[Path, Path]], expected: Callable[[str, str], list[int]]
 ) -> None:

@@ -44,6 +44,7 @@ def change(model: Path, **changes: object) -> None:
     (model / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.wide
 def test_tokens_are_those_of_the_model_with_its_pictures(folders: Folders) -> None:
     """Plain transformers runs the whole of it."""
     plain = load_plain(folders.float32("gemma4"))

@@ -231,6 +231,7 @@ def test_tokens_do_not_depend_on_the_split(
     assert without.stats["host_experts"] == 0
 
 
+@pytest.mark.wide
 def test_all_of_a_layer_may_be_the_hosts(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = CELLS[0]
     model, draft = folders.of("qwen3_moe", cell)

@@ -99,6 +99,7 @@ def test_as_many_rows_as_are_run_alike() -> None:
     assert MAX_DRAFT_LENGTH + 1 == MAX_DRAFT_NODES + 1 == MAX_BATCH == MAX_LINEAR_ROWS
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_the_longest_chains(
     family: str, tiny: Callable[[str], Path], expected: Callable[[str], list[list[int]]]

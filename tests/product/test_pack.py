@@ -204,6 +204,7 @@ def pack_and_die(
     return killed_at(at, moments, lambda: pack_to(model, out))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.wide)])
 def test_killed_at_any_moment(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing opens before all is there; what was journalled is not read again."""

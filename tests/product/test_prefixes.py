@@ -171,6 +171,7 @@ def run_to_end(batch: Batch, prompt: list[int]) -> Request:
     return request
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_next", "lfm2_moe"])
 def test_texts_side_by_side(family: str, tiny: Callable[[str], Path]) -> None:
     """What one text has is copied to others that begin so, also while it is under way."""

@@ -20,6 +20,7 @@ SETTINGS = ProveSettings(memory_budget="8MiB", num_prompts=2, max_new_tokens=8)
 EACH = 2 * 2 * 8
 
 
+@pytest.mark.wide
 def test_settings_and_transformers_agree(command: Any, tiny: Folder, tmp_path: Path) -> None:
     target, page = tmp_path / "proof.json", tmp_path / "proof.md"
     ended = command(

@@ -353,6 +353,7 @@ def on_a_device_with_streams(model: Path, budget: str, seed: int, **options: Any
     return generator.last_run
 
 
+@pytest.mark.wide
 def test_a_run_on_a_device_with_streams(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     run = on_a_device_with_streams(tiny("qwen3_moe"), "2MiB", 3, draft_length=3)
     events = written(run, tmp_path / "trace.json", "PCIe")

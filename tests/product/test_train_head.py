@@ -514,6 +514,7 @@ def test_the_command_trains_a_head_that_drafts(model: Path, texts: Path) -> None
         generator.close()
 
 
+@pytest.mark.wide
 def test_an_interrupted_command_goes_on_to_the_same_bits(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
