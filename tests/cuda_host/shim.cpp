@@ -13,7 +13,6 @@
 #include <ucontext.h>
 
 #ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 

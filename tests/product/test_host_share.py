@@ -201,7 +201,7 @@ CELLS = [
             marks=[]
             if (family, at) == ("qwen3_moe", 2)
             else pytest.mark.wide
-            if (family, at) == ("gemma4", 2) or family == "gpt_oss"
+            if family in ("gemma4", "gpt_oss")
             else pytest.mark.full,
         )
         for number, family in enumerate(FAMILIES)
