@@ -5,14 +5,18 @@
 
 namespace speq::cpu {
 
-void RawWeights::dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
-                     std::int64_t rows, const Inputs &inputs, float *const *outs) const {
+const void *RawWeights::words(Projection projection, std::int64_t, std::int64_t slot,
+                              std::int64_t first, std::int64_t, std::byte *) const {
   const Slots &slots = projection == Projection::down ? down_ : gate_up_;
   const std::int64_t row = first + (projection == Projection::up ? expert_width : 0);
-  const std::int64_t width = columns(projection);
-  dot_exact_for(word,
-                inputs.stored)(slots.words + slot * slots.slot_bytes + row * width * bytes_of(word),
-                               width, rows, inputs.rows, inputs.count, outs);
+  return slots.words + slot * slots.slot_bytes + row * columns(projection) * bytes_of(word);
+}
+
+void RawWeights::dot(Projection projection, std::int64_t expert, std::int64_t slot,
+                     std::int64_t first, std::int64_t rows, const Inputs &inputs,
+                     float *const *outs) const {
+  dot_exact_for(word, inputs.stored)(words(projection, expert, slot, first, rows, nullptr),
+                                     columns(projection), rows, inputs.rows, inputs.count, outs);
 }
 
 LosslessWeights::LosslessWeights(std::int64_t hidden_size, std::int64_t expert_width,
@@ -32,6 +36,11 @@ void LosslessWeights::dot(Projection projection, std::int64_t, std::int64_t slot
                           std::int64_t first, std::int64_t count, const Inputs &inputs,
                           float *const *outs) const {
   dot_rows(rows(projection, slot), first, first + count, inputs, outs);
+}
+
+const void *LosslessWeights::words(Projection projection, std::int64_t, std::int64_t slot,
+                                   std::int64_t first, std::int64_t count, std::byte *room) const {
+  return decode_rows(rows(projection, slot), first, first + count, room);
 }
 
 ResidualWeights::ResidualWeights(std::int64_t hidden_size, std::int64_t expert_width,
@@ -73,8 +82,39 @@ void ResidualWeights::dot(Projection projection, std::int64_t expert, std::int64
   dot_rows(rows(projection, expert, slot), first, first + count, inputs, outs);
 }
 
+const void *ResidualWeights::words(Projection projection, std::int64_t expert, std::int64_t slot,
+                                   std::int64_t first, std::int64_t count, std::byte *room) const {
+  return decode_rows(rows(projection, expert, slot), first, first + count, room);
+}
+
 const std::int32_t *ResidualWeights::input_perm(std::int64_t expert) const {
   return has_input_perm() ? base_.input_perm + base_slot(expert) * hidden_size : nullptr;
+}
+
+const void *RoundedWeights::words(Projection projection, std::int64_t expert, std::int64_t slot,
+                                  std::int64_t first, std::int64_t rows, std::byte *room) const {
+  const std::int64_t width = columns(projection);
+  Buffer<std::byte> unrounded(quads_of(rows) * kQuadRows * width * bytes_of(weights_.word));
+  const void *from = weights_.words(projection, expert, slot, first, rows, unrounded.data());
+  with_type(weights_.word, [&](auto stored) {
+    with_type(word, [&](auto rounded) {
+      const auto *values = static_cast<const decltype(stored) *>(from);
+      auto *out = reinterpret_cast<decltype(rounded) *>(room);
+      for (std::int64_t i = 0; i < rows * width; ++i) {
+        store(to_float(values[i]), out[i]);
+      }
+    });
+  });
+  return room;
+}
+
+void RoundedWeights::dot(Projection projection, std::int64_t expert, std::int64_t slot,
+                         std::int64_t first, std::int64_t rows, const Inputs &inputs,
+                         float *const *outs) const {
+  const std::int64_t width = columns(projection);
+  Buffer<std::byte> room(rows * width * bytes_of(word));
+  dot_exact_for(word, inputs.stored)(words(projection, expert, slot, first, rows, room.data()),
+                                     width, rows, inputs.rows, inputs.count, outs);
 }
 
 } // namespace speq::cpu

@@ -23,6 +23,11 @@ public:
                    std::int64_t first, std::int64_t rows, const Inputs &inputs,
                    float *const *outs) const = 0;
 
+  // The words of such rows, of type `word`: where they lie, or written to `room`, which holds whole
+  // quads of rows.
+  virtual const void *words(Projection projection, std::int64_t expert, std::int64_t slot,
+                            std::int64_t first, std::int64_t rows, std::byte *room) const = 0;
+
   // The order that an expert's inputs are multiplied in, where that is not their own.
   virtual const std::int32_t *input_perm(std::int64_t) const { return nullptr; }
   virtual bool has_input_perm() const { return false; }
@@ -48,6 +53,8 @@ public:
 
   void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
            std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+  const void *words(Projection projection, std::int64_t expert, std::int64_t slot,
+                    std::int64_t first, std::int64_t rows, std::byte *room) const override;
 
 private:
   Slots gate_up_, down_;
@@ -70,6 +77,8 @@ public:
   LosslessRows rows(Projection projection, std::int64_t slot) const;
   void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
            std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+  const void *words(Projection projection, std::int64_t expert, std::int64_t slot,
+                    std::int64_t first, std::int64_t rows, std::byte *room) const override;
 
 private:
   CompactLayout layout_;
@@ -90,6 +99,10 @@ public:
   void dot(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
            std::int64_t count, const Inputs &inputs, float *const *outs) const override {
     dot_rows(rows(projection, slot), first, first + count, inputs, outs);
+  }
+  const void *words(Projection projection, std::int64_t, std::int64_t slot, std::int64_t first,
+                    std::int64_t count, std::byte *room) const override {
+    return decode_rows(rows(projection, slot), first, first + count, room);
   }
 
 private:
@@ -118,6 +131,8 @@ public:
   ResidualRows rows(Projection projection, std::int64_t expert, std::int64_t slot) const;
   void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
            std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+  const void *words(Projection projection, std::int64_t expert, std::int64_t slot,
+                    std::int64_t first, std::int64_t rows, std::byte *room) const override;
   const std::int32_t *input_perm(std::int64_t expert) const override;
   bool has_input_perm() const override { return base_.input_perm != nullptr; }
 
@@ -127,6 +142,29 @@ private:
   CompactLayout layout_;
   RecordSlots slots_;
   BaseExperts base_;
+};
+
+// Experts whose words are rounded to the dtype of the rows that they multiply, as transformers
+// converts a checkpoint's. Only where that loses bits: other words are multiplied as they are.
+class RoundedWeights : public ExpertWeights {
+public:
+  RoundedWeights(const ExpertWeights &weights, Word dtype)
+      : ExpertWeights(weights.hidden_size, weights.expert_width, weights.num_slots, dtype),
+        weights_(weights) {}
+
+  static bool loses_bits(Word word, Word dtype) { return dtype != word && dtype != Word::float32; }
+
+  void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
+           std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
+  const void *words(Projection projection, std::int64_t expert, std::int64_t slot,
+                    std::int64_t first, std::int64_t rows, std::byte *room) const override;
+  const std::int32_t *input_perm(std::int64_t expert) const override {
+    return weights_.input_perm(expert);
+  }
+  bool has_input_perm() const override { return weights_.has_input_perm(); }
+
+private:
+  const ExpertWeights &weights_;
 };
 
 } // namespace speq::cpu

@@ -15,8 +15,13 @@ struct Grouped {
   const std::optional<Tensor> &gate_up_bias, &down_bias;
 };
 
-inline void run_grouped(const Grouped &tensors, const ExpertWeights &weights,
+inline void run_grouped(const Grouped &tensors, const ExpertWeights &given,
                         std::int64_t activation) {
+  const Word dtype = word_of(tensors.hidden_states, "hidden_states");
+  const RoundedWeights rounded(given, dtype);
+  const ExpertWeights &weights = RoundedWeights::loses_bits(given.word, dtype)
+                                     ? static_cast<const ExpertWeights &>(rounded)
+                                     : given;
   const auto &[hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias] = tensors;
   STD_TORCH_CHECK(hidden_states.dim() == 2 && hidden_states.is_contiguous() && out.dim() == 3 &&
                       out.is_contiguous() && out.scalar_type() == hidden_states.scalar_type(),
@@ -40,7 +45,7 @@ inline void run_grouped(const Grouped &tensors, const ExpertWeights &weights,
       rows,
       topk_ids.size(1),
       hidden_states.const_data_ptr(),
-      word_of(hidden_states, "hidden_states"),
+      dtype,
       ids_of(topk_ids),
       ids_of(slot_table),
       weights,

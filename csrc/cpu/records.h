@@ -59,4 +59,14 @@ void dot_rows(const Rows &matrix, std::int64_t begin, std::int64_t end, const In
   dot(matrix, begin, end, inputs.rows, inputs.count, outs);
 }
 
+// The words of such rows, written to `room`, which holds whole quads of them.
+template <typename Rows>
+const void *decode_rows(const Rows &matrix, std::int64_t begin, std::int64_t end, std::byte *room) {
+  auto *words = reinterpret_cast<BFloat16 *>(room);
+  for (std::int64_t quad = begin / kQuadRows; quad * kQuadRows < end; ++quad) {
+    coded_kernels(matrix).decode(matrix, quad, words + (quad * kQuadRows - begin) * matrix.columns);
+  }
+  return room;
+}
+
 } // namespace speq::cpu

@@ -9,6 +9,7 @@ import ctypes.util
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,44 @@ def test_every_processor_and_card_has_the_same_bits(seed: int) -> None:
                 with limited_to(isa):
                     found = given.run(getattr(torch.ops.speq, op), weights, code, every)
                 assert torch.equal(found, wanted), f"{op} on {isa}"
+
+
+# Of words, of rows: what a conversion may lose bits of.
+CONVERTED = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+]
+
+
+def small(problem: Problem, words: torch.dtype, rows: torch.dtype) -> Problem:
+    """A problem of a few rows with words so small that half of them have less bits in float16."""
+    gate_up, down = (
+        (each.float() * 2e-4).to(words) for each in (problem.gate_up.float(), problem.down.float())
+    )
+    hidden = (problem.hidden.float() * 400).to(rows)
+    return replace(problem, hidden=hidden, gate_up=gate_up, down=down, biases=())
+
+
+@pytest.mark.parametrize("words, rows", CONVERTED)
+@pytest.mark.parametrize("sizes", [SIZES, SIZES_OF_CODES])
+def test_words_are_rounded_to_the_dtype_of_rows(
+    ops: Any, words: torch.dtype, rows: torch.dtype, sizes: list[tuple[int, int]]
+) -> None:
+    """As transformers converts a checkpoint that it loads in another dtype."""
+    given = small(Problem.of(random.Random(len(sizes)), sizes), words, rows)
+    code, every = library.ACTIVATION_CODES[given.activation], slice(None)
+    pair = given.gate_up, given.down
+    converted = tuple(each.to(rows) for each in pair)
+    assert any(not torch.equal(a.float(), b.float()) for a, b in zip(pair, converted, strict=True))
+    wanted = given.run(ops.moe_grouped_out, converted, code, every)
+    assert torch.equal(given.run(ops.moe_grouped_out, pair, code, every), wanted)
+    if words != torch.bfloat16:
+        return
+    for op, weights in given.forms():
+        if op in ("moe_grouped_lossless_out", "moe_grouped_residual_out"):
+            assert torch.equal(given.run(getattr(ops, op), weights, code, every), wanted), op
 
 
 @pytest.mark.gpu

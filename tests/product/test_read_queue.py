@@ -555,7 +555,10 @@ def heeded_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, hear)
+    gc.collect()
+    gc.disable()  # a finalizer of an earlier test's object would swallow it
     yield
+    gc.enable()
     signal.signal(signal.SIGINT, before)
 
 
