@@ -42,11 +42,9 @@ inline Record record_of(const Tensor &tensor, std::int64_t fixed_bytes) {
 // Words of quads [begin, end) of a matrix; `words` is for the first of them.
 template <typename Rows>
 void decode_quads(const Rows &matrix, std::int64_t begin, std::int64_t end, BFloat16 *words) {
-  const auto decode = coded_kernels(matrix).decode;
   parallel_for(begin, end, kGrainQuads, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t quad = first; quad < last; ++quad) {
-      decode(matrix, quad, words + (quad - begin) * kQuadRows * matrix.columns);
-    }
+    decode_rows(matrix, first * kQuadRows, last * kQuadRows,
+                words + (first - begin) * kQuadRows * matrix.columns);
   });
 }
 

@@ -59,13 +59,19 @@ void dot_rows(const Rows &matrix, std::int64_t begin, std::int64_t end, const In
   dot(matrix, begin, end, inputs.rows, inputs.count, outs);
 }
 
-// The words of such rows, written to `room`, which holds whole quads of them.
+// The words of such rows; `words` holds whole quads of them, as far as the matrix has rows.
+template <typename Rows>
+void decode_rows(const Rows &matrix, std::int64_t begin, std::int64_t end, BFloat16 *words) {
+  const auto decode = coded_kernels(matrix).decode;
+  for (std::int64_t quad = begin / kQuadRows; quad * kQuadRows < end; ++quad) {
+    decode(matrix, quad, words + (quad * kQuadRows - begin) * matrix.columns);
+  }
+}
+
+// The same, as words of any type.
 template <typename Rows>
 const void *decode_rows(const Rows &matrix, std::int64_t begin, std::int64_t end, std::byte *room) {
-  auto *words = reinterpret_cast<BFloat16 *>(room);
-  for (std::int64_t quad = begin / kQuadRows; quad * kQuadRows < end; ++quad) {
-    coded_kernels(matrix).decode(matrix, quad, words + (quad * kQuadRows - begin) * matrix.columns);
-  }
+  decode_rows(matrix, begin, end, reinterpret_cast<BFloat16 *>(room));
   return room;
 }
 

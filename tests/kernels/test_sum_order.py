@@ -126,10 +126,8 @@ CONVERTED = [
 
 
 def small(problem: Problem, words: torch.dtype, rows: torch.dtype) -> Problem:
-    """A problem of a few rows with words so small that half of them have less bits in float16."""
-    gate_up, down = (
-        (each.float() * 2e-4).to(words) for each in (problem.gate_up.float(), problem.down.float())
-    )
+    """A problem of a few rows with words so small that many have fewer bits in float16."""
+    gate_up, down = ((each.float() * 2e-4).to(words) for each in (problem.gate_up, problem.down))
     hidden = (problem.hidden.float() * 400).to(rows)
     return replace(problem, hidden=hidden, gate_up=gate_up, down=down, biases=())
 

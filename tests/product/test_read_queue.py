@@ -26,6 +26,7 @@ from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.transfer import Fetch, Priority, State, TransferTicket
 from speq.stats import Recorder, TimeSpan
 from tests.helpers.fake_transfer import LIMIT_S, Clock, Gates, Reordering
+from tests.helpers.held_collections import held_collections
 from tests.helpers.paths import ROOT
 
 READERS = [1, 2, 3, 8]
@@ -555,10 +556,8 @@ def heeded_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, hear)
-    gc.collect()
-    gc.disable()  # a finalizer of an earlier test's object would swallow it
-    yield
-    gc.enable()
+    with held_collections():
+        yield
     signal.signal(signal.SIGINT, before)
 
 

@@ -1,7 +1,6 @@
 """Layers on several machines: what passes through them, what they refuse, how they end."""
 
 import contextlib
-import gc
 import json
 import os
 import shutil
@@ -44,6 +43,7 @@ from speq.pipeline.waiting import Waiter
 from speq.pipeline.wire import MessageKind, Ring, StageMessage, sizes_of, unpack
 from tests.helpers.command import arguments_of
 from tests.helpers.heads import write_random_head
+from tests.helpers.held_collections import held_collections
 from tests.helpers.packing import pack_to
 from tests.helpers.stages import (
     AGREED,
@@ -535,13 +535,10 @@ def test_an_interrupt_ends_a_wait() -> None:
     waiter = Waiter()
     # A shell's background commands ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.collect()
-    gc.disable()  # a finalizer of an earlier test's object would swallow it
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with held_collections(), pytest.raises(KeyboardInterrupt):
             waiter.do(wait)
     finally:
-        gc.enable()
         signal.signal(signal.SIGINT, before)
     assert not waiter.rest(0.05)
     over.set()

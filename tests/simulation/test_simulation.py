@@ -47,7 +47,10 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
     ("name", "seeds"),
     [
         *((name, range(1000, 1002)) for name in QUICK),
-        *(pytest.param(name, range(1002, 1025), marks=pytest.mark.wide) for name in KINDS),
+        *(
+            pytest.param(name, range(1002 if name in QUICK else 1000, 1025), marks=pytest.mark.wide)
+            for name in KINDS
+        ),
         *(
             pytest.param(name, range(first, first + 22), marks=pytest.mark.full)
             for first in (1025, 1047, 1069)
