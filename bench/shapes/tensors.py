@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speq.bench.shapes.published import INT4_GROUP
 from speq.bench.shapes.routes import biases
-from speq.experts.expert_names import FUSED, PROJECTIONS
+from speq.experts.expert_names import FUSED, PROJECTIONS, Stacked
 from speq.files import published_format as form
 from speq.files.fp8_settings import INVERSE, SQUARES
 from speq.files.packing import COMPRESSED, MODELOPT, NVFP4_BLOCK
@@ -184,7 +184,7 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
         plain = RandomTensor(prefix + name, (count, rows, columns), spread=spread)
         if weights != form.MXFP4:
             turned = replace(plain, shape=(count, columns, rows), column=zero)
-            yield turned if family.transposed else replace(plain, row=zero)
+            yield replace(plain, row=zero) if family.stacked is Stacked.ROWS else turned
             continue
         blocks = (count, rows, columns // form.MXFP4_BLOCK)
         codes = replace(plain, name=plain.name + form.BLOCKS, dtype=form.MXFP4_DTYPE, row=zero)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,6 +12,19 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # transformers' name for a tensor of all experts of a layer, with gate above up.
 GATE_UP = "gate_up_proj"
 FUSED = (GATE_UP, "down_proj")
+
+
+class Stacked(Enum):
+    """How the experts of a layer lie in FUSED on disk.
+
+    ROWS         [E, 2F, H], gate above up, and [E, H, F], as a linear layer's weight
+    COLUMNS      [E, H, 2F], gate beside up, and [E, F, H]; transformers may save them as ROWS
+    INTERLEAVED  [E, H, 2F], gate and up in turns, and [E, F, H]; transformers holds them so too
+    """
+
+    ROWS = auto()
+    COLUMNS = auto()
+    INTERLEAVED = auto()
 
 
 class ExpertMatrix(NamedTuple):

@@ -1,7 +1,7 @@
 """Stores of exact experts on disk, which are read one at a time."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from speq.experts.expert_names import (
     USUAL_NAMES,
     ExpertMatrix,
     ExpertNames,
+    Stacked,
 )
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
@@ -124,8 +125,7 @@ class ExpertLayout:
 
     layers  model layers that have experts
     names   names of experts and routers on disk
-    transposed  whether weights of all experts of a layer are stored as [E, H, 2F], gate and up
-                interleaved, and [E, F, H]
+    stacked  how weights of all experts of a layer are published
     biased      whether they have biases, which are not part of packed experts
     normed      whether their output is normed before it is added
     """
@@ -135,7 +135,7 @@ class ExpertLayout:
     hidden_size: int
     expert_width: int
     names: ExpertNames = USUAL_NAMES
-    transposed: bool = False
+    stacked: Stacked = Stacked.ROWS
     biased: bool = False
     normed: bool = False
 
@@ -156,6 +156,8 @@ class SafetensorsExpertStore:
     published = True
 
     def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout) -> None:
+        sizes = layout.names, layout.hidden_size
+        layout = replace(layout, stacked=stacked_in(checkpoint.tensors, layout.stacked, *sizes))
         self.num_layers = len(layout.layers)
         self.num_experts = layout.num_experts
         self.names, coded = layout.names, checkpoint.coded
@@ -188,7 +190,7 @@ class SafetensorsExpertStore:
                 of_third = None if third is None else part_of(*third, at, len(held))
                 parts[matrix.projection] = Matrix(place, part, of_third)
         complete = self._complete(found, checkpoint, layout)
-        order_on_disk = layout.transposed, coded.packing
+        order_on_disk = layout.stacked, coded.packing
         self._parts = [parts_of(shape, record, *order_on_disk) for record in complete]
         self.reading_bytes = reading_bytes(shape, *order_on_disk)
         self._buffers: SimpleQueue[Buffers] = SimpleQueue()
@@ -316,19 +318,39 @@ class Buffers(NamedTuple):
         return cls(allocate_aligned(1, ENDS_BYTES)[0], turned)
 
 
-def turned_bytes(shape: ExpertShape, transposed: bool, packing: CodePacking | None) -> int:
+def turned_bytes(shape: ExpertShape, stacked: Stacked, packing: CodePacking | None) -> int:
     """Bytes of a reading thread's buffer for a matrix that is transposed on disk."""
     weights = max(prod(shape.gate_up_shape), prod(shape.down_shape))
     if packing is not None:
         return prod(shape.down_shape) // 2 if packing.turned else 0
-    return weights * shape.dtype.itemsize if transposed and shape.published == WORDS else 0
+    turned = stacked is not Stacked.ROWS and shape.published == WORDS
+    return weights * shape.dtype.itemsize if turned else 0
 
 
-def reading_bytes(shape: ExpertShape, transposed: bool, packing: CodePacking | None) -> int:
+def reading_bytes(shape: ExpertShape, stacked: Stacked, packing: CodePacking | None) -> int:
     """Bytes of a reading thread's buffers for published experts, besides the slot it fills."""
-    turned = turned_bytes(shape, transposed, packing)
+    turned = turned_bytes(shape, stacked, packing)
     while_turning = 0 if packing is None else turned * (packing.room - 1)
     return ENDS_BYTES + ALIGNMENT + (align(turned) + ALIGNMENT + while_turning if turned else 0)
+
+
+def stacked_in(
+    tensors: Mapping[str, tuple[SafetensorsFile, TensorInfo]],
+    published: Stacked,
+    names: ExpertNames,
+    hidden_size: int,
+) -> Stacked:
+    """How experts lie in a checkpoint, published so or saved by transformers.
+
+    A square matrix does not tell, but the other one then does.
+    """
+    for name, (_, info) in tensors.items() if published is Stacked.COLUMNS else ():
+        matrix = names.matrix(name)
+        if matrix is None or matrix.expert is not None or len(set(info.shape[1:])) < 2:
+            continue
+        inputs = info.shape[2 if matrix.projection == GATE_UP else 1]
+        return Stacked.ROWS if inputs == hidden_size else published
+    return published
 
 
 def stored_shape(
@@ -340,7 +362,7 @@ def stored_shape(
         return packing.codes_shape(*shape)
     if published == MXFP4:
         return *shape[:-1], shape[-1] // MXFP4_BLOCK, MXFP4_BLOCK_BYTES
-    turned = layout.transposed and matrix.expert is None
+    turned = layout.stacked is not Stacked.ROWS and matrix.expert is None
     return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
 
 
@@ -353,20 +375,20 @@ def part_of(file: SafetensorsFile, info: TensorInfo, at: int, count: int) -> Ran
 def parts_of(
     shape: ExpertShape,
     matrices: list[Matrix],
-    transposed: bool = False,
+    stacked: Stacked = Stacked.ROWS,
     packing: CodePacking | None = None,
 ) -> list[TensorPart]:
     """Places of an expert's matrices, and of their scales, in the packed expert.
 
-    transposed  see `ExpertLayout`; packing: of INT4 and NVFP4
+    stacked  see `ExpertLayout`; packing: of INT4 and NVFP4
     """
     if shape.published == WORDS:
         ends = accumulate((each.range[2] for each in matrices), initial=0)
         turned: list[Turned | None] = [None] * len(matrices)
-        if transposed and len(matrices) == len(FUSED):
-            dtype = shape.dtype
+        if stacked is not Stacked.ROWS and len(matrices) == len(FUSED):
+            dtype, in_turns = shape.dtype, stacked is Stacked.INTERLEAVED
             turned = [
-                Turned(*shape.gate_up_shape, dtype, interleaved=True),
+                Turned(*shape.gate_up_shape, dtype, interleaved=in_turns),
                 Turned(*shape.down_shape, dtype),
             ]
         places = zip(matrices, ends, turned, strict=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.errors import NoRoom
+from speq.experts.expert_names import Stacked
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.files.checkpoint import Checkpoint
 from speq.files.published_format import MXFP4_DTYPE, WORDS
@@ -84,7 +85,7 @@ class StreamedExperts(nn.Module):
         weights = {name: parameter.data for name, parameter in experts.named_parameters()}
         for expert in topk_ids.unique().tolist():
             gate_up, down = read_matrices(self.store, self.layer, expert, slot)
-            if self.family.transposed:
+            if self.family.stacked is Stacked.INTERLEAVED:
                 gate_up, down = torch.stack(gate_up.chunk(2), 1).flatten(0, 1).T, down.T
             weights["gate_up_proj"][expert] = gate_up
             weights["down_proj"][expert] = down

@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from speq.errors import present
+from speq.experts.expert_names import FUSED, Stacked
+from speq.experts.expert_store import stacked_in
 from speq.files.checkpoint import Checkpoint
 from speq.files.packing import INT4
 from speq.files.published_format import FP8_DTYPE, WORDS, words_name
@@ -24,6 +26,11 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
     """
     state: dict[str, Tensor] = {}
     coded, part = checkpoint.coded, checkpoint.part
+    family = family_of(checkpoint.config, checkpoint.path)
+    sizes = family.names, checkpoint.model_config["hidden_size"]
+    stacked = stacked_in(checkpoint.tensors, family.stacked, *sizes)
+    # Those in turns are transposed in transformers' model too.
+    turned = tuple(f".experts.{name}" for name in FUSED) if stacked is Stacked.COLUMNS else ()
     for file in checkpoint.files.values():
         with safe_open(file.path, framework="pt") as mapped:
             for name, (holder, _) in checkpoint.tensors.items():
@@ -32,8 +39,9 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
                 taken = name if part is None else part.published(name)
                 if coded.is_coded(name):
                     state[words_name(taken)] = words_of(checkpoint, name)
-                else:
-                    state[taken] = mapped.get_tensor(holder.stored[name])
+                    continue
+                words = mapped.get_tensor(holder.stored[name])
+                state[taken] = words.mT if name.endswith(turned) else words
     return state
 
 
@@ -59,8 +67,8 @@ def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
         return nvfp4_words(codes, scales, third, packing.divides)
     rows = codes.flatten(0, -3).flatten(1), scales.flatten(0, -2)
     words = mxfp4_words(*rows).unflatten(0, codes.shape[:-2])
-    transposed = family_of(checkpoint.config, checkpoint.path).transposed
-    return words.mT.contiguous() if transposed else words
+    stacked = family_of(checkpoint.config, checkpoint.path).stacked
+    return words.mT.contiguous() if stacked is Stacked.INTERLEAVED else words
 
 
 def load_dequantized(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
@@ -70,8 +78,9 @@ def load_dequantized(checkpoint: Checkpoint, wanted: Callable[[str], bool], **op
     options  of `from_pretrained`
     """
     path, config = checkpoint.path, hf_config(checkpoint)
+    as_published = family_of(checkpoint.config, path).built_as is None
     # transformers' loader fails on an index that has only a weight_map.
-    if checkpoint.format == WORDS and checkpoint.has_metadata:
+    if as_published and checkpoint.format == WORDS and checkpoint.has_metadata:
         if checkpoint.part is not None:
             options["key_mapping"] = checkpoint.part.renaming
         return AutoModelForCausalLM.from_pretrained(

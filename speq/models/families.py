@@ -4,17 +4,18 @@ import contextlib
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers import __version__ as transformers_version
 
 from speq.errors import CheckpointError, DependencyError, UnsupportedError
-from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames
+from speq.experts.expert_names import PROJECTIONS, USUAL_NAMES, ExpertNames, Stacked
 from speq.files.text_part import TextModelPart
 from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT, CLAMPED
 from speq.layers.gates import (
@@ -57,6 +58,29 @@ from speq.models.states import NO_STATES, StateShape
 
 # transformers' modules are shared by all threads: two patches at a time would leave ours in place.
 _PATCHING = threading.Lock()
+
+
+class BuiltAs(NamedTuple):
+    """A family whose classes compute, for text, what another one's text model does.
+
+    model_type  of the family
+    fields      of its configuration that the other's lacks
+    """
+
+    model_type: str
+    fields: Mapping[str, Any]
+
+    def config(self, config: Any) -> Any:
+        """This family's configuration of the other's text model.
+
+        Text has one position for each token, so that a rotary embedding of time, height and width
+        is the usual one.
+        """
+        content = {**config.to_dict(), **self.fields}
+        rotary = content.pop("rope_parameters")
+        content["rope_parameters"] = {key: rotary[key] for key in rotary if "mrope" not in key}
+        del content["model_type"]
+        return AutoConfig.for_model(self.model_type, **content)
 
 
 class MoEBlock(NamedTuple):
@@ -183,8 +207,7 @@ class Family:
     scaled_embedding   attribute of the config that says whether the model multiplies its embeddings
                   by the root of the hidden size; None: it has none
     scaled_by     attribute of the config that the experts' sum is multiplied by; None: nothing
-    transposed    whether experts' weights are on disk as [E, H, 2F], gate and up interleaved, and
-                  [E, F, H]
+    stacked       how all experts of a layer lie in one tensor on disk
     activation    of its experts; None: as the config's hidden_act says
     check         raises SpeqError for a config that would otherwise fail in a pass; given the
                   config, the number of experts and where the config was read
@@ -195,6 +218,8 @@ class Family:
     last_norm, rotary   names of the norm after its layers and of its rotary embedding
     text_part     place of the text model in multimodal checkpoints, or its names on disk; None:
                   they hold nothing else, by the names that transformers has
+    built_as      the family whose classes run its text model, where transformers has no causal
+                  model of its own for it; None: its own classes
     """
 
     model_type: str
@@ -216,7 +241,7 @@ class Family:
     normed: bool = False
     scaled_embedding: str | None = None
     scaled_by: str | None = None
-    transposed: bool = False
+    stacked: Stacked = Stacked.ROWS
     activation: str | None = None
     check: Callable[[Any, int, object], None] = check_nothing
     on_the_host: str | None = None
@@ -226,6 +251,7 @@ class Family:
     last_norm: str = "norm"
     rotary: str = "rotary_emb"
     text_part: TextModelPart | None = None
+    built_as: BuiltAs | None = None
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -236,7 +262,8 @@ class Family:
     @property
     def module(self) -> str:
         """The module of transformers that has its classes."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        name = self.model_type if self.built_as is None else self.built_as.model_type
+        return f"transformers.models.{name}.modeling_{name}"
 
     def output_scale(self, config: Any) -> float:
         """What the sum of a layer's experts is multiplied by before it is added."""
@@ -270,6 +297,10 @@ class Family:
     def config(self, content: dict[str, Any], where: Path) -> dict[str, Any]:
         """The text model's part of the config.json in the folder `where`."""
         return content if self.text_part is None else self.text_part.config(content, where)
+
+    def built_config(self, config: Any) -> Any:
+        """The configuration that a causal model is built from, of the text model's own."""
+        return config if self.built_as is None else self.built_as.config(config)
 
     def holds(self, name: str, num_layers: int | None) -> bool:
         """True for a tensor outside the experts of a model with `num_layers` layers. Layers after
@@ -369,6 +400,16 @@ FAMILIES = {
     for family in (
         Family("qwen2_moe", "Qwen2MoeExperts", typed_masks=True),
         Family("qwen3_moe", "Qwen3MoeExperts", window=True),
+        Family(
+            "qwen3_vl_moe",
+            "Qwen3MoeExperts",
+            stacked=Stacked.COLUMNS,
+            text_part=TextModelPart(
+                "qwen3_vl_moe_text", "model.language_model.", ("model.visual.",)
+            ),
+            # Its router divides by the sum whatever norm_topk_prob says.
+            built_as=BuiltAs("qwen3_moe", {"norm_topk_prob": True}),
+        ),
         Family(
             "qwen3_next",
             "Qwen3NextExperts",
@@ -530,7 +571,7 @@ FAMILIES = {
             attention=heads_with_sinks,
             attention_by=BESIDE_SINKS,
             biased=True,
-            transposed=True,
+            stacked=Stacked.INTERLEAVED,
             activation=CLAMPED,
             check=check_clamped,
         ),

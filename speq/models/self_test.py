@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from speq.devices.device import Processor
 from speq.errors import UnsupportedError
+from speq.experts.expert_names import Stacked
 from speq.kernels import decoder_ops, ops
 from speq.kernels.ops import MAX_LINEAR_ROWS, ExpertBiases
 from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
@@ -180,7 +181,7 @@ def replace_experts(family: Family, block: Any, config: Any) -> tuple[Tensor, Te
         setattr(ours, name, getattr(experts, name))
     setattr(block, family.names.experts, ours)
     gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
-    if family.transposed:  # gate and up interleaved
+    if family.stacked is Stacked.INTERLEAVED:
         in_turns = gate_up.mT
         gate_up = torch.cat([in_turns[:, 0::2], in_turns[:, 1::2]], dim=1)
         down = down.mT

@@ -233,7 +233,8 @@ def config_in(path: Path) -> Any:
     others. The folder need not have weights.
     """
     content = read_json(path / "config.json")
-    check_sizes(family_of(content, path).config(content, path), path / "config.json")
+    family = family_of(content, path)
+    check_sizes(family.config(content, path), path / "config.json")
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
@@ -242,6 +243,7 @@ def config_in(path: Path) -> Any:
             f"{path / 'config.json'} is refused by transformers: {reason[:300]}; {CONFIG_AGAIN}"
         ) from error
     config = whole.get_text_config()
+    config = family.built_config(config)
     config.tie_word_embeddings = whole.tie_word_embeddings  # the outer configuration counts
     if config.dtype is None:
         config.dtype = whole.dtype
@@ -330,7 +332,7 @@ def shape_of(
             config.hidden_size,
             expert_width,
             family.names,
-            family.transposed,
+            family.stacked,
             family.biased,
             family.normed,
         ),

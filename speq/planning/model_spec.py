@@ -94,7 +94,7 @@ class ModelSpec:
             published=True,
             draft=useful_draft(Int4Layout(*sizes), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
-            reading_bytes=reading_bytes(stored, experts.transposed, packing),
+            reading_bytes=reading_bytes(stored, experts.stacked, packing),
             converted_bytes=0 if computed == words else stored_bytes,
             dense=DenseForm.raw(shape.dense, computed.itemsize),
         )

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
@@ -308,6 +310,20 @@ FAMILY_OPTIONS["lfm2_moe"] = {
     "layer_types": ["conv", "conv", "full_attention"],
     "conv_L_cache": 3,
 }
+FAMILY_OPTIONS["qwen3_vl_moe"] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 96,
+    "mlp_only_layers": [1],
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+}
 # Of models of pictures and text, the part that is of pictures.
 VISION: dict[str, dict[str, Any]] = {
     "gemma4": {
@@ -319,13 +335,23 @@ VISION: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "patch_size": 4,
         "position_embedding_size": 16,
-    }
+    },
+    "qwen3_vl_moe": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families some of whose layers have no attention, and keep states.
 WITH_STATES = ("qwen3_next", "qwen3_5_moe", "lfm2_moe")
 # Families that are mostly built like another one here run in the wider checks, as do those whose
-# own part has tests of its own (test_delta.py, test_gemma4.py, test_short_conv.py). Those that
+# own part has tests of its own (test_delta.py, test_gemma4.py, test_qwen3_vl.py ...). Those that
 # differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
@@ -333,7 +359,7 @@ LIKE_OTHERS = (
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
-    *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe"),
+    *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe", "qwen3_vl_moe"),
 )
 # One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer.
 UNLIKE_IN_CACHES = ("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4")
@@ -377,6 +403,10 @@ EXPERTS_BELOW = {
 BIASED = ("gpt_oss",)
 # Families whose part of text is written alone and then put beside others, with what that part is.
 BESIDE_PICTURES = {"qwen3_5_moe": "qwen3_5_moe_text"}
+# Families that are published with experts of a layer as [E, H, 2F] and [E, F, H]; transformers
+# saves a new model otherwise.
+PUBLISHED_TRANSPOSED = ("qwen3_vl_moe",)
+FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 CORRECTION = ("e_score_correction_bias", ".expert_bias")
 
 
@@ -416,7 +446,7 @@ def write_random(
 ) -> Path:
     """`write_model` of a configuration as `of_options` makes it."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+    model = model_class(config).from_config(config, dtype=torch.float32).to(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(IN_FLOAT32.get(model_type, CORRECTION)):
             tensor.data = tensor.data.float()
@@ -428,6 +458,8 @@ def write_random(
         if name.endswith(".gate.weight") and not tensor.any():  # transformers 5.17 leaves some at 0
             tensor.data.normal_(std=COMMON["initializer_range"])
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    if model_type in PUBLISHED_TRANSPOSED:
+        transpose_experts(path)
     if model_type in BESIDE_PICTURES:
         put_beside_pictures(path, model_type)
     write_tokenizer(path)
@@ -439,6 +471,22 @@ def config_of(model_type: str, **overrides: Any) -> Any:
     BESIDE_PICTURES that of text.
     """
     return of_options(model_type, COMMON | FAMILY_OPTIONS[model_type] | overrides)
+
+
+def transpose_experts(path: Path) -> None:
+    """Rewrite a folder's experts, stored by layer, as their transposes."""
+    for file in path.glob("*.safetensors"):
+        tensors = {
+            name: tensor.mT.contiguous() if name.endswith(FUSED) else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def model_class(config: Any) -> Any:
+    """transformers' class of models that generate text, alone or of pictures too."""
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def of_options(model_type: str, options: dict[str, Any]) -> Any:
@@ -479,7 +527,7 @@ def write_fused(path: Path, source: Path) -> Path:
             (path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(source / "model.safetensors")
     for name, tensor in load_plain(source, dtype="auto").state_dict().items():
-        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        if name.endswith(FUSED):
             tensors[name] = tensor.contiguous()
     alone = re.compile(r"\.experts\.\d+\.")
     fused = {name: tensor for name, tensor in tensors.items() if not alone.search(name)}
@@ -519,19 +567,23 @@ def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint, those of all experts of a layer as tensors of experts alone.
 
     Where they have biases they lie as gpt_oss has them: transposed, with gate and up in turns.
+    Where their inputs are not what the router's are, they are transposed.
     """
     alone: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, projection = name.rpartition(".")
-        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        if not name.endswith(FUSED):
             alone[name] = tensor
             continue
-        turned = f"{name}_bias" in tensors
+        in_turns = f"{name}_bias" in tensors
+        router = tensors.get(f"{prefix.removesuffix('.experts')}.gate.weight")
+        hidden = tensor.shape[2 if projection == "gate_up_proj" else 1]
+        turned = in_turns or (router is not None and hidden != router.shape[1])
         for at, stored in enumerate(tensor):
             matrix = stored.T if turned else stored
             parts = {"down_proj": matrix}
             if projection == "gate_up_proj":
-                halves = (matrix[0::2], matrix[1::2]) if turned else matrix.chunk(2)
+                halves = (matrix[0::2], matrix[1::2]) if in_turns else matrix.chunk(2)
                 parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
             for each, part in parts.items():
                 alone[f"{prefix}.{at}.{each}.weight"] = part.contiguous()
@@ -543,9 +595,8 @@ def load_plain(path: Path, dtype: torch.dtype | str = torch.float32) -> Any:
 
     Its plainest experts: the grouped ones do not compute in float64.
     """
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, experts_implementation="eager"
-    ).eval()
+    made = model_class(AutoConfig.from_pretrained(path))
+    return made.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
 
 
 class Chosen(LogitsProcessor):

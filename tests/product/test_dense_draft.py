@@ -131,6 +131,7 @@ SHARED = [f"mlp.shared_experts.{name}" for name in MLP]
 DENSE = {
     "qwen2_moe": (ATTENTION, [f"mlp.{name}" for name in MLP]),
     "qwen3_moe": (ATTENTION, []),
+    "qwen3_vl_moe": (ATTENTION, [f"mlp.{name}" for name in MLP]),
     "mellum": (ATTENTION, []),
     "olmoe": (ATTENTION, []),
     "mixtral": (ATTENTION, []),

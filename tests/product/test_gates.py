@@ -31,7 +31,7 @@ def block_of(family: str, overrides: dict[str, Any]) -> MoEBlock:
     given = FAMILY_OPTIONS[family]
     options = {name: value for name, value in UNGROUPED.items() if given.get(name)}
     config = config_of(family, **(options | overrides))
-    config = getattr(config, "text_config", config)
+    config = KNOWN[family].built_config(getattr(config, "text_config", config))
     torch.manual_seed(3)
     with KNOWN[family].without_experts():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

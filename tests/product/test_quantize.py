@@ -46,6 +46,7 @@ from tests.helpers.tiny_models import (
     BY_FAMILY,
     EXPERTS_BELOW,
     experts_of,
+    layers_of,
     load_plain,
     put_matrices,
     write_model,
@@ -91,7 +92,7 @@ def draft_of(folder: Path, model: Path) -> Any:
     below = EXPERTS_BELOW.get(plain.config.model_type, "model.layers.{}.mlp.experts")
     names = {"lfm2_moe": ("w1", "w3", "w2")}.get(plain.config.model_type, PROJECTIONS)
     with torch.no_grad():
-        for index, layer in enumerate(plain.model.layers):
+        for index, layer in enumerate(layers_of(plain)):
             experts = experts_of(layer)
             if experts is None:
                 continue
@@ -125,7 +126,8 @@ def check_hidden_states(plain: Any, windows: Tensor, left: list[Tensor]) -> None
     for window, ours in zip(windows, zip(*left, strict=True), strict=True):
         with torch.no_grad():
             theirs = plain(window[None], output_hidden_states=True).hidden_states
-            norm = getattr(plain.model, "norm", None) or plain.model.embedding_norm
+            body = getattr(plain.model, "language_model", plain.model)
+            norm = getattr(body, "norm", None) or body.embedding_norm
             normed = norm(ours[-1])
         for mine, expected in zip((*ours[:-1], normed), theirs[1:], strict=True):
             torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=atol)

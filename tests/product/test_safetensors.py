@@ -208,6 +208,7 @@ OWN_NAMES = {
 USUAL_NAMES = ("model.layers.{}.mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
 MOE_LAYERS = {
     "qwen2_moe": (0, 2),
+    "qwen3_vl_moe": (0, 2),
     "deepseek_v2": (1, 2),
     "glm4_moe": (1, 2),
     "glm4_moe_lite": (1, 2),

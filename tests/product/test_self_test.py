@@ -41,7 +41,7 @@ Folder = Callable[[str], Path]
 
 
 def text_config(family: str, **overrides: Any) -> Any:
-    return config_of(family, **overrides).get_text_config()
+    return FAMILIES[family].built_config(config_of(family, **overrides).get_text_config())
 
 
 @pytest.fixture(autouse=True)
