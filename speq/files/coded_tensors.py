@@ -151,9 +151,9 @@ class CodedTensors:
             return (MXFP4_DTYPE,), ((info.shape[:-1],) if whole else ())
         if len(info.shape) != 2:
             raise UnsupportedError(
-                f"{self.tensors[name][0].path}: tensor {name} has codes of {self.format} of several "
-                f"matrices, {list(info.shape)}; give a model with a tensor for each of them, or the "
-                "original 16-bit checkpoint"
+                f"{self.tensors[name][0].path}: tensor {name} has codes of {self.format} of "
+                f"several matrices, {list(info.shape)}; give a model with a tensor for each of "
+                "them, or the original 16-bit checkpoint"
             )
         of_blocks = self.fp8.blocks.scales_shape(*info.shape)
         # A scale of a row or a matrix may be without the dimensions that are 1.
