@@ -469,6 +469,15 @@ FAMILIES = {
             predictor=deepseek_layer("Glm4Moe"),
         ),
         Family(
+            "glm4v_moe",
+            "Glm4MoeExperts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            check=check_pairs,
+            text_part=TextModelPart("glm4v_moe_text", "model.language_model.", ("model.visual.",)),
+            built_as=BuiltAs("glm4_moe", {"use_qk_norm": False}),
+        ),
+        Family(
             "glm4_moe_lite",
             "Glm4MoeLiteExperts",
             gate=deepseek_v3_gate,

@@ -324,6 +324,16 @@ FAMILY_OPTIONS["qwen3_vl_moe"] = {
         "mrope_interleaved": True,
     },
 }
+FAMILY_OPTIONS["glm4v_moe"] = {
+    **{name: value for name, value in FAMILY_OPTIONS["glm4_moe"].items() if name != "use_qk_norm"},
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
 # Of models of pictures and text, the part that is of pictures.
 VISION: dict[str, dict[str, Any]] = {
     "gemma4": {
@@ -346,6 +356,15 @@ VISION: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     },
+    "glm4v_moe": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "image_size": 16,
+        "patch_size": 4,
+    },
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families some of whose layers have no attention, and keep states.
@@ -359,7 +378,8 @@ LIKE_OTHERS = (
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
-    *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe", "qwen3_vl_moe"),
+    *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe"),
+    *("qwen3_vl_moe", "glm4v_moe"),
 )
 # One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer.
 UNLIKE_IN_CACHES = ("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4")

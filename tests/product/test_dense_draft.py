@@ -138,6 +138,7 @@ DENSE = {
     "phimoe": (ATTENTION, []),
     "deepseek_v2": ([*LATENT, "self_attn.q_proj"], SHARED),
     "glm4_moe": (ATTENTION, SHARED),
+    "glm4v_moe": (ATTENTION, SHARED),
     "glm4_moe_lite": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
     "deepseek_v3": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
     "dots1": (ATTENTION, SHARED),

@@ -13,7 +13,7 @@ from tests.helpers.cells import Folder
 from tests.helpers.packed_files import Nvfp4Kind, write_packed
 from tests.helpers.tiny_models import load_plain, write_model
 
-OF_PICTURES = ("gemma4", "qwen3_vl_moe")
+OF_PICTURES = ("gemma4", "qwen3_vl_moe", "glm4v_moe")
 FAMILIES = (
     "qwen3_moe",
     "gpt_oss",

@@ -211,6 +211,7 @@ MOE_LAYERS = {
     "qwen3_vl_moe": (0, 2),
     "deepseek_v2": (1, 2),
     "glm4_moe": (1, 2),
+    "glm4v_moe": (1, 2),
     "glm4_moe_lite": (1, 2),
     "deepseek_v3": (1, 2),
     "dots1": (1, 2),
