@@ -16,7 +16,7 @@ from speq.files.checkpoint import Checkpoint
 from speq.heads.head_file import head_path, model_digest, read_head, write_head
 from speq.heads.head_shape import HeadShape
 from speq.heads.moe_head import MoEHead
-from speq.models.families import Family
+from speq.models.family import Family
 
 
 def widen_head(

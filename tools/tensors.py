@@ -21,7 +21,8 @@ from speq.experts.expert_names import FUSED, PROJECTIONS
 from speq.files.json_file import read_json
 from speq.files.published_format import words_name
 from speq.files.shards import INDEX, SINGLE, read_weight_map
-from speq.models.families import Family, family_of
+from speq.models.families import family_of
+from speq.models.family import Family
 from speq.models.shape import config_in, skeleton
 
 HEADS = (

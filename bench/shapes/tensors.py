@@ -21,7 +21,7 @@ from speq.files import published_format as form
 from speq.files.fp8_settings import INVERSE, SQUARES
 from speq.files.packing import COMPRESSED, MODELOPT, NVFP4_BLOCK
 from speq.models.bounds import LAYER
-from speq.models.families import Family
+from speq.models.family import Family
 from speq.models.shape import SKELETON_DTYPE, ModelShape, skeleton
 
 # Spread of the embedding, and what a layer adds as a share of it.

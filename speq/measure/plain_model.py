@@ -21,7 +21,7 @@ from speq.files.published_format import MXFP4_DTYPE, WORDS
 from speq.host_memory import available_bytes
 from speq.models.bounds import LAYER
 from speq.models.dequantised import load_dequantized
-from speq.models.families import Family
+from speq.models.family import Family
 from speq.models.moe_model import quiet_transformers
 from speq.models.opened import Opened
 from speq.units import format_bytes

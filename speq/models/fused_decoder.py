@@ -28,7 +28,7 @@ from speq.layers.fused_attention import (
     fuse_attention,
 )
 from speq.layers.fused_modules import FusedNorm, fuse_norm, fuse_router, own_forward
-from speq.models.families import Family
+from speq.models.family import Family
 from speq.models.hidden_state_capture import HiddenStateCapture
 from speq.models.layer_range import next_stage_layer, own_layers
 from speq.models.packed_batch import BatchSpan, states_of

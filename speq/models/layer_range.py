@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speq.errors import present
 from speq.layers.arguments import CACHE_NAMES, LAYER_ARGUMENTS, refuse_unknown
 from speq.models.bounds import LAYER
-from speq.models.families import Family
+from speq.models.family import Family
 from speq.models.kv_cache import Change
 from speq.models.packed_batch import BatchSpan
 

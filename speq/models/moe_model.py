@@ -28,7 +28,7 @@ from speq.models.attention import IN_BLOCKS
 from speq.models.decoder_recordings import DecoderRecordings
 from speq.models.dense import Records, hold_dense, matrices_in, matrix_bytes, packable_modules
 from speq.models.dequantised import load_dequantized
-from speq.models.families import Family
+from speq.models.family import Family
 from speq.models.fused_decoder import (
     ANY_KIND,
     AttentionWindows,

@@ -12,7 +12,8 @@ from speq.experts.packed_store import PackedExpertStore, open_experts
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint, locate
 from speq.files.json_file import read_json
 from speq.models.bounds import check_weights
-from speq.models.families import Family, family_of
+from speq.models.families import family_of
+from speq.models.family import Family
 from speq.models.layer_range import LayerRange
 from speq.models.self_test import check_transformers
 from speq.models.shape import ModelShape, hf_config, shape_of

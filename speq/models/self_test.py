@@ -19,7 +19,7 @@ from speq.kernels import decoder_ops, ops
 from speq.kernels.ops import MAX_LINEAR_ROWS, ExpertBiases
 from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
 from speq.models.attention import IN_BLOCKS
-from speq.models.families import Family
+from speq.models.family import Family
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, quiet_transformers
 from speq.models.packed_batch import SequenceTokens

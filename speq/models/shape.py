@@ -21,7 +21,8 @@ from speq.models.attention import AttentionShape, KVShapes, elements
 from speq.models.bounds import MOST, check_sizes
 from speq.models.dense import packable_modules
 from speq.models.dense_parts import DenseShape, dense_shapes
-from speq.models.families import Family, family_of
+from speq.models.families import family_of
+from speq.models.family import Family
 from speq.models.kv_cache import KVCache
 from speq.models.layer_range import LayerRange, build_part
 from speq.models.states import NO_STATES, StateShape

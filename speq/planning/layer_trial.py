@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.devices.device import Processor
-from speq.models.families import Family
+from speq.models.family import Family
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
 from speq.models.packed_batch import SequenceTokens

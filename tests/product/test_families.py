@@ -17,14 +17,8 @@ from speq.experts.expert_names import USUAL_NAMES, ExpertMatrix
 from speq.experts.expert_store import expert_slot, read_matrices
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models import moe_model
-from speq.models.families import (
-    FAMILIES,
-    HUNYUAN_NAMES,
-    MIXTRAL_NAMES,
-    PHIMOE_NAMES,
-    Family,
-    family_of,
-)
+from speq.models.families import FAMILIES, HUNYUAN_NAMES, MIXTRAL_NAMES, PHIMOE_NAMES, family_of
+from speq.models.family import Family
 from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
 from speq.models.packed_batch import SequenceTokens

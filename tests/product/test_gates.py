@@ -11,7 +11,7 @@ from speq.kernels.decoder_ops import RouterRule
 from speq.layers.gates import ScoreGate, SparseMixer
 from speq.layers.offloaded_experts import first_of
 from speq.models.families import FAMILIES as KNOWN
-from speq.models.families import MoEBlock
+from speq.models.family import MoEBlock
 from tests.helpers.tiny_models import BY_FAMILY, COMMON, FAMILY_OPTIONS, config_of
 from tests.reference import routing
 

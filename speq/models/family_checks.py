@@ -1,0 +1,71 @@
+"""Checks of configurations: what a family's models may not have, or must have together."""
+
+from typing import Any
+
+from speq.errors import CheckpointError, UnsupportedError
+from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT
+
+
+def check_groups(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError unless a token's experts can be chosen within some of equal groups."""
+    groups, kept = getattr(config, "n_group", None) or 0, getattr(config, "topk_group", None) or 0
+    if not (1 <= kept <= groups and num_experts % groups == 0):
+        raise CheckpointError(
+            f"{where} has n_group {groups} and topk_group {kept}; n_group must divide the "
+            f"{num_experts} experts of a layer, and topk_group must be from 1 to n_group"
+        )
+
+
+def check_deepseek_v2(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for a topk_method that is unknown, or lacks its groups."""
+    method = getattr(config, "topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise CheckpointError(
+            f"{where} has topk_method {method!r}; it must be greedy or group_limited_greedy"
+        )
+    if method != "greedy":
+        check_groups(config, num_experts, where)
+
+
+def check_clamped(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for a clamped activation of other numbers than the kernels have."""
+    for name, wanted in (("swiglu_limit", CLAMP_LIMIT), ("swiglu_alpha", CLAMP_ALPHA)):
+        given = getattr(config, name, wanted)
+        if given != wanted:
+            raise CheckpointError(
+                f"{where} has {name} {given!r}; experts of family gpt_oss run with {wanted}: give "
+                "a model that was published with it"
+            )
+
+
+def check_gemma4(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for parts that other models of the family have, and speq does not run."""
+    for name, what in (
+        ("num_kv_shared_layers", "layers that share the keys and values of others"),
+        ("hidden_size_per_layer_input", "embeddings of tokens for each layer"),
+    ):
+        given = getattr(config, name)
+        if given:
+            raise UnsupportedError(
+                f"{where} has {name} {given!r}, {what}, which speq does not run; give a model "
+                "without them, such as Gemma-4-26B-A4B"
+            )
+    if config.use_bidirectional_attention == "all":
+        raise CheckpointError(
+            f"{where} has use_bidirectional_attention 'all', with which tokens see later ones; "
+            "give a model that generates text"
+        )
+
+
+def check_pairs(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for groups that are too small: two experts rank a group, and top-k chooses
+    among those of the selected groups.
+    """
+    check_groups(config, num_experts, where)
+    size, top_k = num_experts // config.n_group, config.num_experts_per_tok
+    if size < 2 or config.topk_group * size < top_k:
+        raise CheckpointError(
+            f"{where} has n_group {config.n_group} and topk_group {config.topk_group}, which "
+            f"leave {config.topk_group} groups of {size} experts to choose from; a group must "
+            f"have at least 2, and those chosen from at least num_experts_per_tok, {top_k}"
+        )
