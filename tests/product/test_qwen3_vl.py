@@ -15,6 +15,7 @@ from speq import Generator, SpeqError
 from speq.models.opened import open_model
 from tests.helpers.cells import Folder
 from tests.helpers.fp8_files import write_fp8
+from tests.helpers.packed_files import Int4Kind, Nvfp4Kind, write_packed
 from tests.helpers.picture_files import FILE, PREFIX, stored_tensors
 from tests.helpers.tiny_models import (
     FUSED,
@@ -26,14 +27,20 @@ from tests.helpers.tiny_models import (
 )
 
 FAMILY = "qwen3_vl_moe"
+KINDS = [
+    None,
+    Int4Kind(32, True, False, "compressed-tensors"),
+    Int4Kind(64, False, False, "awq"),
+    Nvfp4Kind("modelopt", "nvfp4"),
+]
 PROMPT, TOKENS = [*range(40, 70)], 24
 
 
-def run(path: Path) -> list[int]:
+def run(path: Path, drafts: bool = True) -> list[int]:
     generator = Generator.from_pretrained(path, "16MiB", dtype="float32", draft_length=3)
     result = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
     generator.close()
-    assert result.stats["draft_length_mean"] > 0
+    assert (result.stats["draft_length_mean"] > 0) == drafts
     return list(result.token_ids)
 
 
@@ -93,13 +100,20 @@ def test_a_square_matrix_is_read_as_the_other_one_lies(width: int, tmp_path: Pat
     assert run(path) == expected
 
 
-def test_fp8_with_experts_alone_runs(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 160, "moe_intermediate_size": 144}
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_of_experts_alone_run(kind: Int4Kind | Nvfp4Kind | None, tmp_path: Path) -> None:
+    """As vendors publish such models in fewer bits. None: FP8"""
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 128}
     source = write_model(tmp_path / "source", FAMILY, torch.bfloat16, **sizes)
-    alone = experts_alone(load_file(source / FILE))
-    path = write_fp8(tmp_path / "fp8", tmp_path / "words", with_tensors(source, alone))
-    words = with_tensors(tmp_path / "words", stacked(load_file(tmp_path / "words" / FILE)))
-    assert run(path) == greedy_tokens(load_plain(words), PROMPT, TOKENS)
+    with_tensors(source, experts_alone(load_file(source / FILE)))
+    path, words = tmp_path / "model", tmp_path / "words"
+    if kind is None:
+        write_fp8(path, words, source)
+    else:
+        write_packed(path, words, source, kind)
+    with_tensors(words, stacked(load_file(words / FILE)))
+    # No INT4 copy is made of experts that take four bits already.
+    assert run(path, drafts=kind is None) == greedy_tokens(load_plain(words), PROMPT, TOKENS)
 
 
 def with_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
