@@ -146,13 +146,18 @@ WALKS = (
 class Undisturbed:
     """How a command ends, and what it leaves in a room.
 
-    text   its standard output; None: it differs between runs
+    text   its standard output without times; None: it differs between runs
     files  by name; None: a file that differs
     """
 
     calls: tuple[str, ...]
     text: str | None
     files: dict[str, bytes | None]
+
+
+def untimed(text: str) -> str:
+    """Text without the times in it."""
+    return re.sub(r"\d[\d.]* (?=(?:minutes|s|ms)\b)", "", text)
 
 
 class IoWalk:
@@ -178,7 +183,8 @@ class IoWalk:
             for name, data in first.items()
             if name in second
         }
-        return Undisturbed(one.calls, one.out if one.out == other.out else None, same)
+        texts = untimed(one.out), untimed(other.out)
+        return Undisturbed(one.calls, texts[0] if texts[0] == texts[1] else None, same)
 
     def faults(self, walk: Walk, strike: Strike, wanted: Undisturbed) -> list[str]:
         """Strike one call of a command. Return what is wrong with how it ends, and goes on."""
@@ -211,7 +217,7 @@ class IoWalk:
 
     def differences(self, ended: Ended, wanted: Undisturbed, fewer: bool = False) -> list[str]:
         """fewer: what is optional may be absent"""
-        same = wanted.text in (None, ended.out)
+        same = wanted.text in (None, untimed(ended.out))
         return [*([] if same else [f"other text: {ended.out[:60]!r}"]), *self.unlike(wanted, fewer)]
 
     def unlike(self, wanted: Undisturbed, fewer: bool = False) -> list[str]:

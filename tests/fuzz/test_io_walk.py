@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.io_walk import NAMES, WALKS, IoWalk, Walk, build_striker, opened, strikes
+from tests.fuzz.io_walk import NAMES, WALKS, IoWalk, Walk, build_striker, opened, strikes, untimed
 from tests.fuzz.target import HALF, KILL, Command, Ended, Strike, Target
 
 SEED, SAMPLE = 7, 12
@@ -50,6 +50,13 @@ def test_every_call_has_the_faults_of_its_kind() -> None:
         *((4, name) for name in ("EIO", "ENOSPC", "EINTR", "half", "kill")),
         *((5, name) for name in ("EIO", "kill")),
     ]
+
+
+def test_times_of_a_text_are_left_out() -> None:
+    assert (
+        untimed("on 32 tokens, 2 steps, 0.1 minutes\nin 12 ms")
+        == "on 32 tokens, 2 steps, minutes\nin ms"
+    )
 
 
 @pytest.fixture(scope="module")
