@@ -99,7 +99,7 @@ def test_an_order_of_its_own_shows() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    often(range(400), quick=2, wide=4),
+    often(range(120), quick=2, wide=4),
 )
 def test_every_processor_and_card_has_the_same_bits(seed: int) -> None:
     rng = random.Random(seed)
