@@ -27,7 +27,7 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
     state: dict[str, Tensor] = {}
     coded, part = checkpoint.coded, checkpoint.part
     family = family_of(checkpoint.config, checkpoint.path)
-    sizes = family.names, checkpoint.model_config["hidden_size"]
+    sizes = family.names, hf_config(checkpoint).hidden_size
     stacked = stacked_in(checkpoint.tensors, family.stacked, *sizes)
     # Those in turns are transposed in transformers' model too.
     turned = tuple(f".experts.{name}" for name in FUSED) if stacked is Stacked.COLUMNS else ()
