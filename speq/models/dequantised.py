@@ -25,12 +25,7 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
     wanted  selects tensors by name
     """
     state: dict[str, Tensor] = {}
-    coded, part = checkpoint.coded, checkpoint.part
-    family = family_of(checkpoint.config, checkpoint.path)
-    sizes = family.names, hf_config(checkpoint).hidden_size
-    stacked = stacked_in(checkpoint.tensors, family.stacked, *sizes)
-    # Those in turns are transposed in transformers' model too.
-    turned = tuple(f".experts.{name}" for name in FUSED) if stacked is Stacked.COLUMNS else ()
+    coded, part, turned = checkpoint.coded, checkpoint.part, _turned(checkpoint)
     for file in checkpoint.files.values():
         with safe_open(file.path, framework="pt") as mapped:
             for name, (holder, _) in checkpoint.tensors.items():
@@ -43,6 +38,17 @@ def state_of(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str,
                 words = mapped.get_tensor(holder.stored[name])
                 state[taken] = words.mT if name.endswith(turned) else words
     return state
+
+
+def _turned(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Ends of names of tensors that lie transposed, and do not in transformers' model."""
+    family = family_of(checkpoint.config, checkpoint.path)
+    if family.stacked is not Stacked.COLUMNS:
+        return ()
+    sizes = family.names, hf_config(checkpoint).hidden_size
+    if stacked_in(checkpoint.tensors, family.stacked, *sizes) is Stacked.ROWS:
+        return ()
+    return tuple(f".experts.{name}" for name in FUSED)
 
 
 def words_of(checkpoint: Checkpoint, name: str) -> Tensor:

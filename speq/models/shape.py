@@ -238,13 +238,12 @@ def config_in(path: Path) -> Any:
     check_sizes(family.config(content, path), path / "config.json")
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = family.built_config(whole.get_text_config())
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path / 'config.json'} is refused by transformers: {reason[:300]}; {CONFIG_AGAIN}"
         ) from error
-    config = whole.get_text_config()
-    config = family.built_config(config)
     config.tie_word_embeddings = whole.tie_word_embeddings  # the outer configuration counts
     if config.dtype is None:
         config.dtype = whole.dtype

@@ -16,7 +16,7 @@ from speq.models.opened import open_model
 from tests.helpers.cells import Folder
 from tests.helpers.fp8_files import write_fp8
 from tests.helpers.packed_files import Int4Kind, Nvfp4Kind, write_packed
-from tests.helpers.picture_files import FILE, PREFIX, stored_tensors
+from tests.helpers.picture_files import FILE, PREFIX, fused, stored_tensors
 from tests.helpers.tiny_models import (
     FUSED,
     experts_alone,
@@ -111,7 +111,7 @@ def test_codes_of_experts_alone_run(kind: Int4Kind | Nvfp4Kind | None, tmp_path:
         write_fp8(path, words, source)
     else:
         write_packed(path, words, source, kind)
-    with_tensors(words, stacked(load_file(words / FILE)))
+    with_tensors(words, fused(load_file(words / FILE)))
     # No INT4 copy is made of experts that take four bits already.
     assert run(path, drafts=kind is None) == greedy_tokens(load_plain(words), PROMPT, TOKENS)
 
@@ -119,22 +119,6 @@ def test_codes_of_experts_alone_run(kind: Int4Kind | Nvfp4Kind | None, tmp_path:
 def with_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     save_file(tensors, path / FILE, metadata={"format": "pt"})
     return path
-
-
-def stacked(alone: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint, those of experts alone as transformers saves a layer's."""
-    made = {name: tensor for name, tensor in alone.items() if ".experts." not in name}
-    prefixes = {name.split(".experts.")[0] for name in alone if ".experts." in name}
-    for prefix in prefixes:
-        of = {
-            projection: torch.stack(
-                [alone[f"{prefix}.experts.{at}.{projection}.weight"] for at in range(8)]
-            )
-            for projection in ("gate_proj", "up_proj", "down_proj")
-        }
-        made[prefix + FUSED[0]] = torch.cat([of["gate_proj"], of["up_proj"]], 1)
-        made[prefix + FUSED[1]] = of["down_proj"]
-    return made
 
 
 def test_codes_of_all_experts_in_one_tensor_are_refused(tiny: Folder, tmp_path: Path) -> None:
