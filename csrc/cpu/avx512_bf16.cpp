@@ -93,7 +93,7 @@ void dot_pairs(const void *weights, std::int64_t columns, std::int64_t rows,
 struct PairProduct {
   using Sum = __m512;
   static constexpr int kMostInputs = PairTile::kMostInputs;
-  static Sum zero() { return _mm512_setzero_ps(); }
+  static void clear(Sum &sum) { sum = _mm512_setzero_ps(); }
   static float total(Sum sum) { return _mm512_reduce_add_ps(sum); }
 
   static __m512i words(const VectorBlock &block, int half) { return block.halves[half]; }
@@ -150,10 +150,10 @@ constexpr MicroKernels with_pairs() {
   kernels.lossless.dot_pairs = dot_coded<PairProduct, VectorLossless, dot_pairs, LosslessRows>;
   kernels.residual.dot_pairs =
       dot_residual<PairProduct, dot_pairs, VectorResidual, Avx2Residual, PortableResidual>;
-  kernels.fp8.dot_pairs = dot_coded<PairProduct, Avx2Fp8<false>, dot_pairs, Fp8Rows>;
-  kernels.mxfp4.dot_pairs = dot_coded<PairProduct, Avx2Mxfp4<false>, dot_pairs, Mxfp4Rows>;
-  kernels.int4.dot_pairs = dot_coded<PairProduct, Avx2Int4<false>, dot_pairs, Int4Rows>;
-  kernels.nvfp4.dot_pairs = dot_coded<PairProduct, Avx2Nvfp4<false>, dot_pairs, Nvfp4Rows>;
+  kernels.fp8.dot_pairs = dot_coded<PairProduct, Avx2Fp8, dot_pairs, Fp8Rows>;
+  kernels.mxfp4.dot_pairs = dot_coded<PairProduct, Avx2Mxfp4, dot_pairs, Mxfp4Rows>;
+  kernels.int4.dot_pairs = dot_coded<PairProduct, Avx2Int4, dot_pairs, Int4Rows>;
+  kernels.nvfp4.dot_pairs = dot_coded<PairProduct, Avx2Nvfp4, dot_pairs, Nvfp4Rows>;
   return kernels;
 }
 

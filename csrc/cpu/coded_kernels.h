@@ -14,13 +14,15 @@ template <typename V> struct FloatProduct {
   };
   using Of = Segments<V>;
   static constexpr int kMostInputs = most_inputs(V::kRegisters);
-  static Sum zero() { return {}; }
+  SPEQ_MEMBER static void clear(Sum &sum) {
+    SPEQ_UNROLL
+    for (int i = 0; i < kPartialSums; i += V::kLanes) {
+      V::store(V::zero(), sum.partial + i);
+    }
+  }
   static float total(const Sum &sum) { return total_of(sum.partial); }
 
   static typename V::Floats load(const WordBlock &block, std::int64_t at) {
-    return Of::load(block.words + at);
-  }
-  static typename V::Floats load(const FloatBlock &block, std::int64_t at) {
     return Of::load(block.words + at);
   }
   template <typename Block> static typename V::Floats load(const Block &block, std::int64_t at) {
@@ -48,44 +50,6 @@ template <typename V> struct FloatProduct {
   static const void *at(const void *input, std::int64_t first) {
     return static_cast<const float *>(input) + first;
   }
-
-  // Of a quad whose decoder gives segments in these vectors, a row behind the other: weights do not
-  // go through memory. Columns are whole segments.
-  template <int R, typename Decoder>
-    requires requires(Decoder decoder, typename V::Floats vector) {
-      vector = decoder.segment(0, 0).of[0];
-    }
-  static void dot_segments(Decoder &decoder, std::int64_t columns, const void *const *inputs,
-                           float *const *outs) {
-    const float *values[R];
-    SPEQ_UNROLL
-    for (int r = 0; r < R; ++r) {
-      values[r] = static_cast<const float *>(inputs[r]);
-    }
-    for (int n = 0; n < kQuadRows; ++n) {
-      decltype(decoder.segment(n, 0)) segment;
-      alignas(64) float partial[R * kPartialSums] = {};
-      std::int64_t first = 0;
-      if constexpr (R == 1) {
-        std::int64_t begin;
-        first = Of::template add_steps<1>(
-            partial, columns, [&](std::int64_t at) { segment = decoder.segment(n, begin = at); },
-            [&](int, std::int64_t at) { return segment.of[(at - begin) / kVectorColumns]; },
-            [&](std::int64_t at) { return V::load(values[0] + at); });
-      }
-      for (; first < columns; first += kSegmentColumns) {
-        segment = decoder.segment(n, first);
-        Of::template add<false, 1, R>(
-            partial + first_partial(first),
-            [&](int, std::int64_t at) { return segment.of[at / kVectorColumns]; },
-            [&](int r, std::int64_t at) { return V::load(values[r] + first + at); });
-      }
-      SPEQ_UNROLL
-      for (int r = 0; r < R; ++r) {
-        outs[r][n] = total_of(partial + r * kPartialSums);
-      }
-    }
-  }
 };
 
 // Decoders of matrices of codes with scales.
@@ -110,13 +74,13 @@ constexpr MicroKernels with_coded() {
   using OfInt4 = typename Scaled::OfInt4;
   using OfNvfp4 = typename Scaled::OfNvfp4;
   kernels.fp8 = {dot_coded<FloatProduct<V>, OfFp8, kDot, Fp8Rows>, nullptr,
-                 decode_quad<typename DecoderOfWords<OfFp8>::Type, Fp8Rows>};
+                 decode_quad<OfFp8, Fp8Rows>};
   kernels.mxfp4 = {dot_coded<FloatProduct<V>, OfMxfp4, kDot, Mxfp4Rows>, nullptr,
-                   decode_quad<typename DecoderOfWords<OfMxfp4>::Type, Mxfp4Rows>};
+                   decode_quad<OfMxfp4, Mxfp4Rows>};
   kernels.int4 = {dot_coded<FloatProduct<V>, OfInt4, kDot, Int4Rows>, nullptr,
-                  decode_quad<typename DecoderOfWords<OfInt4>::Type, Int4Rows>};
+                  decode_quad<OfInt4, Int4Rows>};
   kernels.nvfp4 = {dot_coded<FloatProduct<V>, OfNvfp4, kDot, Nvfp4Rows>, nullptr,
-                   decode_quad<typename DecoderOfWords<OfNvfp4>::Type, Nvfp4Rows>};
+                   decode_quad<OfNvfp4, Nvfp4Rows>};
   return kernels;
 }
 

@@ -13,21 +13,26 @@
 namespace speq::cpu {
 namespace {
 
-// A product has sums of type Sum: zero(), total(sum), at(input, first) for where a row of inputs
-// goes on, and add<whole>(sums, blocks, input, first, present), which adds the products of a block
-// of each row of a quad by `present` inputs, from column `first` on. Whether a block is whole is
-// known where it is compiled. Rows are rebuilt for kMostInputs as they pass; for more, into the
+// A product has sums of type Sum: clear(sum), total(sum), at(input, first) for where a row of
+// inputs goes on, and add<whole>(sums, blocks, input, first, present), which adds the products of a
+// block of each row of a quad by `present` inputs, from column `first` on. Whether a block is whole
+// is known where it is compiled. Rows are rebuilt for kMostInputs as they pass; for more, into the
 // cache, once.
+
+// Begin to fetch `bytes` bytes.
+inline void fetch_lines(const void *first, std::int64_t bytes) {
+  constexpr std::int64_t kLine = 64;
+  for (std::int64_t at = 0; at < bytes; at += kLine) {
+    fetch_ahead(static_cast<const std::uint8_t *>(first) + at);
+  }
+}
 
 // Begin to fetch the streams of the quad behind this one: about as many bytes as those of this one.
 inline void fetch_streams(const CodedRows &matrix, const QuadStreams &streams) {
-  constexpr std::int64_t kLine = 64, kMost = 4096;
+  constexpr std::int64_t kMost = 4096;
   const std::int64_t own = streams.back - streams.front, most = streams.end - streams.back;
-  std::int64_t left = own < most ? own : most;
-  left = left < kMost ? left : kMost;
-  for (std::int64_t at = 0; at < left; at += kLine) {
-    fetch_ahead(matrix.streams + streams.back + at);
-  }
+  const std::int64_t left = own < most ? own : most;
+  fetch_lines(matrix.streams + streams.back, left < kMost ? left : kMost);
 }
 
 // Begin to fetch what a plane of rows of `stride` bytes has for the quad behind this one, and half
@@ -43,22 +48,26 @@ SPEQ_INLINE void fetch_plane(const std::uint8_t *quad, std::int64_t stride, std:
   }
 }
 
+// A decoder that gives whole blocks in registers, a row after the other: begin(rows, first), then
+// segments(n, first, use) calls use(half, segment) for both halves of the block, and a segment adds
+// its products to partial sums: add_to(partial, values). Weights do not go through memory.
+template <typename Product, typename Decoder>
+concept TakesSegments = requires(typename Product::Sum sum, Decoder decoder) {
+  sum.partial;
+  decoder.begin(1, 0);
+};
+
 // Four rows by R inputs.
 template <typename Product, typename Decoder, int R, typename Rows>
 void dot_quad(const Rows &matrix, std::int64_t quad, const void *const *inputs,
               float *const *outs) {
   Decoder decoder(matrix, quad);
-  if constexpr (requires { Product::template dot_segments<R>(decoder, 0, inputs, outs); }) {
-    if (matrix.columns % kSegmentColumns == 0) {
-      return Product::template dot_segments<R>(decoder, matrix.columns, inputs, outs);
-    }
-  }
   typename Product::Sum sums[R][kQuadRows];
   SPEQ_UNROLL
   for (int r = 0; r < R; ++r) {
     SPEQ_UNROLL
     for (int n = 0; n < kQuadRows; ++n) {
-      sums[r][n] = Product::zero();
+      Product::clear(sums[r][n]);
     }
   }
   const auto add = [&](auto whole, std::int64_t first, std::int64_t present) {
@@ -72,7 +81,26 @@ void dot_quad(const Rows &matrix, std::int64_t quad, const void *const *inputs,
   };
   std::int64_t first = 0;
   for (; first + kBlockColumns <= matrix.columns; first += kBlockColumns) {
-    add(std::true_type(), first, kBlockColumns);
+    if constexpr (TakesSegments<Product, Decoder>) {
+      decoder.begin(int(kQuadRows), first);
+      const float *values[R];
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        values[r] = static_cast<const float *>(inputs[r]) + first;
+      }
+      const std::int64_t partial = first_partial(first);
+      for (int n = 0; n < kQuadRows; ++n) {
+        decoder.segments(n, first, [&](int half, const auto &segment) {
+          SPEQ_UNROLL
+          for (int r = 0; r < R; ++r) {
+            segment.add_to(sums[r][n].partial + partial + half * kVectorColumns,
+                           values[r] + half * kSegmentColumns);
+          }
+        });
+      }
+    } else {
+      add(std::true_type(), first, kBlockColumns);
+    }
   }
   if (first < matrix.columns) {
     add(std::false_type(), first, matrix.columns - first);
@@ -141,7 +169,7 @@ void dot_coded(const Rows &matrix, std::int64_t begin, std::int64_t end, const v
     for (float *&out : all_outs) {
       out += row - begin;
     }
-    decode_quad<typename DecoderOfWords<Decoder>::Type>(matrix, row / kQuadRows, words.data());
+    decode_quad<Decoder>(matrix, row / kQuadRows, words.data());
     kDot(words.data(), matrix.columns, rows, inputs, count, all_outs.data());
   }
 }

@@ -12,23 +12,23 @@ namespace {
 inline __m256i classes_of_32(const std::uint8_t *bytes) {
   const __m256i packed =
       _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
-  // Pairs of bytes that hold values 0, 2, 4 ... of sixteen, and 1, 3, 5 ..., shifted to their tops.
-  const __m256i even = _mm256_setr_epi8(0, 1, 0, 1, 1, 2, 2, 3, 3, 4, 3, 4, 4, 5, 5, 6, 6, 7, 6, 7,
-                                        7, 8, 8, 9, 9, 10, 9, 10, 10, 11, 11, 12);
-  const __m256i odd = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 3, 4, 4, 5, 4, 5, 5, 6, 6, 7, 7, 8,
-                                       7, 8, 8, 9, 9, 10, 10, 11, 10, 11, 11, 12);
-  const __m256i even_shifts =
-      _mm256_setr_epi16(1 << 13, 1 << 7, 1 << 9, 1 << 11, 1 << 13, 1 << 7, 1 << 9, 1 << 11, 1 << 13,
-                        1 << 7, 1 << 9, 1 << 11, 1 << 13, 1 << 7, 1 << 9, 1 << 11);
-  const __m256i odd_shifts =
-      _mm256_setr_epi16(1 << 10, 1 << 12, 1 << 6, 1 << 8, 1 << 10, 1 << 12, 1 << 6, 1 << 8, 1 << 10,
-                        1 << 12, 1 << 6, 1 << 8, 1 << 10, 1 << 12, 1 << 6, 1 << 8);
-  const __m256i low =
-      _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(packed, even), even_shifts), 13);
-  const __m256i high =
-      _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(packed, odd), odd_shifts), 5);
-  return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi16(0x0700)));
+  // Pairs of bytes that hold two neighbouring values, from bit 8, 6, 4 or 2 on, and those alone.
+  const __m256i pairs = _mm256_shuffle_epi8(
+      packed, _mm256_setr_epi8(-1, 0, 0, 1, 1, 2, 2, 3, -1, 3, 3, 4, 4, 5, 5, 6, -1, 6, 6, 7, 7, 8,
+                               8, 9, -1, 9, 9, 10, 10, 11, 11, 12));
+  const __m256i by = _mm256_set1_epi64x(1ll << 8 | 1ll << 26 | 1ll << 44 | 1ll << 62);
+  const __m256i both = _mm256_and_si256(_mm256_mulhi_epu16(pairs, by), _mm256_set1_epi16(0x3F));
+  return _mm256_and_si256(_mm256_or_si256(both, _mm256_slli_epi16(both, 5)),
+                          _mm256_set1_epi16(0x0707));
 }
+
+// A constant that the compiler does not know: where registers are few, it would make it anew in
+// each turn of a loop, in three instructions, and not read it.
+SPEQ_MEMBER __m256i in_memory(__m256i value) {
+  asm("" : "+x"(value));
+  return value;
+}
+SPEQ_MEMBER __m256i in_memory(int byte) { return in_memory(_mm256_set1_epi8(char(byte))); }
 
 inline __m256i load32(const std::uint8_t *bytes) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes));
@@ -52,10 +52,11 @@ inline std::uint64_t first_bits(std::int64_t present) { return ~0ull >> (kBlockC
 // Bytes that are marked, all ones, counted from the front of each half of a vector: the counts up
 // to each byte, negative.
 inline __m256i counts_of(__m256i marks) {
-  marks = _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 1));
-  marks = _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 2));
-  marks = _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 4));
-  return _mm256_add_epi8(marks, _mm256_bslli_epi128(marks, 8));
+  marks = _mm256_add_epi8(marks, _mm256_slli_epi64(marks, 8));
+  marks = _mm256_add_epi8(marks, _mm256_slli_epi64(marks, 16));
+  marks = _mm256_add_epi8(marks, _mm256_slli_epi64(marks, 32));
+  const __m256i of_first_eight = _mm256_set_epi64x(0x0707070707070707, -1, 0x0707070707070707, -1);
+  return _mm256_add_epi8(marks, _mm256_shuffle_epi8(marks, of_first_eight));
 }
 
 // 32 words: the outer sixteen of each half, and the inner ones.
@@ -70,6 +71,37 @@ inline void store_halves(BFloat16 *words, __m256i outer, __m256i inner) {
 // Low and high bytes of 32 words, in their order.
 inline void store_words(BFloat16 *words, __m256i low, __m256i high) {
   store_halves(words, _mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high));
+}
+
+// 32 codes so that what comes of them by unpacking bytes, and then pairs, is in their order: groups
+// of four go to the lower and the upper half in turns.
+SPEQ_MEMBER __m256i dealt(__m256i codes) {
+  return _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
+
+// 32 words of a row as floats: a segment of sum_order.h.
+struct SegmentFloats {
+  __m256 of[kSegmentVectors];
+
+  // Adds the products by 32 values to the partial sums of the segment.
+  SPEQ_MEMBER void add_to(float *partial, const float *values) const {
+    __m256 sum = _mm256_load_ps(partial);
+    SPEQ_UNROLL
+    for (std::int64_t i = 0; i < kSegmentVectors; ++i) {
+      sum = _mm256_fmadd_ps(of[i], _mm256_loadu_ps(values + i * kVectorColumns), sum);
+    }
+    _mm256_store_ps(partial, sum);
+  }
+};
+
+// Those of dealt codes, by the bytes of their words.
+SPEQ_MEMBER SegmentFloats floats_of_dealt(__m256i low, __m256i high) {
+  const __m256i none = _mm256_setzero_si256();
+  const __m256i front = _mm256_unpacklo_epi8(low, high), back = _mm256_unpackhi_epi8(low, high);
+  return {{_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, front)),
+           _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, front)),
+           _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, back)),
+           _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, back))}};
 }
 
 class Avx2Lossless {

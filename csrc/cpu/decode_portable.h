@@ -16,27 +16,12 @@ struct WordBlock {
   alignas(64) BFloat16 words[kBlockColumns + 32];
 };
 
-// The same as floats, of decoders whose blocks are multiplied by floats alone. Such a decoder names
-// the one that gives words: OfWords.
-struct FloatBlock {
-  alignas(64) float words[kBlockColumns];
-};
-
 // Zeros behind the columns that are in the matrix.
 template <typename Block> inline void clear_behind(Block &block, std::int64_t present) {
   if (present < kBlockColumns) {
     std::memset(block.words + present, 0, (kBlockColumns - present) * sizeof block.words[0]);
   }
 }
-
-template <typename Decoder> struct DecoderOfWords {
-  using Type = Decoder;
-};
-template <typename Decoder>
-  requires requires { typename Decoder::OfWords; }
-struct DecoderOfWords<Decoder> {
-  using Type = typename Decoder::OfWords;
-};
 
 // Value i of 3-bit values that begin at a byte.
 inline int class_at(const std::uint8_t *classes, std::int64_t i) {

@@ -1,70 +1,64 @@
 // Blocks of matrices of codes with scales with AVX2.
 #pragma once
 
-#include <type_traits>
-
 #include "cpu/decode_avx2.h"
 #include "cpu/decode_scaled.h"
 
 namespace speq::cpu {
 namespace {
 
-// 32 codes so that what comes of them by unpacking bytes, and then pairs, is in their order: groups
-// of four go to the lower and the upper half in turns.
-SPEQ_MEMBER __m256i dealt(__m256i codes) {
-  return _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
-}
-
-// 32 words of a row as floats: a segment of sum_order.h.
-struct SegmentFloats {
-  __m256 of[kSegmentVectors];
-};
-
-// Those of dealt codes, by the bytes of their words.
-SPEQ_MEMBER SegmentFloats floats_of_dealt(__m256i low, __m256i high) {
-  const __m256i none = _mm256_setzero_si256();
-  const __m256i front = _mm256_unpacklo_epi8(low, high), back = _mm256_unpackhi_epi8(low, high);
-  return {{_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, front)),
-           _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, front)),
-           _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, back)),
-           _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, back))}};
-}
-
-SPEQ_MEMBER void store_segment(float *floats, const SegmentFloats &segment) {
-  SPEQ_UNROLL
-  for (std::int64_t i = 0; i < kSegmentVectors; ++i) {
-    _mm256_store_ps(floats + i * kVectorColumns, segment.of[i]);
-  }
-}
-
 // FP8 under one scale: words of an octave are those of the one before but for the exponent. So
 // sixteen words tell those of all normal codes: of the eight mantissas in two neighbouring octaves,
 // found by the lower half of a code. Its upper half tells what is to be added to their high bytes.
-// Subnormal codes are rare and go one by one.
-// kFloats: whether blocks are of floats.
-template <bool kFloats> class Avx2Fp8 {
+// Subnormal codes are rare, and put in one by one.
+class Avx2Fp8 {
 public:
-  using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
-  using OfWords = Avx2Fp8<false>;
+  using Block = WordBlock;
 
   Avx2Fp8(const Fp8Rows &matrix, std::int64_t quad)
       : columns_(matrix.columns), codes_(matrix.codes + quad * kQuadRows * columns_),
         scales_(matrix, quad) {}
 
+  SPEQ_MEMBER void begin(int rows, std::int64_t first) {
+    scales_.next(rows, first, [&](int n, float scale) { tables_[n].make(scale); });
+  }
+
+  template <typename Use> SPEQ_MEMBER void segments(int n, std::int64_t first, const Use &use) {
+    const Table &table = tables_[scales_.place(n)];
+    const std::uint8_t *codes = codes_ + n * columns_ + first;
+    fetch_ahead(codes + kQuadRows * columns_);
+    const __m256i front = dealt(load32(codes)), back = dealt(load32(codes + kSegmentColumns));
+    const __m256i odd = _mm256_or_si256(not_in(table, front), not_in(table, back));
+    if (!_mm256_testz_si256(odd, odd)) [[unlikely]] {
+      use(0, with_odd_codes(codes, table));
+      use(1, with_odd_codes(codes + kSegmentColumns, table));
+      return;
+    }
+    __m256i low, high;
+    bytes_of(table, front, low, high);
+    use(0, floats_of_dealt(low, high));
+    bytes_of(table, back, low, high);
+    use(1, floats_of_dealt(low, high));
+  }
+
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
-    fetch_plane<kBlockColumns>(codes_, columns_, first);
-    scales_.next(rows, first, [&](int n, float scale) { tables_[n] = Table(scale); });
+    begin(rows, first);
     for (int n = 0; n < rows; ++n) {
-      const Table table = tables_[scales_.place(n)]; // a copy: what is stored cannot change it
+      const Table &table = tables_[scales_.place(n)];
       const std::uint8_t *codes = codes_ + n * columns_ + first;
-      const __m256i front = load32(codes), back = load32(codes + 32);
-      const __m256i odd = _mm256_or_si256(not_normal(front), not_normal(back));
-      if (!table.shifts || !_mm256_testz_si256(odd, odd)) {
-        store_singly(codes, present, table.scale, blocks[n]);
-        continue;
+      std::uint64_t singly = 0;
+      SPEQ_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const __m256i of = load32(codes + 32 * half);
+        __m256i low, high;
+        bytes_of(table, of, low, high);
+        store_words(blocks[n].words + 32 * half, low, high);
+        singly |= std::uint64_t(places_of(not_in(table, of))) << 32 * half;
       }
-      store(table, front, blocks[n].words);
-      store(table, back, blocks[n].words + 32);
+      for (singly &= first_bits(present); singly != 0; singly &= singly - 1) {
+        const int i = __builtin_ctzll(singly);
+        blocks[n].words[i] = fp8_word(codes[i], table.scale);
+      }
       clear_behind(blocks[n], present);
     }
   }
@@ -72,71 +66,75 @@ public:
 private:
   // Under a scale as near to 1 as this, no word is subnormal and none infinite.
   static constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f;
+  // Magnitudes of normal codes, and where none begins.
+  static constexpr int kLeastNormal = 8, kMostNormal = 0x7E, kNone = 0x81;
 
   // Words under a scale.
   struct Table {
     float scale = 0.0f;
-    bool shifts = false; // whether words of an octave are those of another, shifted
-    __m256i low, high;   // bytes of the sixteen words, in both halves
+    __m256i least{};       // magnitude of the first code whose word is one of these, shifted
+    __m256i low{}, high{}; // bytes of the sixteen words, in both halves
 
-    Table() : low(_mm256_setzero_si256()), high(_mm256_setzero_si256()) {}
-    SPEQ_MEMBER explicit Table(float scale);
+    SPEQ_MEMBER void make(float scale);
   };
 
-  // Bytes that are not zero where codes are subnormal, zero or no number.
-  SPEQ_MEMBER static __m256i not_normal(__m256i codes) {
-    const __m256i magnitudes = _mm256_and_si256(codes, _mm256_set1_epi8(0x7F));
-    return _mm256_subs_epu8(_mm256_sub_epi8(magnitudes, _mm256_set1_epi8(8)),
-                            _mm256_set1_epi8(0x7E - 8));
+  // Bytes that are not zero where a table has not the codes' words: those that are subnormal, zero
+  // or no number, or all.
+  SPEQ_MEMBER __m256i not_in(const Table &table, __m256i codes) const {
+    const __m256i magnitudes = _mm256_and_si256(codes, magnitude_);
+    return _mm256_subs_epu8(_mm256_sub_epi8(magnitudes, table.least), range_);
   }
 
-  // The words of 32 normal codes.
-  SPEQ_MEMBER static void store(const Table &table, __m256i codes, float *floats) {
-    __m256i low, high;
-    bytes_of(table, dealt(codes), low, high);
-    store_segment(floats, floats_of_dealt(low, high));
-  }
-  SPEQ_MEMBER static void store(const Table &table, __m256i codes, BFloat16 *words) {
-    __m256i low, high;
-    bytes_of(table, codes, low, high);
-    store_words(words, low, high);
+  // A bit for each byte that is not zero.
+  SPEQ_MEMBER static std::uint32_t places_of(__m256i bytes) {
+    return ~std::uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())));
   }
 
-  SPEQ_MEMBER static void bytes_of(const Table &table, __m256i codes, __m256i &low, __m256i &high) {
-    const __m256i nibble = _mm256_set1_epi8(0xF);
-    const __m256i places = _mm256_and_si256(codes, nibble);
-    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble);
-    const __m256i added = _mm256_setr_epi8(
-        0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81), char(0x82), char(0x83), char(0x84),
-        char(0x85), char(0x86), char(0x87), 0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81),
-        char(0x82), char(0x83), char(0x84), char(0x85), char(0x86), char(0x87));
+  SPEQ_MEMBER void bytes_of(const Table &table, __m256i codes, __m256i &low, __m256i &high) const {
+    const __m256i places = _mm256_and_si256(codes, nibble_);
+    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble_);
     low = _mm256_shuffle_epi8(table.low, places);
-    high =
-        _mm256_add_epi8(_mm256_shuffle_epi8(table.high, places), _mm256_shuffle_epi8(added, upper));
+    high = _mm256_add_epi8(_mm256_shuffle_epi8(table.high, places),
+                           _mm256_shuffle_epi8(added_, upper));
   }
 
-  static void store_singly(const std::uint8_t *codes, std::int64_t present, float scale,
-                           Block &block) {
-    block = {};
-    for (std::int64_t i = 0; i < present; ++i) {
-      const BFloat16 word = fp8_word(codes[i], scale);
-      if constexpr (kFloats) {
-        block.words[i] = to_float(word);
-      } else {
-        block.words[i] = word;
-      }
+  // A segment some of whose words the table has not.
+  [[gnu::noinline]] SegmentFloats with_odd_codes(const std::uint8_t *codes,
+                                                 const Table &table) const {
+    const __m256i of = load32(codes);
+    __m256i low, high;
+    bytes_of(table, dealt(of), low, high);
+    SegmentFloats segment = floats_of_dealt(low, high);
+    alignas(32) float floats[kSegmentColumns];
+    std::memcpy(floats, &segment, sizeof floats);
+    std::uint32_t singly = places_of(not_in(table, of));
+    for (; singly != 0; singly &= singly - 1) {
+      const int i = __builtin_ctz(singly);
+      floats[i] = to_float(fp8_word(codes[i], table.scale));
     }
+    std::memcpy(&segment, floats, sizeof segment);
+    return segment;
   }
 
   std::int64_t columns_;
   const std::uint8_t *codes_;
   Fp8QuadScales scales_;
   Table tables_[kQuadRows];
+  // Bits of a magnitude, and how far those of normal codes go.
+  __m256i magnitude_ = in_memory(0x7F), range_ = in_memory(kMostNormal - kLeastNormal);
+  __m256i nibble_ = in_memory(0xF);
+  __m256i added_ = in_memory(_mm256_setr_epi8(
+      0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81), char(0x82), char(0x83), char(0x84),
+      char(0x85), char(0x86), char(0x87), 0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81),
+      char(0x82), char(0x83), char(0x84), char(0x85), char(0x86), char(0x87)));
 };
 
-template <bool kFloats> Avx2Fp8<kFloats>::Table::Table(float scale) : scale(scale) {
+void Avx2Fp8::Table::make(float of) {
+  scale = of;
   const float magnitude = scale < 0 ? -scale : scale;
-  shifts = magnitude >= kLeast && magnitude <= kMost;
+  // Whether words of an octave are those of another, shifted.
+  const bool shifts = magnitude >= kLeast && magnitude <= kMost;
+  least = _mm256_set1_epi8(char(shifts ? kLeastNormal : kNone));
   // A normal code is (8 + its mantissa) times 2 to the power of its exponent less 10.
   const __m256 mantissas = _mm256_setr_ps(8, 9, 10, 11, 12, 13, 14, 15);
   const __m256i bits =
@@ -184,9 +182,6 @@ struct WordTable {
     const __m256i codes = dealt_codes_of(packed);
     return floats_of_dealt(_mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
   }
-  SPEQ_MEMBER void store(float *words, __m128i packed) const {
-    store_segment(words, floats(packed));
-  }
   SPEQ_MEMBER void store(BFloat16 *words, __m128i packed) const {
     const __m256i codes = codes_of(packed);
     store_words(words, _mm256_shuffle_epi8(low, codes), _mm256_shuffle_epi8(high, codes));
@@ -194,18 +189,29 @@ struct WordTable {
 };
 
 // MXFP4: a code's word is one of sixteen of its scale, whose bytes two shuffles find.
-template <bool kFloats> class Avx2Mxfp4 {
+class Avx2Mxfp4 {
 public:
-  using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
-  using OfWords = Avx2Mxfp4<false>;
+  using Block = WordBlock;
 
   Avx2Mxfp4(const Mxfp4Rows &matrix, std::int64_t quad)
       : matrix_(matrix), codes_(matrix.codes + quad * kQuadRows * matrix.code_stride),
         scales_(matrix.scales + quad * kQuadRows * matrix.scale_stride),
         tables_(Mxfp4Tables::get()) {}
 
-  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+  SPEQ_MEMBER void begin(int, std::int64_t first) const {
     fetch_plane<kBlockColumns / 2>(codes_, matrix_.code_stride, first / 2);
+  }
+
+  template <typename Use>
+  SPEQ_MEMBER void segments(int n, std::int64_t first, const Use &use) const {
+    const std::uint8_t *codes = codes_ + n * matrix_.code_stride + first / 2;
+    const std::uint8_t *scales = scales_ + n * matrix_.scale_stride + first / kMxfp4Block;
+    use(0, table(scales[0]).floats(load16(codes)));
+    use(1, table(scales[1]).floats(load16(codes + 16)));
+  }
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    begin(rows, first);
     for (int n = 0; n < rows; ++n) {
       const std::uint8_t *codes = codes_ + n * matrix_.code_stride + first / 2;
       const std::uint8_t *scales = scales_ + n * matrix_.scale_stride + first / kMxfp4Block;
@@ -215,12 +221,6 @@ public:
       }
       clear_behind(blocks[n], present);
     }
-  }
-
-  SPEQ_MEMBER SegmentFloats segment(int n, std::int64_t first) const {
-    const std::uint8_t *codes = codes_ + n * matrix_.code_stride + first / 2;
-    fetch_ahead(codes + kQuadRows * matrix_.code_stride);
-    return table(scales_[n * matrix_.scale_stride + first / kMxfp4Block]).floats(load16(codes));
   }
 
 private:
@@ -297,11 +297,10 @@ private:
   }
 };
 
-// INT4: a table for each row of a quad, found or made where a group begins.
-template <bool kFloats> class Avx2Int4 {
+// INT4: a table for each half of a block and row of a quad, found or made where a group begins.
+class Avx2Int4 {
 public:
-  using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
-  using OfWords = Avx2Int4<false>;
+  using Block = WordBlock;
 
   Avx2Int4(const Int4Rows &matrix, std::int64_t quad)
       : matrix_(matrix), stride_(matrix.columns / 2), groups_(matrix.row_groups()),
@@ -309,50 +308,69 @@ public:
         scales_(matrix.scales + quad * kQuadRows * groups_),
         zeros_(matrix.zeros == nullptr ? nullptr
                                        : matrix.zeros + quad * kQuadRows / kZeroRows * groups_),
-        shift_(int(4 * (quad * kQuadRows % kZeroRows))), tables_of_(Int4Tables::get()) {}
-
-  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
-    fetch_plane<kBlockColumns / 2>(codes_, stride_, first / 2);
-    std::int64_t group = group_, begin = next_;
-    for (int n = 0; n < rows; ++n) {
-      __m256i table = tables_[n];
-      group = group_, begin = next_;
-      for (std::int64_t at = 0; at < present; at += kInt4Columns) {
-        if (first + at == begin) {
-          table = table_of_group(n, group++);
-          begin += matrix_.group_size;
-        }
-        halves_of(table).store(blocks[n].words + at,
-                               load16(codes_ + n * stride_ + (first + at) / 2));
-      }
-      tables_[n] = table;
-      clear_behind(blocks[n], present);
-    }
-    group_ = group, next_ = begin;
+        shift_(int(4 * (quad * kQuadRows % kZeroRows))),
+        fine_(matrix.group_size % kBlockColumns != 0 && matrix.group_size != matrix.columns),
+        tables_of_(Int4Tables::get()) {
+    const std::int64_t scales = kQuadRows * groups_;
+    fetch_lines(scales_ + scales, scales * std::int64_t(sizeof *scales_));
   }
 
-  SPEQ_MEMBER SegmentFloats segment(int n, std::int64_t first) {
-    static_assert(kSegmentColumns == kInt4Columns);
-    if (first == 0) {
-      group_ = next_ = 0;
-    }
+  SPEQ_MEMBER void begin(int rows, std::int64_t first) {
     if (first == next_) {
-      tables_[0] = table_of_group(n, group_++);
-      next_ += matrix_.group_size;
+      find_tables(rows, 0);
+    } else if (fine_) {
+      for (int n = 0; n < rows; ++n) {
+        tables_[n][0] = tables_[n][1];
+      }
     }
+    if (!fine_) {
+      return;
+    }
+    if (first + kInt4Columns == next_ && next_ < matrix_.columns) {
+      find_tables(rows, 1);
+    } else {
+      for (int n = 0; n < rows; ++n) {
+        tables_[n][1] = tables_[n][0];
+      }
+    }
+  }
+
+  template <typename Use>
+  SPEQ_MEMBER void segments(int n, std::int64_t first, const Use &use) const {
     const std::uint8_t *codes = codes_ + n * stride_ + first / 2;
     fetch_ahead(codes + kQuadRows * stride_);
-    return halves_of(tables_[0]).floats(load16(codes));
+    use(0, table(n, 0).floats(load16(codes)));
+    use(1, table(n, 1).floats(load16(codes + kInt4Columns / 2)));
+  }
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    begin(rows, first);
+    for (int n = 0; n < rows; ++n) {
+      const std::uint8_t *codes = codes_ + n * stride_ + first / 2;
+      for (int half = 0; half * kInt4Columns < present; ++half) {
+        table(n, half).store(blocks[n].words + half * kInt4Columns,
+                             load16(codes + half * kInt4Columns / 2));
+      }
+      clear_behind(blocks[n], present);
+    }
   }
 
 private:
   static constexpr std::uint32_t kZeros = 0x8888; // kInt4Zero of each row
   static_assert(kZeroRows % kQuadRows == 0);
 
-  SPEQ_MEMBER static WordTable halves_of(__m256i table) {
-    return {_mm256_permute2x128_si256(table, table, 0x00),
-            _mm256_permute2x128_si256(table, table, 0x11)};
+  // The tables of the group that begins with half a block.
+  SPEQ_MEMBER void find_tables(int rows, int half) {
+    for (int n = 0; n < rows; ++n) {
+      const __m256i of = table_of_group(n, group_);
+      tables_[n][half] = {_mm256_permute2x128_si256(of, of, 0x00),
+                          _mm256_permute2x128_si256(of, of, 0x11)};
+    }
+    ++group_;
+    next_ += matrix_.group_size;
   }
+
+  SPEQ_MEMBER const WordTable &table(int n, int half) const { return tables_[n][fine_ ? half : 0]; }
 
   SPEQ_MEMBER __m256i table_of_group(int n, std::int64_t group) const {
     const std::uint32_t zeros = zeros_ == nullptr ? kZeros : zeros_[group] >> shift_;
@@ -377,9 +395,10 @@ private:
   const std::uint16_t *scales_;
   const std::uint32_t *zeros_;
   int shift_;
+  bool fine_; // whether halves of a block have tables of their own
   const Int4Tables &tables_of_;
   std::int64_t group_ = 0, next_ = 0; // the next group, and where it begins
-  __m256i tables_[kQuadRows] = {};
+  WordTable tables_[kQuadRows][2];
 };
 
 // Tables of all scales of a matrix of NVFP4. A matrix has thousands of blocks, and few matrices are
@@ -426,10 +445,9 @@ private:
 };
 
 // NVFP4: as MXFP4, with two tables for 32 codes.
-template <bool kFloats> class Avx2Nvfp4 {
+class Avx2Nvfp4 {
 public:
-  using Block = std::conditional_t<kFloats, FloatBlock, WordBlock>;
-  using OfWords = Avx2Nvfp4<false>;
+  using Block = WordBlock;
 
   Avx2Nvfp4(const Nvfp4Rows &matrix, std::int64_t quad)
       : codes_(matrix.codes + quad * kQuadRows * (matrix.columns / 2)),
@@ -437,22 +455,28 @@ public:
         code_stride_(matrix.columns / 2), scale_stride_(matrix.columns / kNvfp4Block),
         tables_(Nvfp4Tables::of(matrix)) {}
 
-  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+  SPEQ_MEMBER void begin(int, std::int64_t first) const {
     fetch_plane<kBlockColumns / 2>(codes_, code_stride_, first / 2);
+  }
+
+  template <typename Use>
+  SPEQ_MEMBER void segments(int n, std::int64_t first, const Use &use) const {
+    const std::uint8_t *codes = codes_ + n * code_stride_ + first / 2;
+    const std::uint8_t *scales = scales_ + n * scale_stride_ + first / kNvfp4Block;
+    use(0, floats(load16(codes), scales));
+    use(1, floats(load16(codes + 16), scales + 2));
+  }
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    begin(rows, first);
     for (int n = 0; n < rows; ++n) {
       const std::uint8_t *codes = codes_ + n * code_stride_ + first / 2;
       const std::uint8_t *scales = scales_ + n * scale_stride_ + first / kNvfp4Block;
       for (std::int64_t at = 0; at < present; at += kNvfp4Columns) {
-        store(blocks[n].words + at, load16(codes + at / 2), scales + at / kNvfp4Block);
+        table(scales + at / kNvfp4Block).store(blocks[n].words + at, load16(codes + at / 2));
       }
       clear_behind(blocks[n], present);
     }
-  }
-
-  SPEQ_MEMBER SegmentFloats segment(int n, std::int64_t first) const {
-    const std::uint8_t *codes = codes_ + n * code_stride_ + first / 2;
-    fetch_ahead(codes + kQuadRows * code_stride_);
-    return floats(load16(codes), scales_ + n * scale_stride_ + first / kNvfp4Block);
   }
 
 private:
@@ -468,19 +492,13 @@ private:
     return floats_of_dealt(dealt(_mm256_shuffle_epi8(of.low, codes)),
                            dealt(_mm256_shuffle_epi8(of.high, codes)));
   }
-  SPEQ_MEMBER void store(float *words, __m128i packed, const std::uint8_t *scales) const {
-    store_segment(words, floats(packed, scales));
-  }
-  SPEQ_MEMBER void store(BFloat16 *words, __m128i packed, const std::uint8_t *scales) const {
-    table(scales).store(words, packed);
-  }
 
   const std::uint8_t *codes_, *scales_;
   std::int64_t code_stride_, scale_stride_;
   const Nvfp4Tables &tables_;
 };
 
-using Avx2Scaled = Scaled<Avx2Fp8<true>, Avx2Mxfp4<true>, Avx2Int4<true>, Avx2Nvfp4<true>>;
+using Avx2Scaled = Scaled<Avx2Fp8, Avx2Mxfp4, Avx2Int4, Avx2Nvfp4>;
 
 } // namespace
 } // namespace speq::cpu

@@ -137,7 +137,7 @@ struct PlainProduct {
     float partial[kPartialSums];
   };
   static constexpr int kMostInputs = 4;
-  static Sum zero() { return {}; }
+  static void clear(Sum &sum) { sum = {}; }
   static float total(const Sum &sum) { return total_of(sum.partial); }
   static const void *at(const void *input, std::int64_t first) {
     return static_cast<const float *>(input) + first;
