@@ -8,7 +8,7 @@ import contextlib
 import gc
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from speq.config import (
     ComputeOptions,
@@ -155,9 +155,16 @@ def load(
         budget = replace(budget, context=context)
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
         room = MemoryContext(budget, ways)
-        spec = choose_dense_form(spec, experts.dense, room, dense_trial(opened, budget))
+        survey = cache(survey_trial(opened, device, spec, budget).survey)
         chooser = PlanChooser(spec, budget, drafts, codec, transfer.prefetch != "none")
-        decision = chooser.choose(profile, survey_trial(opened, device, spec, budget).survey)
+        spec = choose_dense_form(
+            spec,
+            experts.dense,
+            room,
+            dense_trial(opened, budget),
+            lambda form: replace(chooser, model_spec=form).expected_s(survey),
+        )
+        decision = replace(chooser, model_spec=spec).choose(profile, survey)
         check_free_memory(decision.memory, memory.memory_budget, device)
         encoding = encoding_store(opened.store, decision.residency_plan)
         opened = replace(opened, store=encoding or opened.store)

@@ -37,7 +37,7 @@ from speq.planning.cost import presets
 from speq.planning.cost.locality import CURVES, Locality, nearest_curve
 from speq.planning.cost.presets import MEMORY_SHARE, Rates
 from speq.planning.demand import Budget, DeviceOverhead
-from speq.planning.dense import MemoryContext, choose_dense_form
+from speq.planning.dense import DenseTrial, MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
 from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
 from speq.planning.used_experts import DraftPart, used_experts, warn_without_counts
@@ -76,6 +76,7 @@ class PlannedModel:
 
     flops_per_s  of products on that machine; None: not known
     is_here      whether the model's files are on this machine
+    dense_trial  of this machine's processor, with a matrix of the model; None: it was not tried
     """
 
     model_spec: ModelSpec
@@ -83,6 +84,7 @@ class PlannedModel:
     settings: PlanSettings
     flops_per_s: float | None
     is_here: bool
+    dense_trial: DenseTrial | None = None
 
     @classmethod
     def of(
@@ -93,14 +95,31 @@ class PlannedModel:
         with contextlib.closing(opened) if opened else contextlib.nullcontext():
             machine, flops_per_s = machine_of(opened, settings, progress)
             parts = parts_of(model_spec, opened, settings)
-        model_spec = replace(model_spec, draft_parts=parts)
-        return cls(model_spec, machine, settings, flops_per_s, opened is not None)
+            planned = cls(
+                replace(model_spec, draft_parts=parts),
+                machine,
+                settings,
+                flops_per_s,
+                opened is not None,
+            )
+            if opened is None or not planned.tries_dense:
+                return planned
+            names = opened.family.names
+            trial = DenseTrial.of(opened.checkpoint, names.is_expert, settings.memory_budget // 2)
+            return replace(planned, dense_trial=trial)
 
     @property
     def on_cpu(self) -> bool:
         if self.settings.device != "auto":
             return self.settings.device == "cpu"
         return not device_of(self.machine).startswith("cuda")
+
+    @property
+    def tries_dense(self) -> bool:
+        """Whether a run on this machine would try how matrices outside the experts are held."""
+        settings, spec = self.settings, self.model_spec
+        here = settings.preset is None and self.on_cpu
+        return here and settings.dense == "auto" and spec.dtype == torch.bfloat16
 
     def instead(self) -> "dict[str, PlannedModel]":
         """What may run faster: experts in fewer bits, if they are published so, or two disks."""
@@ -135,9 +154,22 @@ class PlannedModel:
             beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
             budget = replace(budget, beside=beside, graphs=True)
         room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
-        form = choose_dense_form(model_spec, settings.dense, room, trial=None).dense.name
-        model_spec = room.with_dense(model_spec, form, usual=True)
-        return plan_budget(model_spec, budget, assumptions(model_spec, self.machine, settings))
+        trial = self.dense_trial
+
+        def planned(form: ModelSpec) -> BudgetPlan:
+            sized = room.with_dense(form, form.dense.name, usual=True)
+            sized = replace(sized, dense_byte_cost=form.dense_byte_cost)
+            return plan_budget(sized, budget, assumptions(sized, self.machine, settings))
+
+        return planned(
+            choose_dense_form(
+                model_spec,
+                settings.dense,
+                room,
+                None if trial is None else lambda: trial,
+                lambda form: planned(form).best_s,
+            )
+        )
 
 
 def parts_of(

@@ -55,6 +55,11 @@ class BudgetPlan:
         """Index of the candidate of the least expected time per token."""
         return min(range(len(self.candidates)), key=lambda at: self.candidates[at].cost_s)
 
+    @property
+    def best_s(self) -> float:
+        """Its expected time per token."""
+        return self.candidates[self.best].cost_s
+
     def to_dict(self) -> dict[str, Any]:
         """The object of `--json`."""
         entries = [candidate_entry(candidate) for candidate in self.candidates]

@@ -110,6 +110,15 @@ class PlanChooser:
             self._warn_of_no_draft()
         return decision
 
+    def expected_s(self, survey: Callable[[Sequence[str]], Survey]) -> float:
+        """Seconds per token that the best way is expected to take, by what is measured."""
+        spec = self.model_spec
+        ways = open_candidates(spec, self.drafts, self.codec, self.budget.on_cpu)
+        candidates = self._weighed(fit_all(spec, ways, self.budget)[0])
+        assumptions = self._surveyed(survey, candidates)
+        chosen, _, _, _ = self._cheapest(assumptions, candidates, SURVEYED_MARGIN)
+        return chosen.cost_s
+
     def _warn_of_no_draft(self) -> None:
         spec = self.model_spec
         if spec.draft is None:
@@ -130,17 +139,26 @@ class PlanChooser:
         self, survey: Callable[[Sequence[str]], Survey], fitting: Sequence[FittingPlan]
     ) -> PlanDecision:
         """Without a profile: the way of the least expected time per token, by what is measured."""
+        candidates = self._weighed(fitting)
+        if len(candidates) == 1:
+            [(plan, memory)] = candidates
+            return PlanDecision(plan, memory)
+        return self._by_cost(self._surveyed(survey, candidates), candidates, SURVEYED_MARGIN)
+
+    def _surveyed(
+        self, survey: Callable[[Sequence[str]], Survey], fitting: Sequence[FittingPlan]
+    ) -> Assumptions:
+        surveyed = survey(tuple(dict.fromkeys(way.codec for way, _ in fitting)))
+        return Assumptions.of_survey(surveyed, self.model_spec.shape)
+
+    def _weighed(self, fitting: Sequence[FittingPlan]) -> list[FittingPlan]:
+        """Those between which a survey tells."""
         candidates, on_cpu = self._prefer_drafts(fitting), self.budget.on_cpu
         if self.codec == "auto":
             candidates = drop_reference_kernels(self.model_spec, candidates, on_cpu)
         if not on_cpu:  # where codecs that need a draft are not tried
             candidates = [entry for entry in candidates if not entry[0].needs_draft] or candidates
-        if len(candidates) == 1:
-            [(plan, memory)] = candidates
-            return PlanDecision(plan, memory)
-        surveyed = survey(list(dict.fromkeys(way.codec for way, _ in candidates)))
-        assumptions = Assumptions.of_survey(surveyed, self.model_spec.shape)
-        return self._by_cost(assumptions, candidates, SURVEYED_MARGIN)
+        return candidates
 
     def _prefer_drafts(self, fitting: Sequence[FittingPlan]) -> list[FittingPlan]:
         """Those that draft, where options ask for a draft and there is room for one; or all."""
@@ -181,15 +199,7 @@ class PlanChooser:
         margin  share of the time that a draft which takes slots must be expected to save
         """
         spec = self.model_spec
-        words_bytes = spec.codec.shape.nbytes
-        plans = [
-            assumptions.with_encoding_cost(way, words_bytes, self.budget.on_cpu, spec.count)
-            for way, _ in fitting
-        ]
-        outlook = replace(outlook_of(spec, assumptions, plans), ahead=self.prefetches)
-        if self.drafts.draft_length:
-            outlook = replace(outlook, lengths=(self.drafts.draft_length,))
-        chosen, reason = choose(outlook, plans, margin)
+        chosen, reason, plans, outlook = self._cheapest(assumptions, fitting, margin)
         gives_up = any(way.drafts for way in plans) and not chosen.drafts
         step = present(chosen.expected, "a plan that was chosen has no estimate of its step")
         expected_s = step.token_s * correction(spec.name, self.budget.budget_bytes)
@@ -205,6 +215,21 @@ class PlanChooser:
         longest = longest_for(self.drafts, outlook, chosen)
         prior = None if outlook.drafts(chosen) is None else outlook.prior(chosen)
         return PlanDecision(chosen, memory, reason, gives_up, longest, prior)
+
+    def _cheapest(
+        self, assumptions: Assumptions, fitting: Sequence[FittingPlan], margin: float
+    ) -> tuple[ResidencyPlan, str, list[ResidencyPlan], Outlook]:
+        """`cost.planner.choose`, of what plans, and by which outlook."""
+        spec = self.model_spec
+        words_bytes = spec.codec.shape.nbytes
+        plans = [
+            assumptions.with_encoding_cost(way, words_bytes, self.budget.on_cpu, spec.count)
+            for way, _ in fitting
+        ]
+        outlook = replace(outlook_of(spec, assumptions, plans), ahead=self.prefetches)
+        if self.drafts.draft_length:
+            outlook = replace(outlook, lengths=(self.drafts.draft_length,))
+        return *choose(outlook, plans, margin), plans, outlook
 
 
 def drop_reference_kernels(

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,14 +33,23 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class DenseTrial:
-    """Seconds of one row's product by a matrix: by its words, and by its record."""
+    """Seconds of one row's product by a matrix: by its words, and by its record.
+
+    record_share  bytes of the record over those of the words
+    """
 
     raw_s: float
     lossless_s: float
+    record_share: float
 
     @property
     def pays(self) -> bool:
         return self.lossless_s <= SLOWEST * self.raw_s
+
+    @property
+    def byte_cost(self) -> float:
+        """The time of a record's byte over that of a byte of words."""
+        return self.lossless_s / (self.raw_s * self.record_share)
 
     @classmethod
     def of(
@@ -72,7 +81,7 @@ class DenseTrial:
                 dense_ops.linear_lossless(row, each, outputs)
             raw_s = min(raw_s, between_s - start_s)
             lossless_s = min(lossless_s, clock() - between_s)
-        return cls(raw_s / count, lossless_s / count)
+        return cls(raw_s / count, lossless_s / count, record.nbytes / words.nbytes)
 
 
 def some_matrix(checkpoint: Checkpoint, expert: Callable[[str], bool]) -> Tensor:
@@ -122,11 +131,17 @@ class MemoryContext:
 
 
 def choose_dense_form(
-    model_spec: ModelSpec, form: str, room: MemoryContext, trial: Callable[[], DenseTrial] | None
+    model_spec: ModelSpec,
+    form: str,
+    room: MemoryContext,
+    trial: Callable[[], DenseTrial] | None,
+    expected_s: Callable[[ModelSpec], float],
 ) -> ModelSpec:
     """The model with its dense matrices in the form of the option, or in that which is best here.
 
-    trial  None: nothing is measured, and words are kept where memory is not short
+    trial       None: nothing is measured; then words are kept where memory is not short
+    expected_s  gives the seconds per token that are expected of a model: what slower products cost
+                is weighed against what the memory that they save gains
 
     Raises SpeqError for a form that there is none of.
     """
@@ -134,9 +149,9 @@ def choose_dense_form(
     if form == "raw" or (form == "auto" and not codes):
         return model_spec
     if form == "auto":
-        chosen, reason = auto_form(model_spec, room, trial)
-        logger.debug("dense layers %s: %s", chosen, reason)
-        return room.with_dense(model_spec, chosen)
+        chosen, reason = auto_form(model_spec, room, trial, expected_s)
+        logger.debug("dense layers %s: %s", chosen.dense.name, reason)
+        return chosen
     if not codes:
         raise OptionError(
             f"dense {form} codes bfloat16 and the run computes in "
@@ -152,23 +167,42 @@ def choose_dense_form(
 
 
 def auto_form(
-    model_spec: ModelSpec, room: MemoryContext, trial: Callable[[], DenseTrial] | None
-) -> tuple[str, str]:
-    """lossless or raw, and why: lossless where a fast kernel runs it, and memory is short or it was
-    measured to be no slower.
+    model_spec: ModelSpec,
+    room: MemoryContext,
+    trial: Callable[[], DenseTrial] | None,
+    expected_s: Callable[[ModelSpec], float],
+) -> tuple[ModelSpec, str]:
+    """The model in the form lossless or raw, and why: lossless where a fast kernel runs it, and it
+    was measured to be no slower, or to gain more by the memory that it saves.
     """
     backend = library.backend_of("linear_lossless", room.device)
     if backend.name == "reference":
-        return "raw", f"records of them have no fast kernel here ({backend.reason})"
-    if not room.holds_all(model_spec):
-        if room.fits(room.with_dense(model_spec, "lossless")):
-            return "lossless", "experts get the memory that is saved"
-        return "raw", "to encode them while they are loaded takes more memory than the budget has"
+        return model_spec, f"records of them have no fast kernel here ({backend.reason})"
+    coded, short = room.with_dense(model_spec, "lossless"), not room.holds_all(model_spec)
+    if short and not room.fits(coded):
+        return (
+            model_spec,
+            "to encode them while they are loaded takes more memory than the budget has",
+        )
     if trial is None:
-        return "raw", "there is memory for all experts beside words"
+        if short:
+            return coded, "experts get the memory that is saved"
+        return model_spec, "there is memory for all experts beside words"
     made = trial()
-    return (
-        "lossless" if made.pays else "raw",
+    coded = replace(coded, dense_byte_cost=made.byte_cost)
+    reason = (
         f"a product takes {made.lossless_s * 1e6:.0f} us by a record and {made.raw_s * 1e6:.0f} "
-        "us by words",
+        "us by words"
+    )
+    if made.pays:
+        return coded, reason
+    if not short:
+        return model_spec, reason
+    if not room.fits(model_spec):
+        return coded, f"words do not fit; {reason}"
+    coded_s, words_s = expected_s(coded), expected_s(model_spec)
+    return (
+        coded if coded_s < words_s else model_spec,
+        f"a token is expected to take {coded_s * 1e3:.1f} ms by records, for which experts get the "
+        f"memory that is saved, and {words_s * 1e3:.1f} by words; {reason}",
     )

@@ -45,6 +45,7 @@ class ModelSpec:
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
     packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
                    none of; empty where no pack holds any
+    dense_byte_cost  the time of a byte of these over that of a byte of words, where it was measured
     draft_parts    which shares of the experts the draft may hold, of which one is chosen
     head           sizes of the head that may draft; None: there is none
     head_acceptance     by depth, acceptance of its tokens in training; empty: not measured
@@ -66,6 +67,7 @@ class ModelSpec:
     head: HeadSizes | None = None
     head_acceptance: tuple[float, ...] = ()
     draft_parts: tuple[DraftPart, ...] = (WHOLE,)
+    dense_byte_cost: float = 1.0
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "ModelSpec":
@@ -190,7 +192,7 @@ class ModelSpec:
                     )
                 ]
             )
-        return replace(self, dense=form)
+        return replace(self, dense=form, dense_byte_cost=1.0)
 
     @property
     def base_bytes(self) -> int:
@@ -214,16 +216,20 @@ class ModelSpec:
 
     @property
     def pass_bytes(self) -> PassBytes:
+        """Of records that take longer than words, as many bytes as are read in their time."""
         shape, codes = self.shape, self.dense_draft
         token_experts = self.num_layers * shape.top_k
         # The first matrix is the embedding.
         unread_bytes = 0 if shape.tied else self.dense.sizes[0]
+        records_bytes = self.dense.nbytes - unread_bytes
         fixed_bytes = self.non_expert_bytes - unread_bytes
+        fixed_bytes += int((self.dense_byte_cost - 1) * records_bytes)
         if self.dense.name == "residual":
             fixed_bytes += sum(layout.nbytes for layout in codes.bases)
         weights = sum(layout.outputs * layout.columns for layout in codes.layouts.values())
         words_bytes = weights * self.dtype.itemsize
         replaced_bytes = words_bytes * self.dense.nbytes // sum(self.dense.words_bytes)
+        replaced_bytes = int(self.dense_byte_cost * replaced_bytes)
         return PassBytes(
             layers=shape.num_layers,
             fixed_bytes=fixed_bytes,

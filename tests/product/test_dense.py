@@ -1,6 +1,6 @@
 """Dense layers and embeddings: how they are held, chosen and planned for."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -244,6 +244,14 @@ def refused() -> DenseTrial:
     raise AssertionError("nothing is to be measured")
 
 
+def unexpected(_: ModelSpec) -> float:
+    raise AssertionError("nothing is to be weighed")
+
+
+def took(lossless_s: float) -> Callable[[], DenseTrial]:
+    return lambda: DenseTrial(1.0, lossless_s, 0.7)
+
+
 ROOMY, SCARCE = 64 << 20, 600 << 10
 
 
@@ -251,13 +259,47 @@ ROOMY, SCARCE = 64 << 20, 600 << 10
     ("slower", "wanted"), [(0.8, "lossless"), (1.02, "lossless"), (1.1, "raw")]
 )
 def test_auto_measures_where_there_is_room(small: ModelSpec, slower: float, wanted: str) -> None:
-    made = choose_dense_form(small, "auto", room(ROOMY), lambda: DenseTrial(1.0, slower))
+    made = choose_dense_form(small, "auto", room(ROOMY), took(slower), unexpected)
     assert made.dense.name == wanted
 
 
 def test_auto_saves_memory_where_it_is_short(small: ModelSpec) -> None:
-    assert choose_dense_form(small, "auto", room(SCARCE), refused).dense.name == "lossless"
-    assert choose_dense_form(small, "auto", room(ROOMY), None).dense.name == "raw"
+    def form(budget_bytes: int, trial: Callable[[], DenseTrial] | None) -> str:
+        return choose_dense_form(small, "auto", room(budget_bytes), trial, unexpected).dense.name
+
+    assert form(SCARCE, None) == "lossless"
+    assert form(SCARCE, took(1.02)) == "lossless"
+    assert form(ROOMY, None) == "raw"
+
+
+@pytest.mark.parametrize(("words_s", "wanted"), [(0.2, "lossless"), (0.05, "raw")])
+def test_auto_weighs_slower_products_against_memory(
+    small: ModelSpec, words_s: float, wanted: str
+) -> None:
+    seen: list[ModelSpec] = []
+
+    def expected_s(form: ModelSpec) -> float:
+        seen.append(form)
+        return words_s if form.dense.name == "raw" else 0.1
+
+    made = choose_dense_form(small, "auto", room(SCARCE), took(1.4), expected_s)
+    assert made.dense.name == wanted
+    assert {form.dense.name for form in seen} == {"raw", "lossless"}
+    # The bytes that a pass reads of records count for those of words, times 1.4.
+    [coded] = [form for form in seen if form.dense.name == "lossless"]
+    embedding = coded.dense.sizes[0]
+    other = coded.non_expert_bytes - coded.dense.nbytes
+    records = coded.dense.nbytes - embedding
+    assert coded.dense_byte_cost == pytest.approx(2.0)
+    assert coded.pass_bytes.fixed_bytes == other + 2 * records
+
+
+def test_auto_takes_records_where_words_do_not_fit(small: ModelSpec) -> None:
+    coded = small.with_dense("lossless")
+    least = next(kib for kib in range(600) if room(kib << 10).fits(coded)) << 10
+    assert not room(least).fits(small)
+    made = choose_dense_form(small, "auto", room(least), took(1.4), unexpected)
+    assert made.dense.name == "lossless"
 
 
 def test_auto_keeps_words_without_a_fast_kernel(
@@ -265,22 +307,22 @@ def test_auto_keeps_words_without_a_fast_kernel(
 ) -> None:
     caplog.set_level("DEBUG", "speq")
     monkeypatch.setitem(library.MISSING, "cuda", "torch sees no CUDA device")
-    made = choose_dense_form(small, "auto", room(SCARCE, on_cpu=False), refused)
+    made = choose_dense_form(small, "auto", room(SCARCE, on_cpu=False), refused, unexpected)
     assert made.dense.name == "raw"
     assert "no fast kernel here (torch sees no CUDA device)" in caplog.text
     monkeypatch.setitem(library.MISSING, "cpu", "it was not built")
-    assert choose_dense_form(small, "auto", room(SCARCE), refused).dense.name == "raw"
+    assert choose_dense_form(small, "auto", room(SCARCE), refused, unexpected).dense.name == "raw"
     assert "no fast kernel here (it was not built)" in caplog.text
 
 
 def test_forms_that_there_are_none_of_are_refused(small: ModelSpec) -> None:
     wide = replace(small, dtype=torch.float32).with_dense("raw")
-    assert choose_dense_form(wide, "auto", room(SCARCE), refused).dense.name == "raw"
+    assert choose_dense_form(wide, "auto", room(SCARCE), refused, unexpected).dense.name == "raw"
     with pytest.raises(SpeqError, match=r"^dense lossless codes bf.* float32; use dense raw$"):
-        choose_dense_form(wide, "lossless", room(ROOMY), refused)
+        choose_dense_form(wide, "lossless", room(ROOMY), refused, unexpected)
     bare = replace(small, dense_draft=DenseDraft({}))
     with pytest.raises(SpeqError, match=r"^dense residual .* no such draft; use dense lossless$"):
-        choose_dense_form(bare, "residual", room(ROOMY), refused)
+        choose_dense_form(bare, "residual", room(ROOMY), refused, unexpected)
 
 
 def test_a_run_refuses_before_it_loads(tiny: Folder) -> None:
