@@ -110,7 +110,8 @@ Dense = Annotated[
     Option(
         "Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a "
         "bfloat16 weight), residual (about 9 bits, read over a draft's codes of them), or auto: "
-        "lossless if memory is short or it was measured to be no slower.",
+        "lossless if it was measured to be no slower, or is expected to gain more by the memory "
+        "that it saves.",
         Choice(("auto", "raw", "lossless", "residual")),
     ),
 ]

@@ -116,7 +116,7 @@ class PlannedModel:
 
     @property
     def tries_dense(self) -> bool:
-        """Whether a run on this machine would try how matrices outside the experts are held."""
+        """True if a run on this machine would try how matrices outside the experts are held."""
         settings, spec = self.settings, self.model_spec
         here = settings.preset is None and self.on_cpu
         return here and settings.dense == "auto" and spec.dtype == torch.bfloat16

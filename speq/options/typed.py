@@ -21,8 +21,8 @@ class _RunPlanTune(TypedDict, total=False):
     """Compute dtype; auto is the checkpoint's."""
     dense: str
     """Form of weights outside the experts: raw (uncompressed), lossless (about 11 bits a bfloat16
-    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if
-    memory is short or it was measured to be no slower.
+    weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if it
+    was measured to be no slower, or is expected to gain more by the memory that it saves.
     """
 
 

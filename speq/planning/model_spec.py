@@ -216,7 +216,7 @@ class ModelSpec:
 
     @property
     def pass_bytes(self) -> PassBytes:
-        """Of records that take longer than words, as many bytes as are read in their time."""
+        """Bytes that a pass reads: of slower records, as many as words have in their time."""
         shape, codes = self.shape, self.dense_draft
         token_experts = self.num_layers * shape.top_k
         # The first matrix is the embedding.

@@ -156,7 +156,7 @@ def test_every_code_of_mxfp4_under_every_scale(isa: str) -> None:
     assert same_words(mxfp4_words(codes.flatten(1), scales), gate_up)
 
 
-def random_record(format: str, hidden: int, width: int, seed: int) -> Tensor:
+def random_record(format: str, hidden: int, width: int, seed: int, times: float = 1.0) -> Tensor:
     """Of weights such as trained ones, under scales that are no powers of 2."""
     layout = layout_of(format, hidden, width)
     fp8 = format in BLOCKS
@@ -165,9 +165,10 @@ def random_record(format: str, hidden: int, width: int, seed: int) -> Tensor:
     for rows, columns in layout.matrices:
         matrix = torch.randn(rows, columns, generator=generator).mul(0.1).bfloat16()
         found = fp8_codes(matrix, *BLOCKS[format]) if fp8 else mxfp4_codes(matrix)
-        factor = 1 + torch.rand(found[1].shape, generator=generator) / 2
+        factor = times * (1 + torch.rand(found[1].shape, generator=generator) / 2)
         if fp8:  # subnormal codes and zeros of either sign, which trained weights rarely have
             flat = found[0].view(-1)
+            flat = flat[len(flat) // 2 :]
             flat[::67], flat[5::131], flat[7::133] = 3, 0x80, 0
         codes.append(found[0])
         scales.append(found[1] * factor if fp8 else found[1])
@@ -185,9 +186,9 @@ class Experts:
     records: Tensor
 
     @classmethod
-    def of(cls, format: str, hidden: int, width: int) -> "Experts":
+    def of(cls, format: str, hidden: int, width: int, times: float = 1.0) -> "Experts":
         order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(SEED))
-        records = [random_record(format, hidden, width, seed) for seed in range(EXPERTS)]
+        records = [random_record(format, hidden, width, seed, times) for seed in range(EXPERTS)]
         slots = torch.full((EXPERTS, len(records[0]) + 64), 0xA5, dtype=torch.uint8)
         words = [None] * EXPERTS
         for expert, slot in enumerate(order.tolist()):
@@ -258,6 +259,17 @@ def test_products_are_those_of_plain_words(
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
     # A row does not depend on others of the call.
     assert torch.equal(found[-1:], experts.run(format, hidden_states[-1:], topk_ids[-1:]))
+
+
+@pytest.mark.parametrize("times", [2.0**-104, 2.0**101])
+@pytest.mark.parametrize("format", list(BLOCKS))
+def test_products_under_scales_far_from_one(isa: str, format: str, times: float) -> None:
+    """Where words of an octave are not those of another, shifted."""
+    experts = experts_of(format, 256, 192, times)
+    hidden_states = torch.randn(2, 256, generator=torch.Generator().manual_seed(SEED)) / times
+    found = experts.run(format, hidden_states, route(2))
+    assert torch.equal(found, experts.run("words", hidden_states, route(2)))
+    assert bool(found.isfinite().all()) and bool(found.any(2).all())
 
 
 @pytest.mark.parametrize("format", FORMATS)
