@@ -174,6 +174,11 @@ SPEQ_MEMBER __m256i dealt_codes_of(__m128i packed) {
                           _mm256_set1_epi8(0xF));
 }
 
+// Sixteen bytes in both halves of a register.
+SPEQ_MEMBER __m256i both(const std::uint8_t *bytes) {
+  return _mm256_broadcastsi128_si256(load16(bytes));
+}
+
 // The bytes of sixteen words, in both halves of registers.
 struct WordTable {
   __m256i low, high;
@@ -226,8 +231,7 @@ public:
 private:
   SPEQ_MEMBER WordTable table(std::uint8_t scale) const {
     const Mxfp4Tables::Bytes &bytes = tables_.of_scale[scale];
-    return {_mm256_broadcastsi128_si256(load16(bytes.low)),
-            _mm256_broadcastsi128_si256(load16(bytes.high))};
+    return {both(bytes.low), both(bytes.high)};
   }
 
   const Mxfp4Rows &matrix_;
@@ -265,27 +269,28 @@ struct Int4Tables {
 
   alignas(32) std::uint8_t low[256][32], high[256][32];
 
+  // The bytes that have an exponent, by zero point: all but that of its own code.
+  alignas(16) std::uint8_t nonzero[16][16];
+
   static const Int4Tables &get() {
     static const Int4Tables tables;
     return tables;
   }
 
-  // The bytes of the words of codes less a zero point, under a scale from kLeast to kMost.
-  SPEQ_MEMBER __m256i of(std::uint16_t scale, int zero) const {
-    const int first = kLargest - zero, octaves = (scale >> 8 & 0x7F) - kOctaves;
-    const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m128i none = _mm_cmpeq_epi8(codes, _mm_set1_epi8(char(zero)));
-    // A zero has the sign of the scale and no exponent.
-    const __m128i added = _mm_set1_epi8(char(octaves + (scale >> 8 & 0x80)));
-    const __m128i back = _mm_and_si128(none, _mm_set1_epi8(char(octaves)));
-    const __m128i moved =
-        _mm_sub_epi8(_mm_add_epi8(load16(high[scale & 0xFF] + first), added), back);
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(low[scale & 0xFF] + first)), moved,
-                                   1);
+  // The words of codes less a zero point, under a positive scale from kLeast to kMost.
+  SPEQ_MEMBER WordTable of(std::uint16_t scale, int zero) const {
+    const int first = kLargest - zero, octaves = (scale >> 8) - kOctaves;
+    const __m256i moved = _mm256_and_si256(_mm256_set1_epi8(char(octaves)), both(nonzero[zero]));
+    return {both(low[scale & 0xFF] + first),
+            _mm256_add_epi8(both(high[scale & 0xFF] + first), moved)};
   }
 
 private:
-  Int4Tables() : low{}, high{} {
+  Int4Tables() : low{}, high{}, nonzero{} {
+    for (int zero = 0; zero < 16; ++zero) {
+      std::memset(nonzero[zero], 0xFF, sizeof nonzero[zero]);
+      nonzero[zero][zero] = 0;
+    }
     for (int scale = 0; scale < 256; ++scale) {
       const float value = to_float(BFloat16{std::uint16_t(kOctaves << 8 | scale)});
       for (int number = -kLargest; number <= kLargest; ++number) {
@@ -362,9 +367,7 @@ private:
   // The tables of the group that begins with half a block.
   SPEQ_MEMBER void find_tables(int rows, int half) {
     for (int n = 0; n < rows; ++n) {
-      const __m256i of = table_of_group(n, group_);
-      tables_[n][half] = {_mm256_permute2x128_si256(of, of, 0x00),
-                          _mm256_permute2x128_si256(of, of, 0x11)};
+      tables_[n][half] = table_of_group(n, group_);
     }
     ++group_;
     next_ += matrix_.group_size;
@@ -372,21 +375,24 @@ private:
 
   SPEQ_MEMBER const WordTable &table(int n, int half) const { return tables_[n][fine_ ? half : 0]; }
 
-  SPEQ_MEMBER __m256i table_of_group(int n, std::int64_t group) const {
+  SPEQ_MEMBER WordTable table_of_group(int n, std::int64_t group) const {
     const std::uint32_t zeros = zeros_ == nullptr ? kZeros : zeros_[group] >> shift_;
     return table_under(scales_[n * groups_ + group], int(zeros >> 4 * n & 0xF));
   }
 
-  // The bytes of the words of all codes.
-  SPEQ_MEMBER __m256i table_under(std::uint16_t scale, int zero) const {
-    const int upper = scale >> 8 & 0x7F;
+  // The words of all codes.
+  SPEQ_MEMBER WordTable table_under(std::uint16_t scale, int zero) const {
+    const int upper = scale >> 8; // above kMost where it is negative
     if (!matrix_.halves && upper >= Int4Tables::kLeast && upper <= Int4Tables::kMost) {
       return tables_of_.of(scale, zero);
     }
     const __m256i codes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i front = _mm256_sub_epi32(codes, _mm256_set1_epi32(zero));
     const __m256i back = _mm256_add_epi32(front, _mm256_set1_epi32(8));
-    return table_of(_mm256_cvtepi32_ps(front), _mm256_cvtepi32_ps(back), matrix_.scale_of(scale));
+    const __m256i bytes =
+        table_of(_mm256_cvtepi32_ps(front), _mm256_cvtepi32_ps(back), matrix_.scale_of(scale));
+    return {_mm256_permute2x128_si256(bytes, bytes, 0x00),
+            _mm256_permute2x128_si256(bytes, bytes, 0x11)};
   }
 
   const Int4Rows &matrix_;
