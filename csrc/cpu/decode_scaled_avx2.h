@@ -7,6 +7,45 @@
 namespace speq::cpu {
 namespace {
 
+// A constant that the compiler does not know: where registers are few, it would make it anew in
+// each turn of a loop, in three instructions, and not read it.
+SPEQ_MEMBER __m256i in_memory(__m256i value) {
+  asm("" : "+x"(value));
+  return value;
+}
+SPEQ_MEMBER __m256i in_memory(int byte) { return in_memory(_mm256_set1_epi8(char(byte))); }
+
+// 32 codes so that what comes of them by unpacking bytes, and then pairs, is in their order: groups
+// of four go to the lower and the upper half in turns.
+SPEQ_MEMBER __m256i dealt(__m256i codes) {
+  return _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+}
+
+// 32 words of a row as floats: a segment of sum_order.h.
+struct SegmentFloats {
+  __m256 of[kSegmentVectors];
+
+  // Adds the products by 32 values to the partial sums of the segment.
+  SPEQ_MEMBER void add_to(float *partial, const float *values) const {
+    __m256 sum = _mm256_load_ps(partial);
+    SPEQ_UNROLL
+    for (std::int64_t i = 0; i < kSegmentVectors; ++i) {
+      sum = _mm256_fmadd_ps(of[i], _mm256_loadu_ps(values + i * kVectorColumns), sum);
+    }
+    _mm256_store_ps(partial, sum);
+  }
+};
+
+// Those of dealt codes, by the bytes of their words.
+SPEQ_MEMBER SegmentFloats floats_of_dealt(__m256i low, __m256i high) {
+  const __m256i none = _mm256_setzero_si256();
+  const __m256i front = _mm256_unpacklo_epi8(low, high), back = _mm256_unpackhi_epi8(low, high);
+  return {{_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, front)),
+           _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, front)),
+           _mm256_castsi256_ps(_mm256_unpacklo_epi16(none, back)),
+           _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, back))}};
+}
+
 // FP8 under one scale: words of an octave are those of the one before but for the exponent. So
 // sixteen words tell those of all normal codes: of the eight mantissas in two neighbouring octaves,
 // found by the lower half of a code. Its upper half tells what is to be added to their high bytes.
