@@ -85,6 +85,7 @@ public:
     for (int n = 0; n < rows; ++n) {
       const Table &table = tables_[scales_.place(n)];
       const std::uint8_t *codes = codes_ + n * columns_ + first;
+      fetch_ahead(codes + kQuadRows * columns_);
       std::uint64_t singly = 0;
       SPEQ_UNROLL
       for (int half = 0; half < 2; ++half) {
@@ -391,6 +392,7 @@ public:
     begin(rows, first);
     for (int n = 0; n < rows; ++n) {
       const std::uint8_t *codes = codes_ + n * stride_ + first / 2;
+      fetch_ahead(codes + kQuadRows * stride_);
       for (int half = 0; half * kInt4Columns < present; ++half) {
         table(n, half).store(blocks[n].words + half * kInt4Columns,
                              load16(codes + half * kInt4Columns / 2));

@@ -118,7 +118,8 @@ class PlannedModel:
     def tries_dense(self) -> bool:
         """True if a run on this machine would try how matrices outside the experts are held."""
         settings, spec = self.settings, self.model_spec
-        here = settings.preset is None and self.on_cpu
+        given = (settings.preset, settings.link, settings.memory_bandwidth)
+        here = self.on_cpu and given == (None, None, None)
         return here and settings.dense == "auto" and spec.dtype == torch.bfloat16
 
     def instead(self) -> "dict[str, PlannedModel]":

@@ -45,10 +45,10 @@ class ModelSpec:
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
     packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
                    none of; empty where no pack holds any
-    dense_byte_cost  the time of a byte of these over that of a byte of words, where it was measured
     draft_parts    which shares of the experts the draft may hold, of which one is chosen
     head           sizes of the head that may draft; None: there is none
     head_acceptance     by depth, acceptance of its tokens in training; empty: not measured
+    dense_byte_cost     the time of a byte of `dense` over that of a byte of words; 1: not measured
     """
 
     name: str
