@@ -42,7 +42,7 @@ from speq.models.packed_copies import copy_to_write, read_copy
 from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.candidates import check_codec, open_candidates, secondary_drafter
-from speq.planning.choose_plan import PlanChooser, PlanDecision
+from speq.planning.choose_plan import PlanChooser, PlanDecision, asks_for_draft
 from speq.planning.demand import Budget
 from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
@@ -154,7 +154,7 @@ def load(
         budget = run_budget(memory, drafts, device, transfer.reader_threads, graphs, secondary)
         budget = replace(budget, context=context)
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
-        room = MemoryContext(budget, ways)
+        room = MemoryContext(budget, ways, asks_for_draft(drafts))
         survey = cache(survey_trial(opened, device, spec, budget).survey)
         chooser = PlanChooser(spec, budget, drafts, codec, transfer.prefetch != "none")
         spec = choose_dense_form(

@@ -103,11 +103,13 @@ def some_matrix(checkpoint: Checkpoint, expert: Callable[[str], bool]) -> Tensor
 class MemoryContext:
     """What is known of memory before the form is chosen.
 
-    ways  the ways to hold a model's experts, in the order of preference
+    candidates   the ways to hold a model's experts, in the order of preference
+    wants_draft  whether options ask for a draft
     """
 
     budget: Budget
     candidates: Callable[[ModelSpec], Sequence[ResidencyPlan]]
+    wants_draft: bool = False
 
     @property
     def device(self) -> str:
@@ -120,6 +122,12 @@ class MemoryContext:
     def fits(self, model_spec: ModelSpec) -> bool:
         """True if a model fits in any way."""
         fitting, _ = fit_all(model_spec, self.candidates(model_spec), self.budget)
+        return bool(fitting)
+
+    def holds_draft(self, model_spec: ModelSpec) -> bool:
+        """True if there is room for a draft, in any way."""
+        drafting = [way for way in self.candidates(model_spec) if way.drafts]
+        fitting, _ = fit_all(model_spec, drafting, self.budget)
         return bool(fitting)
 
     def holds_all(self, model_spec: ModelSpec) -> bool:
@@ -200,6 +208,8 @@ def auto_form(
         return model_spec, reason
     if not room.fits(model_spec):
         return coded, f"words do not fit; {reason}"
+    if room.wants_draft and room.holds_draft(coded) and not room.holds_draft(model_spec):
+        return coded, f"a draft is asked for and has no room beside words; {reason}"
     coded_s, words_s = expected_s(coded), expected_s(model_spec)
     return (
         coded if coded_s < words_s else model_spec,

@@ -302,6 +302,23 @@ def test_auto_takes_records_where_words_do_not_fit(small: ModelSpec) -> None:
     assert made.dense.name == "lossless"
 
 
+@pytest.mark.parametrize(("wants_draft", "wanted"), [(True, "lossless"), (False, "raw")])
+def test_auto_takes_records_where_a_draft_that_is_asked_for_has_no_room_beside_words(
+    small: ModelSpec, wants_draft: bool, wanted: str
+) -> None:
+    coded = small.with_dense("lossless")
+    budgets = [replace(room(kib << 10), wants_draft=wants_draft) for kib in range(1000)]
+    least = next(each for each in budgets if each.holds_draft(coded))
+    assert not least.holds_draft(small)
+    assert least.fits(small)
+
+    def words_win(form: ModelSpec) -> float:
+        return 0.1 if form.dense.name == "raw" else 0.2
+
+    made = choose_dense_form(small, "auto", least, took(1.4), words_win)
+    assert made.dense.name == wanted
+
+
 def test_auto_keeps_words_without_a_fast_kernel(
     small: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
