@@ -1,6 +1,5 @@
 // AVX-512 with VNNI, VBMI and VBMI2, and with products of pairs of bfloat16.
-#include "cpu/decode_scaled_avx2.h"
-#include "cpu/decode_vbmi2.h"
+#include "cpu/decode_scaled_vbmi2.h"
 
 namespace speq::cpu {
 namespace {
@@ -143,17 +142,17 @@ struct PairStep {
 };
 
 constexpr MicroKernels with_pairs() {
-  MicroKernels kernels = with_coded<Avx512, Avx2Scaled, VectorLossless, VectorResidual,
+  MicroKernels kernels = with_coded<Avx512, VectorScaled, VectorLossless, VectorResidual,
                                     Avx2Residual, PortableResidual>();
   kernels.dot_bfloat16_pairs = dot_pairs;
   kernels.panel_pairs = panel_product<PairStep>;
   kernels.lossless.dot_pairs = dot_coded<PairProduct, VectorLossless, dot_pairs, LosslessRows>;
   kernels.residual.dot_pairs =
       dot_residual<PairProduct, dot_pairs, VectorResidual, Avx2Residual, PortableResidual>;
-  kernels.fp8.dot_pairs = dot_coded<PairProduct, Avx2Fp8, dot_pairs, Fp8Rows>;
-  kernels.mxfp4.dot_pairs = dot_coded<PairProduct, Avx2Mxfp4, dot_pairs, Mxfp4Rows>;
-  kernels.int4.dot_pairs = dot_coded<PairProduct, Avx2Int4, dot_pairs, Int4Rows>;
-  kernels.nvfp4.dot_pairs = dot_coded<PairProduct, Avx2Nvfp4, dot_pairs, Nvfp4Rows>;
+  kernels.fp8.dot_pairs = dot_coded<PairProduct, VectorFp8, dot_pairs, Fp8Rows>;
+  kernels.mxfp4.dot_pairs = dot_coded<PairProduct, VectorMxfp4, dot_pairs, Mxfp4Rows>;
+  kernels.int4.dot_pairs = dot_coded<PairProduct, VectorInt4, dot_pairs, Int4Rows>;
+  kernels.nvfp4.dot_pairs = dot_coded<PairProduct, VectorNvfp4, dot_pairs, Nvfp4Rows>;
   return kernels;
 }
 

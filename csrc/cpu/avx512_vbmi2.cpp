@@ -1,11 +1,10 @@
 // AVX-512 with VNNI, VBMI and VBMI2.
-#include "cpu/decode_scaled_avx2.h"
-#include "cpu/decode_vbmi2.h"
+#include "cpu/decode_scaled_vbmi2.h"
 
 namespace speq::cpu {
 
 const MicroKernels avx512_vbmi2_kernels =
-    with_coded<Avx512, Avx2Scaled, VectorLossless, VectorResidual, Avx2Residual,
+    with_coded<Avx512, VectorScaled, VectorLossless, VectorResidual, Avx2Residual,
                PortableResidual>();
 
 } // namespace speq::cpu

@@ -46,130 +46,31 @@ SPEQ_MEMBER SegmentFloats floats_of_dealt(__m256i low, __m256i high) {
            _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, back))}};
 }
 
-// FP8 under one scale: words of an octave are those of the one before but for the exponent. So
-// sixteen words tell those of all normal codes: of the eight mantissas in two neighbouring octaves,
-// found by the lower half of a code. Its upper half tells what is to be added to their high bytes.
-// Subnormal codes are rare, and put in one by one.
-class Avx2Fp8 {
-public:
-  using Block = WordBlock;
-
-  Avx2Fp8(const Fp8Rows &matrix, std::int64_t quad)
-      : columns_(matrix.columns), codes_(matrix.codes + quad * kQuadRows * columns_),
-        scales_(matrix, quad) {}
-
-  SPEQ_MEMBER void begin(int rows, std::int64_t first) {
-    scales_.next(rows, first, [&](int n, float scale) { tables_[n].make(scale); });
-  }
-
-  template <typename Use> SPEQ_MEMBER void segments(int n, std::int64_t first, const Use &use) {
-    const Table &table = tables_[scales_.place(n)];
-    const std::uint8_t *codes = codes_ + n * columns_ + first;
-    fetch_ahead(codes + kQuadRows * columns_);
-    const __m256i front = dealt(load32(codes)), back = dealt(load32(codes + kSegmentColumns));
-    const __m256i odd = _mm256_or_si256(not_in(table, front), not_in(table, back));
-    if (!_mm256_testz_si256(odd, odd)) [[unlikely]] {
-      use(0, with_odd_codes(codes, table));
-      use(1, with_odd_codes(codes + kSegmentColumns, table));
-      return;
-    }
-    __m256i low, high;
-    bytes_of(table, front, low, high);
-    use(0, floats_of_dealt(low, high));
-    bytes_of(table, back, low, high);
-    use(1, floats_of_dealt(low, high));
-  }
-
-  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
-    begin(rows, first);
-    for (int n = 0; n < rows; ++n) {
-      const Table &table = tables_[scales_.place(n)];
-      const std::uint8_t *codes = codes_ + n * columns_ + first;
-      fetch_ahead(codes + kQuadRows * columns_);
-      std::uint64_t singly = 0;
-      SPEQ_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const __m256i of = load32(codes + 32 * half);
-        __m256i low, high;
-        bytes_of(table, of, low, high);
-        store_words(blocks[n].words + 32 * half, low, high);
-        singly |= std::uint64_t(places_of(not_in(table, of))) << 32 * half;
-      }
-      for (singly &= first_bits(present); singly != 0; singly &= singly - 1) {
-        const int i = __builtin_ctzll(singly);
-        blocks[n].words[i] = fp8_word(codes[i], table.scale);
-      }
-      clear_behind(blocks[n], present);
-    }
-  }
-
-private:
+// The words of FP8 codes under one scale. Those of an octave are those of the one before but for
+// the exponent. So sixteen words tell those of all normal codes: of the eight mantissas in two
+// neighbouring octaves, found by the lower half of a code. Its upper half tells what is to be added
+// to their high bytes.
+struct Fp8Table {
   // Under a scale as near to 1 as this, no word is subnormal and none infinite.
   static constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f;
   // Magnitudes of normal codes, and where none begins.
   static constexpr int kLeastNormal = 8, kMostNormal = 0x7E, kNone = 0x81;
 
-  // Words under a scale.
-  struct Table {
-    float scale = 0.0f;
-    __m256i least{};       // magnitude of the first code whose word is one of these, shifted
-    __m256i low{}, high{}; // bytes of the sixteen words, in both halves
+  float scale = 0.0f;
+  __m256i least{};       // magnitude of the first code whose word is one of these, shifted
+  __m256i low{}, high{}; // bytes of the sixteen words, in both halves
 
-    SPEQ_MEMBER void make(float scale);
-  };
+  SPEQ_MEMBER void make(float scale);
 
-  // Bytes that are not zero where a table has not the codes' words: those that are subnormal, zero
-  // or no number, or all.
-  SPEQ_MEMBER __m256i not_in(const Table &table, __m256i codes) const {
-    const __m256i magnitudes = _mm256_and_si256(codes, magnitude_);
-    return _mm256_subs_epu8(_mm256_sub_epi8(magnitudes, table.least), range_);
+  // What is added to high bytes, by the upper half of a code, in both halves.
+  SPEQ_MEMBER static __m256i added() {
+    return _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81),
+                                                     char(0x82), char(0x83), char(0x84), char(0x85),
+                                                     char(0x86), char(0x87)));
   }
-
-  // A bit for each byte that is not zero.
-  SPEQ_MEMBER static std::uint32_t places_of(__m256i bytes) {
-    return ~std::uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())));
-  }
-
-  SPEQ_MEMBER void bytes_of(const Table &table, __m256i codes, __m256i &low, __m256i &high) const {
-    const __m256i places = _mm256_and_si256(codes, nibble_);
-    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble_);
-    low = _mm256_shuffle_epi8(table.low, places);
-    high = _mm256_add_epi8(_mm256_shuffle_epi8(table.high, places),
-                           _mm256_shuffle_epi8(added_, upper));
-  }
-
-  // A segment some of whose words the table has not.
-  [[gnu::noinline]] SegmentFloats with_odd_codes(const std::uint8_t *codes,
-                                                 const Table &table) const {
-    const __m256i of = load32(codes);
-    __m256i low, high;
-    bytes_of(table, dealt(of), low, high);
-    SegmentFloats segment = floats_of_dealt(low, high);
-    alignas(32) float floats[kSegmentColumns];
-    std::memcpy(floats, &segment, sizeof floats);
-    std::uint32_t singly = places_of(not_in(table, of));
-    for (; singly != 0; singly &= singly - 1) {
-      const int i = __builtin_ctz(singly);
-      floats[i] = to_float(fp8_word(codes[i], table.scale));
-    }
-    std::memcpy(&segment, floats, sizeof segment);
-    return segment;
-  }
-
-  std::int64_t columns_;
-  const std::uint8_t *codes_;
-  Fp8QuadScales scales_;
-  Table tables_[kQuadRows];
-  // Bits of a magnitude, and how far those of normal codes go.
-  __m256i magnitude_ = in_memory(0x7F), range_ = in_memory(kMostNormal - kLeastNormal);
-  __m256i nibble_ = in_memory(0xF);
-  __m256i added_ = in_memory(_mm256_setr_epi8(
-      0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81), char(0x82), char(0x83), char(0x84),
-      char(0x85), char(0x86), char(0x87), 0, 1, 2, 3, 4, 5, 6, 7, char(0x80), char(0x81),
-      char(0x82), char(0x83), char(0x84), char(0x85), char(0x86), char(0x87)));
 };
 
-void Avx2Fp8::Table::make(float of) {
+void Fp8Table::make(float of) {
   scale = of;
   const float magnitude = scale < 0 ? -scale : scale;
   // Whether words of an octave are those of another, shifted.
@@ -194,6 +95,111 @@ void Avx2Fp8::Table::make(float of) {
   low = _mm256_permute4x64_epi64(planes, _MM_SHUFFLE(1, 0, 1, 0));
   high = _mm256_permute4x64_epi64(planes, _MM_SHUFFLE(3, 2, 3, 2));
 }
+
+// FP8: rare codes, those that are subnormal, zero or no number, are put in one by one.
+class Avx2Fp8 {
+public:
+  using Block = WordBlock;
+
+  Avx2Fp8(const Fp8Rows &matrix, std::int64_t quad)
+      : columns_(matrix.columns), codes_(matrix.codes + quad * kQuadRows * columns_),
+        scales_(matrix, quad) {}
+
+  SPEQ_MEMBER void begin(int rows, std::int64_t first) {
+    scales_.next(rows, first, [&](int n, float scale) { tables_[n].make(scale); });
+  }
+
+  template <typename Use> SPEQ_MEMBER void segments(int n, std::int64_t first, const Use &use) {
+    const Fp8Table &table = tables_[scales_.place(n)];
+    const std::uint8_t *codes = codes_ + n * columns_ + first;
+    fetch_ahead(codes + kQuadRows * columns_);
+    const __m256i front = dealt(load32(codes)), back = dealt(load32(codes + kSegmentColumns));
+    const __m256i odd = _mm256_or_si256(not_in(table, front), not_in(table, back));
+    if (!_mm256_testz_si256(odd, odd)) [[unlikely]] {
+      use(0, with_odd_codes(codes, table));
+      use(1, with_odd_codes(codes + kSegmentColumns, table));
+      return;
+    }
+    __m256i low, high;
+    bytes_of(table, front, low, high);
+    use(0, floats_of_dealt(low, high));
+    bytes_of(table, back, low, high);
+    use(1, floats_of_dealt(low, high));
+  }
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    begin(rows, first);
+    for (int n = 0; n < rows; ++n) {
+      const Fp8Table &table = tables_[scales_.place(n)];
+      const std::uint8_t *codes = codes_ + n * columns_ + first;
+      fetch_ahead(codes + kQuadRows * columns_);
+      std::uint64_t singly = 0;
+      SPEQ_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const __m256i of = load32(codes + 32 * half);
+        __m256i low, high;
+        bytes_of(table, of, low, high);
+        store_words(blocks[n].words + 32 * half, low, high);
+        singly |= std::uint64_t(places_of(not_in(table, of))) << 32 * half;
+      }
+      for (singly &= first_bits(present); singly != 0; singly &= singly - 1) {
+        const int i = __builtin_ctzll(singly);
+        blocks[n].words[i] = fp8_word(codes[i], table.scale);
+      }
+      clear_behind(blocks[n], present);
+    }
+  }
+
+private:
+  // Bytes that are not zero where a table has not the codes' words: those that are subnormal, zero
+  // or no number, or all.
+  SPEQ_MEMBER __m256i not_in(const Fp8Table &table, __m256i codes) const {
+    const __m256i magnitudes = _mm256_and_si256(codes, magnitude_);
+    return _mm256_subs_epu8(_mm256_sub_epi8(magnitudes, table.least), range_);
+  }
+
+  // A bit for each byte that is not zero.
+  SPEQ_MEMBER static std::uint32_t places_of(__m256i bytes) {
+    return ~std::uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())));
+  }
+
+  SPEQ_MEMBER void bytes_of(const Fp8Table &table, __m256i codes, __m256i &low,
+                            __m256i &high) const {
+    const __m256i places = _mm256_and_si256(codes, nibble_);
+    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble_);
+    low = _mm256_shuffle_epi8(table.low, places);
+    high = _mm256_add_epi8(_mm256_shuffle_epi8(table.high, places),
+                           _mm256_shuffle_epi8(added_, upper));
+  }
+
+  // A segment some of whose words the table has not.
+  [[gnu::noinline]] SegmentFloats with_odd_codes(const std::uint8_t *codes,
+                                                 const Fp8Table &table) const {
+    const __m256i of = load32(codes);
+    __m256i low, high;
+    bytes_of(table, dealt(of), low, high);
+    SegmentFloats segment = floats_of_dealt(low, high);
+    alignas(32) float floats[kSegmentColumns];
+    std::memcpy(floats, &segment, sizeof floats);
+    std::uint32_t singly = places_of(not_in(table, of));
+    for (; singly != 0; singly &= singly - 1) {
+      const int i = __builtin_ctz(singly);
+      floats[i] = to_float(fp8_word(codes[i], table.scale));
+    }
+    std::memcpy(&segment, floats, sizeof segment);
+    return segment;
+  }
+
+  std::int64_t columns_;
+  const std::uint8_t *codes_;
+  Fp8QuadScales scales_;
+  Fp8Table tables_[kQuadRows];
+  // Bits of a magnitude, and how far those of normal codes go.
+  __m256i magnitude_ = in_memory(0x7F),
+          range_ = in_memory(Fp8Table::kMostNormal - Fp8Table::kLeastNormal);
+  __m256i nibble_ = in_memory(0xF);
+  __m256i added_ = in_memory(Fp8Table::added());
+};
 
 // 32 codes, two to the byte, in their order.
 SPEQ_MEMBER __m256i codes_of(__m128i packed) {
@@ -222,6 +228,17 @@ SPEQ_MEMBER __m256i both(const std::uint8_t *bytes) {
 // The bytes of sixteen words, in both halves of registers.
 struct WordTable {
   __m256i low, high;
+
+  // Of bytes that lie somewhere, what is added to high ones in both halves.
+  SPEQ_MEMBER static WordTable of(const std::uint8_t *low, const std::uint8_t *high,
+                                  __m256i added) {
+    return {both(low), _mm256_add_epi8(both(high), added)};
+  }
+  // Of low bytes, and high ones behind them.
+  SPEQ_MEMBER static WordTable of(__m256i bytes) {
+    return {_mm256_permute2x128_si256(bytes, bytes, 0x00),
+            _mm256_permute2x128_si256(bytes, bytes, 0x11)};
+  }
 
   SPEQ_MEMBER SegmentFloats floats(__m128i packed) const {
     const __m256i codes = dealt_codes_of(packed);
@@ -307,7 +324,10 @@ struct Int4Tables {
   // High bytes of scales under which no word is subnormal and none infinite.
   static constexpr int kLeast = 1, kMost = 0x7C;
 
-  alignas(32) std::uint8_t low[256][32], high[256][32];
+  struct alignas(64) Bytes {
+    std::uint8_t low[32], high[32];
+  };
+  Bytes of_scale[256];
 
   // The bytes that have an exponent, by zero point: all but that of its own code.
   alignas(16) std::uint8_t nonzero[16][16];
@@ -318,15 +338,15 @@ struct Int4Tables {
   }
 
   // The words of codes less a zero point, under a positive scale from kLeast to kMost.
-  SPEQ_MEMBER WordTable of(std::uint16_t scale, int zero) const {
+  template <typename Table> SPEQ_MEMBER Table of(std::uint16_t scale, int zero) const {
     const int first = kLargest - zero, octaves = (scale >> 8) - kOctaves;
     const __m256i moved = _mm256_and_si256(_mm256_set1_epi8(char(octaves)), both(nonzero[zero]));
-    return {both(low[scale & 0xFF] + first),
-            _mm256_add_epi8(both(high[scale & 0xFF] + first), moved)};
+    const Bytes &bytes = of_scale[scale & 0xFF];
+    return Table::of(bytes.low + first, bytes.high + first, moved);
   }
 
 private:
-  Int4Tables() : low{}, high{}, nonzero{} {
+  Int4Tables() : of_scale{}, nonzero{} {
     for (int zero = 0; zero < 16; ++zero) {
       std::memset(nonzero[zero], 0xFF, sizeof nonzero[zero]);
       nonzero[zero][zero] = 0;
@@ -335,34 +355,34 @@ private:
       const float value = to_float(BFloat16{std::uint16_t(kOctaves << 8 | scale)});
       for (int number = -kLargest; number <= kLargest; ++number) {
         const std::uint16_t word = to_bfloat16(float(number) * value).bits;
-        low[scale][kLargest + number] = std::uint8_t(word);
-        high[scale][kLargest + number] = std::uint8_t(word >> 8);
+        of_scale[scale].low[kLargest + number] = std::uint8_t(word);
+        of_scale[scale].high[kLargest + number] = std::uint8_t(word >> 8);
       }
     }
   }
 };
 
-// INT4: a table for each half of a block and row of a quad, found or made where a group begins.
-class Avx2Int4 {
+// The tables of INT4 codes in a quad's rows, found or made where a group begins: a table for each
+// half of a block and row. A Table is made of a WordTable's bytes: low ones, and high ones behind.
+template <typename Table> class Int4QuadTables {
 public:
-  using Block = WordBlock;
-
-  Avx2Int4(const Int4Rows &matrix, std::int64_t quad)
-      : matrix_(matrix), stride_(matrix.columns / 2), groups_(matrix.row_groups()),
-        codes_(matrix.codes + quad * kQuadRows * stride_),
+  Int4QuadTables(const Int4Rows &matrix, std::int64_t quad)
+      : matrix_(matrix), groups_(matrix.row_groups()),
         scales_(matrix.scales + quad * kQuadRows * groups_),
         zeros_(matrix.zeros == nullptr ? nullptr
                                        : matrix.zeros + quad * kQuadRows / kZeroRows * groups_),
         shift_(int(4 * (quad * kQuadRows % kZeroRows))),
+        found_(matrix.halves ? 0 : Int4Tables::kMost - Int4Tables::kLeast + 1),
         fine_(matrix.group_size % kBlockColumns != 0 && matrix.group_size != matrix.columns),
         tables_of_(Int4Tables::get()) {
     const std::int64_t scales = kQuadRows * groups_;
     fetch_lines(scales_ + scales, scales * std::int64_t(sizeof *scales_));
   }
 
-  SPEQ_MEMBER void begin(int rows, std::int64_t first) {
+  // Takes the groups that begin in a block. Columns come in order.
+  SPEQ_MEMBER void next(int rows, std::int64_t first) {
     if (first == next_) {
-      find_tables(rows, 0);
+      find(rows, 0);
     } else if (fine_) {
       for (int n = 0; n < rows; ++n) {
         tables_[n][0] = tables_[n][1];
@@ -372,7 +392,7 @@ public:
       return;
     }
     if (first + kInt4Columns == next_ && next_ < matrix_.columns) {
-      find_tables(rows, 1);
+      find(rows, 1);
     } else {
       for (int n = 0; n < rows; ++n) {
         tables_[n][1] = tables_[n][0];
@@ -380,12 +400,72 @@ public:
     }
   }
 
+  SPEQ_MEMBER const Table &of(int n, int half) const { return tables_[n][fine_ ? half : 0]; }
+
+private:
+  static_assert(kZeroRows % kQuadRows == 0);
+
+  // The tables of the group that begins with half a block.
+  SPEQ_MEMBER void find(int rows, int half) {
+    const auto find_under = [&](const auto &zero_of) {
+      const std::uint16_t *scale = scales_;
+      for (int n = 0; n < rows; ++n, scale += groups_) {
+        tables_[n][half] = under(*scale, zero_of(n));
+      }
+    };
+    if (zeros_ == nullptr) {
+      find_under([](int) { return kInt4Zero; });
+    } else {
+      const std::uint32_t zeros = *zeros_++ >> shift_;
+      find_under([&](int n) { return int(zeros >> 4 * n & 0xF); });
+    }
+    ++scales_;
+    next_ += matrix_.group_size;
+  }
+
+  // The words of all codes.
+  SPEQ_MEMBER Table under(std::uint16_t scale, int zero) const {
+    if (std::uint32_t(scale >> 8) - std::uint32_t(Int4Tables::kLeast) < found_) [[likely]] {
+      return tables_of_.template of<Table>(scale, zero);
+    }
+    return rounded_under(matrix_.scale_of(scale), zero);
+  }
+  [[gnu::noinline]] static Table rounded_under(float scale, int zero) {
+    const __m256i codes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i front = _mm256_sub_epi32(codes, _mm256_set1_epi32(zero));
+    const __m256i back = _mm256_add_epi32(front, _mm256_set1_epi32(8));
+    return Table::of(table_of(_mm256_cvtepi32_ps(front), _mm256_cvtepi32_ps(back), scale));
+  }
+
+  const Int4Rows &matrix_;
+  std::int64_t groups_;
+  const std::uint16_t *scales_; // of the first row, the next group's
+  const std::uint32_t *zeros_;  // of all rows
+  int shift_;
+  std::uint32_t found_; // so many high bytes of scales, from kLeast on, have their tables
+  bool fine_;           // whether halves of a block have tables of their own
+  const Int4Tables &tables_of_;
+  std::int64_t next_ = 0; // where the next group begins
+  Table tables_[kQuadRows][2];
+};
+
+// INT4: as MXFP4, with tables that groups have.
+class Avx2Int4 {
+public:
+  using Block = WordBlock;
+
+  Avx2Int4(const Int4Rows &matrix, std::int64_t quad)
+      : stride_(matrix.columns / 2), codes_(matrix.codes + quad * kQuadRows * stride_),
+        tables_(matrix, quad) {}
+
+  SPEQ_MEMBER void begin(int rows, std::int64_t first) { tables_.next(rows, first); }
+
   template <typename Use>
   SPEQ_MEMBER void segments(int n, std::int64_t first, const Use &use) const {
     const std::uint8_t *codes = codes_ + n * stride_ + first / 2;
     fetch_ahead(codes + kQuadRows * stride_);
-    use(0, table(n, 0).floats(load16(codes)));
-    use(1, table(n, 1).floats(load16(codes + kInt4Columns / 2)));
+    use(0, tables_.of(n, 0).floats(load16(codes)));
+    use(1, tables_.of(n, 1).floats(load16(codes + kInt4Columns / 2)));
   }
 
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
@@ -394,58 +474,17 @@ public:
       const std::uint8_t *codes = codes_ + n * stride_ + first / 2;
       fetch_ahead(codes + kQuadRows * stride_);
       for (int half = 0; half * kInt4Columns < present; ++half) {
-        table(n, half).store(blocks[n].words + half * kInt4Columns,
-                             load16(codes + half * kInt4Columns / 2));
+        tables_.of(n, half).store(blocks[n].words + half * kInt4Columns,
+                                  load16(codes + half * kInt4Columns / 2));
       }
       clear_behind(blocks[n], present);
     }
   }
 
 private:
-  static constexpr std::uint32_t kZeros = 0x8888; // kInt4Zero of each row
-  static_assert(kZeroRows % kQuadRows == 0);
-
-  // The tables of the group that begins with half a block.
-  SPEQ_MEMBER void find_tables(int rows, int half) {
-    for (int n = 0; n < rows; ++n) {
-      tables_[n][half] = table_of_group(n, group_);
-    }
-    ++group_;
-    next_ += matrix_.group_size;
-  }
-
-  SPEQ_MEMBER const WordTable &table(int n, int half) const { return tables_[n][fine_ ? half : 0]; }
-
-  SPEQ_MEMBER WordTable table_of_group(int n, std::int64_t group) const {
-    const std::uint32_t zeros = zeros_ == nullptr ? kZeros : zeros_[group] >> shift_;
-    return table_under(scales_[n * groups_ + group], int(zeros >> 4 * n & 0xF));
-  }
-
-  // The words of all codes.
-  SPEQ_MEMBER WordTable table_under(std::uint16_t scale, int zero) const {
-    const int upper = scale >> 8; // above kMost where it is negative
-    if (!matrix_.halves && upper >= Int4Tables::kLeast && upper <= Int4Tables::kMost) {
-      return tables_of_.of(scale, zero);
-    }
-    const __m256i codes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i front = _mm256_sub_epi32(codes, _mm256_set1_epi32(zero));
-    const __m256i back = _mm256_add_epi32(front, _mm256_set1_epi32(8));
-    const __m256i bytes =
-        table_of(_mm256_cvtepi32_ps(front), _mm256_cvtepi32_ps(back), matrix_.scale_of(scale));
-    return {_mm256_permute2x128_si256(bytes, bytes, 0x00),
-            _mm256_permute2x128_si256(bytes, bytes, 0x11)};
-  }
-
-  const Int4Rows &matrix_;
-  std::int64_t stride_, groups_;
+  std::int64_t stride_;
   const std::uint8_t *codes_;
-  const std::uint16_t *scales_;
-  const std::uint32_t *zeros_;
-  int shift_;
-  bool fine_; // whether halves of a block have tables of their own
-  const Int4Tables &tables_of_;
-  std::int64_t group_ = 0, next_ = 0; // the next group, and where it begins
-  WordTable tables_[kQuadRows][2];
+  Int4QuadTables<WordTable> tables_;
 };
 
 // Tables of all scales of a matrix of NVFP4. A matrix has thousands of blocks, and few matrices are
