@@ -145,7 +145,8 @@ constexpr MicroKernels with_pairs() {
   MicroKernels kernels = with_coded<Avx512, VectorScaled, VectorLossless, VectorResidual,
                                     Avx2Residual, PortableResidual>();
   kernels.dot_bfloat16_pairs = dot_pairs;
-  kernels.panel_pairs = panel_product<PairStep>;
+  kernels.panel_pairs = vector_pairs;
+  kernels.panel_pair_inputs = kNeverInPanels; // they take as long
   kernels.lossless.dot_pairs = dot_coded<PairProduct, VectorLossless, dot_pairs, LosslessRows>;
   kernels.residual.dot_pairs =
       dot_residual<PairProduct, dot_pairs, VectorResidual, Avx2Residual, PortableResidual>;
@@ -156,8 +157,20 @@ constexpr MicroKernels with_pairs() {
   return kernels;
 }
 
+constexpr MicroKernels with_tiles() {
+  MicroKernels kernels = with_pairs();
+  kernels.panel_pairs = tile_pairs;
+  kernels.panel_pair_inputs = 1;
+  return kernels;
+}
+
 } // namespace
 
+void vector_pairs(const PanelRows &rows, const Panels &panels, const PanelSums &sums) {
+  panel_product<PairStep>(rows, panels, sums);
+}
+
 const MicroKernels avx512_bf16_kernels = with_pairs();
+const MicroKernels avx512_amx_kernels = with_tiles();
 
 } // namespace speq::cpu

@@ -153,6 +153,12 @@ static inline void round_bfloat16(const float *values, std::int64_t count, BFloa
   }
 }
 
+static inline void widen_bfloat16(const BFloat16 *words, std::int64_t count, float *values) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    values[i] = to_float(words[i]);
+  }
+}
+
 // Bytes ahead of an INT4 row that its codes are asked for. Rows are too short for the processor to
 // see a stream in them: without asking, half the bandwidth is lost; asking for less than some
 // kilobytes, or into the first cache, gains less.

@@ -8,9 +8,29 @@
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
+#ifdef SPEQ_X86
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace speq::cpu {
 namespace {
+
+#ifdef SPEQ_X86
+// Whether the processor multiplies tiles of bfloat16, and the system lets this process. It keeps
+// their registers from then on.
+bool takes_tiles() {
+  constexpr unsigned kTile = 1u << 24, kTilesOfBFloat16 = 1u << 22;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx & kTile) == 0 ||
+      (edx & kTilesOfBFloat16) == 0) {
+    return false;
+  }
+  constexpr long kRequestPermission = 0x1023, kTileData = 18; // asm/prctl.h of Linux 5.16
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
 
 Isa detect() {
 #ifdef SPEQ_AARCH64
@@ -30,7 +50,10 @@ Isa detect() {
     if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vbmi2")) {
       return Isa::avx512_vnni;
     }
-    return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512_vbmi2;
+    if (!__builtin_cpu_supports("avx512bf16")) {
+      return Isa::avx512_vbmi2;
+    }
+    return takes_tiles() ? Isa::avx512_amx : Isa::avx512_bf16;
   }
   if (avx2) {
     return Isa::avx2;
@@ -39,7 +62,7 @@ Isa detect() {
   return Isa::portable;
 }
 
-std::atomic<Isa> limit{Isa::avx512_bf16};
+std::atomic<Isa> limit{Isa::avx512_amx};
 thread_local bool in_order = false;
 
 } // namespace
@@ -56,6 +79,8 @@ bool sums_in_order() { return in_order; }
 const MicroKernels &micro_kernels() {
   switch (current_isa()) {
 #ifdef SPEQ_X86
+  case Isa::avx512_amx:
+    return avx512_amx_kernels;
   case Isa::avx512_bf16:
     return avx512_bf16_kernels;
   case Isa::avx512_vbmi2:

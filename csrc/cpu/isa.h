@@ -8,6 +8,7 @@ namespace speq::cpu {
 
 // In the order of ISAS in speq/kernels/library.py, best first.
 enum class Isa : int {
+  avx512_amx,
   avx512_bf16,
   avx512_vbmi2,
   avx512_vnni,

@@ -127,6 +127,8 @@ struct PanelSums {
 // Sums over the depth, from its begin to its end, whatever rows and panels there are besides.
 using PanelProduct = void (*)(const PanelRows &rows, const Panels &panels, const PanelSums &sums);
 
+constexpr std::int64_t kNeverInPanels = INT64_MAX;
+
 struct MicroKernels {
   DotInt4 dot_int4; // group sizes for which `takes_group` holds
   DotExact dot_float32, dot_bfloat16, dot_float16;
@@ -150,6 +152,9 @@ struct MicroKernels {
   DeltaStep delta_step;
   PanelProduct panels, panel_pairs; // of floats; of bfloat16, null where no pairs are multiplied
   void (*round_bfloat16)(const float *values, std::int64_t count, BFloat16 *words);
+  void (*widen_bfloat16)(const BFloat16 *words, std::int64_t count, float *values);
+  // Inputs from which it was faster to lay them into panels than to multiply them as they lie.
+  std::int64_t panel_inputs, panel_pair_inputs;
 };
 
 // Whether a vectorised dot_int4 takes a group size; the portable one takes all even ones.
@@ -165,6 +170,10 @@ extern const MicroKernels avx512_kernels;
 extern const MicroKernels avx512_vnni_kernels;
 extern const MicroKernels avx512_vbmi2_kernels;
 extern const MicroKernels avx512_bf16_kernels;
+extern const MicroKernels avx512_amx_kernels;
+// Panels of pairs of bfloat16, by vectors and by the tiles of AMX.
+void vector_pairs(const PanelRows &rows, const Panels &panels, const PanelSums &sums);
+void tile_pairs(const PanelRows &rows, const Panels &panels, const PanelSums &sums);
 #endif
 #ifdef SPEQ_AARCH64
 extern const MicroKernels neon_kernels;

@@ -4,10 +4,33 @@ namespace speq::cpu {
 namespace {
 
 constexpr std::int64_t kTileBytes = 128 << 10;
+// Weight rows that inputs are laid into panels for.
+constexpr std::int64_t kPanelTile = 384;
 
-std::int64_t tile_of(const ExpertWeights &weights, Projection projection) {
+std::int64_t tile_of(const ExpertWeights &weights, Projection projection, bool in_panels) {
+  if (in_panels) {
+    return kPanelTile;
+  }
   const std::int64_t row_bytes = weights.columns(projection) * bytes_of(weights.word);
   return std::clamp<std::int64_t>(kTileBytes / row_bytes / 4 * 4, 4, 32);
+}
+
+// Whether experts have so many rows each, on average, that panels pay: what a row becomes does not
+// depend on which rows share its experts, nor on which experts a call has.
+bool many_rows(const MoeGroupedProblem &problem) {
+  constexpr std::int64_t kMost = 16; // rows that are added up in one order everywhere
+  if (problem.rows <= kMost || sums_in_order()) {
+    return false;
+  }
+  const ExpertWeights &weights = problem.weights;
+  const Word stored = ExactRows::stored_as(weights.word, problem.dtype);
+  const MicroKernels &kernels = micro_kernels();
+  const std::int64_t least =
+      stored == Word::bfloat16 ? kernels.panel_pair_inputs : kernels.panel_inputs;
+  const auto experts = std::max<std::int64_t>(std::int64_t(problem.slots.size()), 1);
+  return std::int64_t(problem.ids.size()) / experts >= least &&
+         PanelInputs::takes(weights.word, stored, weights.hidden_size) &&
+         PanelInputs::takes(weights.word, stored, weights.expert_width);
 }
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
@@ -23,8 +46,9 @@ const Type *bias(const void *biases, std::int64_t size, std::int64_t expert) {
 MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
     : problem_(problem), groups_(group_by_expert(problem.ids, problem.slots,
                                                  problem.weights.num_slots, true, "slot_table")),
-      width_tile_(tile_of(problem.weights, Projection::gate)),
-      hidden_tile_(tile_of(problem.weights, Projection::down)),
+      in_panels_(many_rows(problem)),
+      width_tile_(tile_of(problem.weights, Projection::gate, in_panels_)),
+      hidden_tile_(tile_of(problem.weights, Projection::down, in_panels_)),
       direct_(
           !problem.weights.has_input_perm() &&
           ExactRows::as_they_are(problem.weights.hidden_size, problem.weights.word, problem.dtype)),
@@ -73,6 +97,26 @@ std::int64_t MoeGrouped::out_tiles() const {
   return std::int64_t(groups_.size()) * tiles(problem_.weights.hidden_size, hidden_tile_);
 }
 
+void MoeGrouped::dot(std::span<const Projection> projections, const ExpertRows &group,
+                     std::int64_t first, std::int64_t rows, const Inputs &inputs,
+                     std::span<float *const *const> outs) const {
+  const ExpertWeights &weights = problem_.weights;
+  if (!in_panels_) {
+    for (std::size_t i = 0; i < projections.size(); ++i) {
+      weights.dot(projections[i], group.expert, group.slot, first, rows, inputs, outs[i]);
+    }
+    return;
+  }
+  const std::int64_t columns = weights.columns(projections[0]);
+  const PanelInputs panels(inputs, columns);
+  Buffer<std::byte> room(quads_of(rows) * kQuadRows * columns * bytes_of(weights.word));
+  for (std::size_t i = 0; i < projections.size(); ++i) {
+    const void *words =
+        weights.words(projections[i], group.expert, group.slot, first, rows, room.data());
+    panels.dot(words, weights.word, rows, outs[i]);
+  }
+}
+
 void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
   const std::int64_t width = problem_.weights.expert_width;
   const std::int64_t per_group = tiles(width, width_tile_);
@@ -92,10 +136,9 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
       up_rows[r] = &ups[r * width_tile_];
     }
     const Inputs multiplied{inputs.data(), count, inputs_.stored()};
-    problem_.weights.dot(Projection::gate, group.expert, group.slot, first, rows, multiplied,
-                         gate_rows.data());
-    problem_.weights.dot(Projection::up, group.expert, group.slot, first, rows, multiplied,
-                         up_rows.data());
+    constexpr Projection kBoth[] = {Projection::gate, Projection::up};
+    float *const *const outs[] = {gate_rows.data(), up_rows.data()};
+    dot(kBoth, group, first, rows, multiplied, outs);
     with_type(problem_.dtype, [&](auto type) {
       using Type = decltype(type);
       const auto round = [](float value) { return rounded_to<Type>(value); };
@@ -136,8 +179,9 @@ void MoeGrouped::down(std::int64_t begin, std::int64_t end) {
       inputs[r] = inner_.row(group.places[r]);
       value_rows[r] = &values[r * hidden_tile_];
     }
-    problem_.weights.dot(Projection::down, group.expert, group.slot, first, rows,
-                         {inputs.data(), count, inner_.stored()}, value_rows.data());
+    constexpr Projection kDown[] = {Projection::down};
+    float *const *const outs[] = {value_rows.data()};
+    dot(kDown, group, first, rows, {inputs.data(), count, inner_.stored()}, outs);
     with_type(problem_.dtype, [&](auto type) {
       using Type = decltype(type);
       auto *out = static_cast<Type *>(problem_.out);

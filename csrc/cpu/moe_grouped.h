@@ -7,6 +7,7 @@
 
 #include "activation.h"
 #include "cpu/expert_weights.h"
+#include "cpu/panel_inputs.h"
 #include "cpu/routing.h"
 
 namespace speq::cpu {
@@ -49,9 +50,13 @@ public:
 
 private:
   const void *input(std::int64_t place) const;
+  // Rows [first, first + rows) of each projection by the inputs, which have all of its columns.
+  void dot(std::span<const Projection> projections, const ExpertRows &group, std::int64_t first,
+           std::int64_t rows, const Inputs &inputs, std::span<float *const *const> outs) const;
 
   MoeGroupedProblem problem_;
   std::vector<ExpertRows> groups_;
+  bool in_panels_; // whether experts have so many rows that panels pay
   std::int64_t width_tile_, hidden_tile_;
   bool direct_;      // whether hidden states are multiplied where they lie
   ExactRows inputs_; // of hidden_size, a row each, or a place where experts have an order of them

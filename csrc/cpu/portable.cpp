@@ -204,6 +204,9 @@ const MicroKernels portable_kernels = {
     panel_product,
     nullptr,
     round_bfloat16,
+    widen_bfloat16,
+    kNeverInPanels,
+    kNeverInPanels,
 };
 
 } // namespace speq::cpu

@@ -96,8 +96,13 @@ def test_processor_says_the_same() -> None:
         if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:
             wanted = "avx512"
             for name, needed in zip(
-                ("avx512_vnni", "avx512_vbmi2", "avx512_bf16"),
-                ({"avx512_vnni"}, {"avx512vbmi", "avx512_vbmi2"}, {"avx512_bf16"}),
+                ("avx512_vnni", "avx512_vbmi2", "avx512_bf16", "avx512_amx"),
+                (
+                    {"avx512_vnni"},
+                    {"avx512vbmi", "avx512_vbmi2"},
+                    {"avx512_bf16"},
+                    {"amx_tile", "amx_bf16"},
+                ),
                 strict=True,
             ):
                 if not needed <= flags:
