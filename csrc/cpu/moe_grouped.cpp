@@ -107,13 +107,17 @@ void MoeGrouped::dot(std::span<const Projection> projections, const ExpertRows &
     }
     return;
   }
+  constexpr std::int64_t kAtOnce = 512; // inputs, so that caches hold their panels
   const std::int64_t columns = weights.columns(projections[0]);
-  const PanelInputs panels(inputs, columns);
   Buffer<std::byte> room(quads_of(rows) * kQuadRows * columns * bytes_of(weights.word));
-  for (std::size_t i = 0; i < projections.size(); ++i) {
-    const void *words =
-        weights.words(projections[i], group.expert, group.slot, first, rows, room.data());
-    panels.dot(words, weights.word, rows, outs[i]);
+  for (std::int64_t begin = 0; begin < inputs.count; begin += kAtOnce) {
+    const std::int64_t count = std::min(kAtOnce, inputs.count - begin);
+    const PanelInputs panels({inputs.rows + begin, count, inputs.stored}, columns);
+    for (std::size_t i = 0; i < projections.size(); ++i) {
+      const void *words =
+          weights.words(projections[i], group.expert, group.slot, first, rows, room.data());
+      panels.dot(words, weights.word, rows, outs[i] + begin);
+    }
   }
 }
 

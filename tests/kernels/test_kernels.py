@@ -368,6 +368,50 @@ def test_moe_grouped_all_rows_on_one_expert(backend: Backend, rows: int) -> None
     assert torch.equal(problem.by(backend), problem.wanted())
 
 
+# Rows by three experts, so that inputs are laid into panels: more than are laid at once, too.
+PROMPT_ROWS = (100, 130, 1100)
+# Both in more columns than a block has, and more outputs than a tile, and in odd numbers of them.
+PROMPT_SHAPES = ((96, 64), (100, 36), (33, 17), (700, 40), (48, 400))
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "words", "dtype"), covering(PROMPT_ROWS, PROMPT_SHAPES, DTYPES, DTYPES)
+)
+def test_moe_grouped_of_a_prompt(
+    cpu_backend: Backend,
+    rows: int,
+    shape: tuple[int, int],
+    words: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    problem = grouped_problem(rows, 2, *shape, dtype, words, experts=3, slots=4)
+    assert torch.equal(problem.by(cpu_backend), problem.wanted())
+
+
+@pytest.mark.parametrize("words", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_a_prompt_is_what_it_is_beside_others(
+    cpu_backend: Backend, words: torch.dtype
+) -> None:
+    """Off the grid, where an order of sums shows: other rows, other panels, one expert less."""
+    generator = torch.Generator().manual_seed(12)
+    problem = grouped_problem(300, 2, 200, 72, words, words, experts=3, slots=4)
+    problem = replace(
+        problem,
+        hidden_states=torch.randn(300, 200, generator=generator).to(words),
+        gate_up_proj=torch.randn(4, 144, 200, generator=generator).mul(0.1).to(words),
+        down_proj=torch.randn(4, 200, 72, generator=generator).mul(0.1).to(words),
+    )
+    whole = problem.by(cpu_backend)
+    fewer = replace(
+        problem, hidden_states=problem.hidden_states[41:], topk_ids=problem.topk_ids[41:]
+    )
+    assert torch.equal(fewer.by(cpu_backend), whole[41:])
+    table = problem.slot_table.clone()
+    table[0] = -1
+    there = problem.topk_ids != 0
+    assert torch.equal(replace(problem, slot_table=table).by(cpu_backend)[there], whole[there])
+
+
 def test_moe_grouped_an_expert_twice_in_a_route(backend: Backend) -> None:
     ids = torch.tensor([[1, 1, 2, 1], [0, 2, 2, 0], [5, 5, 5, 5]])
     problem = replace(grouped_problem(3, 4), topk_ids=ids)
