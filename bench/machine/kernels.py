@@ -12,7 +12,7 @@ top_k distinct experts for every row, uniformly and with a fixed seed. Real rout
     moe_int4          the draft's experts in one call
     moe_int4_unfused  the baseline: a call for each expert and projection
     moe_grouped       the exact experts, without the weighted sum (`ops.combine`). A GPU runs many
-                      rows in blocks here. A run has its long prompts multiplied by torch.
+                      rows in blocks here; a run has its long prompts multiplied by torch there
     moe_grouped_lossless, moe_grouped_residual
                       the same out of compact records; a residual's bytes include its codes
     moe_grouped_fp8, moe_grouped_mxfp4, moe_grouped_int4, moe_grouped_nvfp4
