@@ -1,4 +1,4 @@
-// Binds the gated delta rule; bindings.cpp says how.
+// Binds the gated delta rule and the selective scan; bindings.cpp says how.
 
 #include "cpu/delta_rule.h"
 #include "cpu/op_list.h"
@@ -8,11 +8,11 @@ namespace {
 
 using namespace speq::cpu;
 
-void delta_rule_out(Tensor mixed, Tensor decays, Tensor betas, double eps, Tensor state,
-                    Tensor out) {
+void run(const Tensor &mixed, const Tensor &decays, const Tensor &betas, const char *of_betas,
+         std::optional<float> eps, const Tensor &state, const Tensor &out) {
   check(mixed, "mixed", 2, ScalarType::Float);
   check(decays, "decays", 2, ScalarType::Float);
-  check(betas, "betas", 2, ScalarType::Float);
+  check(betas, of_betas, 2, ScalarType::Float);
   check(state, "state", 3, ScalarType::Float);
   check(out, "out", 3, ScalarType::Float);
   const std::int64_t tokens = mixed.size(0), heads = state.size(0);
@@ -26,9 +26,8 @@ void delta_rule_out(Tensor mixed, Tensor decays, Tensor betas, double eps, Tenso
                   mixed.size(1), " columns for a state [", heads, ", ", key_width, ", ",
                   value_width, "]");
   for (const Tensor *tensor : {&decays, &betas}) {
-    STD_TORCH_CHECK(tensor->size(0) == tokens && tensor->size(1) == heads,
-                    "decays and betas must have a row for each of mixed, and a column for each "
-                    "head of state");
+    STD_TORCH_CHECK(tensor->size(0) == tokens && tensor->size(1) == heads, "decays and ", of_betas,
+                    " must have a row for each of mixed, and a column for each head of state");
   }
   STD_TORCH_CHECK(out.size(0) == tokens && out.size(1) == heads && out.size(2) == value_width,
                   "out must be [T, heads, value width] of mixed's tokens and of state");
@@ -44,7 +43,7 @@ void delta_rule_out(Tensor mixed, Tensor decays, Tensor betas, double eps, Tenso
       heads,
       key_width,
       value_width,
-      float(eps),
+      eps,
       floats(mixed),
       floats(decays),
       floats(betas),
@@ -56,6 +55,18 @@ void delta_rule_out(Tensor mixed, Tensor decays, Tensor betas, double eps, Tenso
                [&](std::int64_t begin, std::int64_t end) { rule.run(begin, end); });
 }
 
+void delta_rule_out(Tensor mixed, Tensor decays, Tensor betas, double eps, Tensor state,
+                    Tensor out) {
+  run(mixed, decays, betas, "betas", float(eps), state, out);
+}
+
+void selective_scan_out(Tensor mixed, Tensor decays, Tensor steps, Tensor state, Tensor out) {
+  run(mixed, decays, steps, "steps", std::nullopt, state, out);
+}
+
 } // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) { m.impl("delta_rule_out", SPEQ_BOX(delta_rule_out)); }
+STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
+  m.impl("delta_rule_out", SPEQ_BOX(delta_rule_out));
+  m.impl("selective_scan_out", SPEQ_BOX(selective_scan_out));
+}

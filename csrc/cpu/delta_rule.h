@@ -1,6 +1,9 @@
-// The gated delta rule over tokens that follow one another (speq/kernels/reference_delta.py). A
-// head's state stays in a near cache while all of them pass over it.
+// The gated delta rule and the selective scan over tokens that follow one another
+// (speq/kernels/reference_recurrent.py). A head's state stays in a near cache while all of them
+// pass over it.
 #pragma once
+
+#include <optional>
 
 #include "cpu/buffer.h"
 #include "cpu/micro_kernels.h"
@@ -10,7 +13,7 @@ namespace speq::cpu {
 struct DeltaProblem {
   std::int64_t tokens, key_heads, heads; // each head of keys serves neighbouring heads
   std::int64_t key_width, value_width;
-  float eps;                   // of the norms of queries and keys
+  std::optional<float> eps;    // of the norms of queries and keys; the scan has none
   const float *mixed;          // [tokens, channels()]: queries, keys and values, head by head
   const float *decays, *betas; // [tokens, heads]
   float *state;                // [heads, key_width, value_width]
@@ -22,7 +25,7 @@ struct DeltaProblem {
 
 class DeltaRule {
 public:
-  // Norms queries and keys.
+  // Norms queries and keys, where the rule does.
   explicit DeltaRule(const DeltaProblem &problem);
 
   // All tokens over the states of heads [begin, end).
@@ -30,6 +33,9 @@ public:
 
 private:
   DeltaProblem problem_;
+  // Queries and keys of the first token, and how far those of the next are from them.
+  const float *queries_;
+  std::int64_t stride_;
   Buffer<float> normed_; // [tokens, 2 * keys()]
   DeltaStep step_;
 };

@@ -1,4 +1,4 @@
-// A token of the gated delta rule over the vectors of an instruction set, which tiles.h describes.
+// A token of a head with a state over the vectors of an instruction set, which tiles.h describes.
 #pragma once
 
 #include <type_traits>
@@ -36,7 +36,7 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
     change[n] = sums[n] = V::zero();
   }
   const float *from = state + first;
-  for (std::int64_t row = 0; row < rows; ++row, from += columns) {
+  for (std::int64_t row = 0; token.takes_back && row < rows; ++row, from += columns) {
     const auto key = V::all(token.key[row]);
     SPEQ_UNROLL
     for (int n = 0; n < N; ++n) {
@@ -50,7 +50,7 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
   SPEQ_UNROLL
   for (int n = 0; n < N; ++n) {
     const auto value = vectors.load(token.value + first + n * V::kLanes);
-    change[n] = V::mul(beta, V::fmadd(less, change[n], value));
+    change[n] = V::mul(beta, token.takes_back ? V::fmadd(less, change[n], value) : value);
   }
   float *to = state + first;
   for (std::int64_t row = 0; row < rows; ++row, to += columns) {

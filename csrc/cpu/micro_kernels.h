@@ -93,12 +93,14 @@ struct SoftmaxSum {
   float most, sum;
 };
 
-// A token of the gated delta rule in a head: a decay between 0 and 1, a query and a key of the
-// state's rows, normed, a value and an output of its columns.
+// A token of a head with a state: a decay between 0 and 1, a query and a key of the state's rows, a
+// value and an output of its columns. The gated delta rule takes back what the key finds in the
+// state, the selective scan of Mamba-2 does not.
 struct DeltaToken {
   const float *query, *key, *value;
   float decay, beta;
   float *out;
+  bool takes_back;
 };
 
 // The token over a state [rows, columns], which it changes. A column's sums are added up row by

@@ -112,13 +112,14 @@ void delta_step(float *state, std::int64_t rows, std::int64_t columns, const Del
     const std::int64_t present = columns - first < kLanes ? columns - first : kLanes;
     float change[kLanes] = {}, sums[kLanes] = {};
     const float *from = state + first;
-    for (std::int64_t row = 0; row < rows; ++row, from += columns) {
+    for (std::int64_t row = 0; token.takes_back && row < rows; ++row, from += columns) {
       for (std::int64_t k = 0; k < present; ++k) {
         change[k] += token.key[row] * from[k];
       }
     }
     for (std::int64_t k = 0; k < present; ++k) {
-      change[k] = token.beta * (token.value[first + k] - token.decay * change[k]);
+      const float value = token.value[first + k];
+      change[k] = token.beta * (token.takes_back ? value - token.decay * change[k] : value);
     }
     float *to = state + first;
     for (std::int64_t row = 0; row < rows; ++row, to += columns) {

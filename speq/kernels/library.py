@@ -21,8 +21,8 @@ from speq.kernels import (
     reference,
     reference_compact,
     reference_decoder,
-    reference_delta,
     reference_dense,
+    reference_recurrent,
     reference_scaled,
 )
 from speq.kernels.architectures import Architectures
@@ -183,7 +183,11 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "delta_rule": (
         "(Tensor mixed, Tensor decays, Tensor betas, float eps, Tensor(a!) state, Tensor(b!) out) "
         "-> ()",
-        reference_delta.delta_rule_out,
+        reference_recurrent.delta_rule_out,
+    ),
+    "selective_scan": (
+        "(Tensor mixed, Tensor decays, Tensor steps, Tensor(a!) state, Tensor(b!) out) -> ()",
+        reference_recurrent.selective_scan_out,
     ),
     "quantize_int4": (
         "(Tensor weight, int group_size, Tensor(a!) qweight, Tensor(b!) scales) -> ()",
@@ -232,7 +236,7 @@ CPU_ONLY = frozenset(
         *("linear", "quantize_int4", "encode_lossless", "encode_residual"),
         *("encode_dense_lossless", "encode_dense_residual"),
         *("rms_norm", "rotate", "attention", "latent_attention", "masked_attention"),
-        *("route", "combine", "delta_rule"),
+        *("route", "combine", "delta_rule", "selective_scan"),
     }
 )
 

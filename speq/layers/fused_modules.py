@@ -25,7 +25,7 @@ NORMS = frozenset(
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "DeepseekV2", "DeepseekV3"),
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
         *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3"),
-        *("ExaoneMoe", "Laguna", "Afmoe"),
+        *("ExaoneMoe", "Laguna", "Afmoe", "GraniteMoe", "GraniteMoeHybrid"),
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -42,6 +42,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
             *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"),
             *("Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter", "GptOssTopKRouter"),
             *("Lfm2MoeTopKRouter", "MellumTopKRouter", "LagunaTopKRouter"),
+            *("GraniteMoeTopKRouter", "GraniteMoeHybridTopKRouter"),
         ),
         (None, None),
     ),
@@ -63,7 +64,12 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 }
 
 # Routers whose logits are rounded as the rows are, and float32 then.
-WIDENED = frozenset({"LagunaTopKRouter", "AfmoeTokenChoiceRouter"})
+WIDENED = frozenset(
+    {
+        *("LagunaTopKRouter", "AfmoeTokenChoiceRouter"),
+        *("GraniteMoeTopKRouter", "GraniteMoeHybridTopKRouter"),
+    }
+)
 
 Forward = Callable[..., Any]
 

@@ -5,7 +5,6 @@ the layer's cache runs a few tokens one after another, with the results that eac
 """
 
 import importlib
-import math
 import weakref
 from typing import Any, NamedTuple
 
@@ -15,11 +14,11 @@ from torch.nn import functional
 
 from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import RMSNorm
-from speq.kernels.delta_rule import DeltaSizes, mix_inputs
+from speq.kernels.recurrent import RecurrentSizes, delta_steps, mix_inputs, mix_one_by_one
 from speq.layers.arguments import find_cache
 from speq.models.conv_inputs import windows_in
-from speq.models.delta_cache import DeltaLayer, DeltaRows, state_sizes
 from speq.models.length import Length
+from speq.models.recurrent_cache import RecurrentLayer, RecurrentRows, snapshot_sizes, state_sizes
 from speq.models.states import StateShape, layers_of_kind
 
 
@@ -31,7 +30,7 @@ class DeltaNet:
 
     def __init__(self, module: Any) -> None:
         self._module = weakref.proxy(module)
-        self.sizes = DeltaSizes(
+        self.sizes = RecurrentSizes(
             module.num_k_heads,
             module.num_v_heads,
             module.head_k_dim,
@@ -61,7 +60,7 @@ class DeltaNet:
         if self._rates is None:
             self._rates = -module.A_log.float().exp()
         decays = self._rates * functional.softplus(a.float() + module.dt_bias)
-        rows = DeltaRows(inputs, decays, b.sigmoid().float())
+        rows = RecurrentRows(inputs, decays, b.sigmoid().float())
         if cache is None:
             attended = self._alone(rows)
         else:
@@ -81,7 +80,11 @@ class DeltaNet:
         normed = decoder_ops.rms_norm(rows, RMSNorm(norm.weight, norm.variance_epsilon))
         return (normed * functional.silu(gates.float())).to(rows.dtype)
 
-    def prompt(self, windows: Tensor, rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
+    def steps(self, state: Tensor, windows: Tensor, decays: Tensor, betas: Tensor) -> Tensor:
+        """Run a few tokens after a state; see `RecurrentParts`."""
+        return delta_steps(state, mix_one_by_one(windows, self.weight), decays, betas)
+
+    def prompt(self, windows: Tensor, rows: RecurrentRows, state: Tensor) -> tuple[Tensor, Tensor]:
         """Run many tokens after a state. Return [T, value heads, value width] float32 and the new
         state.
 
@@ -111,7 +114,7 @@ class DeltaNet:
         )
         return out[0].float(), last[0]
 
-    def _alone(self, rows: DeltaRows) -> Tensor:
+    def _alone(self, rows: RecurrentRows) -> Tensor:
         before = rows.inputs.new_zeros(self.sizes.taps - 1, self.sizes.channels)
         windows = windows_in(torch.cat([before, rows.inputs]), self.sizes.taps)
         state = torch.zeros(self.sizes.state, device=rows.inputs.device)
@@ -137,19 +140,17 @@ class DeltaNet:
 class DeltaState(NamedTuple):
     """Sizes of a gated delta rule layer's state."""
 
-    sizes: DeltaSizes
+    sizes: RecurrentSizes
     mixer: str = "linear_attn"
 
     def sizes_of(self, dtype: torch.dtype) -> list[int]:
         return state_sizes(self.sizes, dtype)
 
     def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
-        sizes = self.sizes
-        inputs = (sizes.taps - 1) * sizes.channels * dtype.itemsize
-        return [math.prod(sizes.state) * torch.float32.itemsize, inputs]
+        return snapshot_sizes(self.sizes, dtype)
 
-    def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> DeltaLayer:
-        return DeltaLayer(self.sizes, dtype, device, length)
+    def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> RecurrentLayer:
+        return RecurrentLayer(self.sizes, dtype, device, length)
 
     def stand_in(self, module: nn.Module) -> DeltaNet:
         return DeltaNet(module)
@@ -157,7 +158,7 @@ class DeltaState(NamedTuple):
 
 def delta_states(config: Any) -> StateShape:
     """States of the layers that a config calls linear attention."""
-    sizes = DeltaSizes(
+    sizes = RecurrentSizes(
         config.linear_num_key_heads,
         config.linear_num_value_heads,
         config.linear_key_head_dim,

@@ -58,8 +58,9 @@ def part_of(name: str, names: ExpertNames) -> str | None:
     *inside, own = name.split(".")
     if "linear_attn" in inside:
         return None if own in DECAYING else ATTENTION
-    if "conv" in inside:
+    if not {"conv", "mamba"}.isdisjoint(inside):
         return ATTENTION
     if "self_attn" in inside:
         return None if own == EXPANDING else ATTENTION
-    return MLP if names.mlp in inside and own in names.projection_of else None
+    is_mlp = names.mlp in inside and own in names.projection_of
+    return MLP if is_mlp or "shared_mlp" in inside else None

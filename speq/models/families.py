@@ -35,6 +35,7 @@ from speq.models.family_checks import (
     check_gemma4,
     check_pairs,
 )
+from speq.models.mamba import check_mamba, mamba_states
 from speq.models.mtp_layer import ERNIE, deepseek_layer, qwen3_next_layer
 from speq.models.short_conv import check_short_conv, conv_states
 
@@ -65,6 +66,14 @@ EXAONE_RENAMED = ((f".mlp.{CORRECTION}", f".mlp.gate.{CORRECTION}"),)
 LAGUNA_RENAMED = (
     (f".mlp.experts.{CORRECTION}", f".mlp.gate.{CORRECTION}"),
     (".mlp.shared_expert.", ".mlp.shared_experts."),
+)
+GRANITE_NAMES = ExpertNames(
+    blocks=("block_sparse_moe",), routers=("router",), mlp="block_sparse_moe"
+)
+GRANITE_RENAMED = (
+    (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+    (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
 )
 # Parts for images and audio.
 GEMMA4_BESIDE = tuple(
@@ -244,6 +253,30 @@ FAMILIES = {
             attention=heads_of_layers,
             scaled_by="moe_routed_scaling_factor",
             text_part=TextModelPart("laguna", renamed=LAGUNA_RENAMED),
+        ),
+        Family(
+            "granitemoe",
+            "GraniteMoeExperts",
+            names=GRANITE_NAMES,
+            gate=normalized_gate,
+            num_experts="num_local_experts",
+            expert_width="intermediate_size",
+            scaled_by="residual_multiplier",
+            text_part=TextModelPart("granitemoe", renamed=GRANITE_RENAMED),
+        ),
+        Family(
+            "granitemoehybrid",
+            "GraniteMoeHybridExperts",
+            names=GRANITE_NAMES,
+            gate=normalized_gate,
+            num_experts="num_local_experts",
+            expert_width="intermediate_size",
+            scaled_by="residual_multiplier",
+            typed_masks=True,
+            check=check_mamba,
+            on_the_host="states of family granitemoehybrid are cut back by the host",
+            states=mamba_states,
+            text_part=TextModelPart("granitemoehybrid", renamed=GRANITE_RENAMED),
         ),
         Family(
             "gpt_oss",

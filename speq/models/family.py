@@ -177,13 +177,20 @@ class Family:
         of a pipeline is given rows in their place.
         """
         body = model.model
+        if hasattr(body, "embedding_multiplier"):
+            self._scale_embedding(body, body.embedding_multiplier)
+            body.embedding_multiplier = 1.0
         name = self.scaled_embedding
         if name is None or not getattr(body.config, name):
             return
         body.config = copy(body.config)
         setattr(body.config, name, False)
+        self._scale_embedding(body, body.config.hidden_size**0.5)
+
+    @staticmethod
+    def _scale_embedding(body: Any, scale: float) -> None:
         if isinstance(body.embed_tokens, nn.Embedding):
-            body.embed_tokens.embed_scale = body.config.hidden_size**0.5
+            body.embed_tokens.embed_scale = scale  # type: ignore[assignment]
 
     def check_installed(self, where: object) -> None:
         """Raise SpeqError where the installed transformers lacks the family."""

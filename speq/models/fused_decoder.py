@@ -41,6 +41,8 @@ logger = logging.getLogger("speq")
 ANY_KIND = "any"
 # Layers whose routed experts run beside their feed-forward.
 GEMMA_LAYERS = frozenset({"Gemma4TextDecoderLayer"})
+# Layers whose parts' results are multiplied before they are added.
+MULTIPLIED = frozenset({"GraniteMoeDecoderLayer", "GraniteMoeHybridDecoderLayer"})
 # Names of the norms behind a layer's mixer and behind its feed-forward, in layers that have both.
 NORMS_BEHIND = {"AfmoeDecoderLayer": ("post_attention_layernorm", "post_mlp_layernorm")}
 # Names of the norms before a layer's mixer and before its feed-forward.
@@ -195,6 +197,27 @@ class FusedNormedLayer(FusedLayer):
 
 
 @dataclass(frozen=True, slots=True)
+class FusedMultipliedLayer(FusedLayer):
+    """A layer whose parts' results are multiplied before they are added.
+
+    multiplier  of both
+    shared_mlp  its results are added to those of the feed-forward; None: there is none
+    """
+
+    multiplier: float = field(kw_only=True)
+    shared_mlp: nn.Module | None = field(kw_only=True)
+
+    def mix(self, normed: Tensor, batches: Mapping[str, DecodeBatch], states: Any) -> Tensor:
+        return FusedLayer.mix(self, normed, batches, states) * self.multiplier
+
+    def feed(self, normed: Tensor) -> Tensor:
+        fed = FusedLayer.feed(self, normed)
+        if self.shared_mlp is not None:
+            fed = fed + self.shared_mlp(normed)
+        return fed * self.multiplier
+
+
+@dataclass(frozen=True, slots=True)
 class FusedGemmaLayer(FusedLayer):
     """A layer whose routed experts run beside its feed-forward, with norms behind each part.
 
@@ -324,10 +347,16 @@ Turns = Callable[..., tuple[Tensor, Tensor]]
 def cos_and_sin(rotary_emb: Any, kinds: Sequence[str]) -> dict[str, Turns]:
     """Wrap a rotary embedding to return cos and sin as `decoder_ops` takes them, by kind of layer
     where they differ, or of ANY_KIND.
+
+    rotary_emb  None in a model without positions
     """
     name = type(rotary_emb).__name__
     if name in TURNS_BY_KIND:
         return {kind: partial(rotary_emb, layer_type=kind) for kind in sorted(set(kinds))}
+
+    def of_none(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        none = like.new_empty(1, position_ids.shape[-1], 0)
+        return none, none
 
     def of_whole_heads(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary_emb(like, position_ids=position_ids)
@@ -345,6 +374,8 @@ def cos_and_sin(rotary_emb: Any, kinds: Sequence[str]) -> dict[str, Turns]:
         cos, sin = (each.chunk(2, -1)[0] for each in rotary_emb(like, position_ids=position_ids))
         return cos.contiguous(), sin.contiguous()
 
+    if rotary_emb is None:
+        return {ANY_KIND: of_none}
     for names, turns in (
         (GRID_TURNS, of_grids),
         (COMPLEX_TURNS, of_complex),
@@ -382,6 +413,9 @@ def fused_layer(layer: Any, parts: tuple[Any, ...]) -> FusedLayer:
     if name in NORMS_BEHIND:
         mixer, mlp = (getattr(layer, each) for each in NORMS_BEHIND[name])
         return FusedNormedLayer(*parts, behind=(mixer, mlp))
+    if name in MULTIPLIED:
+        shared = getattr(layer, "shared_mlp", None)
+        return FusedMultipliedLayer(*parts, multiplier=layer.residual_multiplier, shared_mlp=shared)
     return FusedLayer(*parts)
 
 

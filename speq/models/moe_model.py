@@ -368,14 +368,17 @@ class MoEModel:
         """
         head = self._hf_model.get_output_embeddings()
         if backend is None:
-            return self._apply_softcap(head(hidden_states))
+            return self._scaled(head(hidden_states))
         with self.using(backend):
-            return self._apply_softcap(head(hidden_states))
+            return self._scaled(head(hidden_states))
 
-    def _apply_softcap(self, logits: Tensor) -> Tensor:
-        """Apply the logit softcap that some models have, as their own forward does."""
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Divide logits, or bound them, as some models do in their own forward."""
         cap = logits_cap(self._config)
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is not None:
+            return logits.div_(cap).tanh_().mul_(cap)
+        divisor: float | None = getattr(self._config, "logits_scaling", None)
+        return logits if divisor is None else logits.div_(divisor)
 
     def prefill(
         self, backend: ExpertBackend, tokens: SequenceTokens, observe: OnHidden | None = None

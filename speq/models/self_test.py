@@ -41,6 +41,9 @@ SIZES = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
     "kv_lora_rank": 32,
     "q_lora_rank": 32,
     "sliding_window": 8,
@@ -249,6 +252,8 @@ def tiny_config(family: Family, config: Any, layers: int) -> Any:
     for name, value in given.items():
         if isinstance(value, list) and len(value) == count:
             given[name] = value[:layers]
+    if "mamba_d_head" in given:
+        given["mamba_d_head"] = "auto"  # of the sizes above
     given["pad_token_id"] = None
     # Derived from the rest for heterogeneous layers.
     given.pop("per_layer_config", None)

@@ -310,6 +310,26 @@ FAMILY_OPTIONS["lfm2_moe"] = {
     "layer_types": ["conv", "conv", "full_attention"],
     "conv_L_cache": 3,
 }
+FAMILY_OPTIONS["granitemoe"] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 3.0,
+}
+FAMILY_OPTIONS["granitemoehybrid"] = {
+    **FAMILY_OPTIONS["granitemoe"],
+    "tie_word_embeddings": True,
+    "shared_intermediate_size": 48,
+    "layer_types": ["mamba", "mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 32,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+}
 FAMILY_OPTIONS["qwen3_vl_moe"] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -368,18 +388,18 @@ VISION: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(FAMILY_OPTIONS)
 # Families some of whose layers have no attention, and keep states.
-WITH_STATES = ("qwen3_next", "qwen3_5_moe", "lfm2_moe")
+WITH_STATES = ("qwen3_next", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid")
 # Families that are mostly built like another one here run in the wider checks, as do those whose
 # own part has tests of its own (test_delta.py, test_gemma4.py, test_qwen3_vl.py ...). Those that
 # differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
-    *("lfm2_moe", "mellum", "laguna", "afmoe"),
+    *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid"),
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe"),
-    *("qwen3_vl_moe", "glm4v_moe"),
+    *("qwen3_vl_moe", "glm4v_moe", "granitemoe"),
 )
 # One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer.
 UNLIKE_IN_CACHES = ("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4")
@@ -396,6 +416,13 @@ IN_FLOAT32 = {
 # Ends of names of what transformers leaves at 0, and how far it is spread. Some gates and ups come
 # to lie beyond where the clamped activation ends.
 SPREAD = {
+    "granitemoehybrid": {
+        "_layernorm.weight": 3.0,
+        "dt_bias": 2.0,
+        "A_log": 1.0,
+        "mamba.D": 1.0,
+        "conv1d.bias": 0.5,
+    },
     "gpt_oss": {
         "gate_up_proj_bias": 4.0,
         "down_proj_bias": 0.5,
@@ -416,6 +443,8 @@ SPREAD = {
 # What experts of a layer are below, where it is not `model.layers.L.mlp.experts`; by the model's
 # names.
 EXPERTS_BELOW = {
+    "granitemoe": "model.layers.{}.block_sparse_moe.experts",
+    "granitemoehybrid": "model.layers.{}.block_sparse_moe.experts",
     "gemma4": "model.layers.{}.experts",
     "lfm2_moe": "model.layers.{}.feed_forward.experts",
 }
@@ -427,6 +456,11 @@ BESIDE_PICTURES = {"qwen3_5_moe": "qwen3_5_moe_text"}
 # saves a new model otherwise.
 PUBLISHED_TRANSPOSED = ("qwen3_vl_moe",)
 FUSED = (".experts.gate_up_proj", ".experts.down_proj")
+# Names on disk of the same.
+STACKED_LINEAR = {
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+}
 CORRECTION = ("e_score_correction_bias", ".expert_bias")
 
 
@@ -562,7 +596,8 @@ def layers_of(model: Any) -> Any:
 
 def experts_of(layer: Any) -> Any:
     """All experts of a layer; None: it has none."""
-    holders = (layer, *(getattr(layer, name, None) for name in ("mlp", "feed_forward")))
+    names = ("mlp", "feed_forward", "block_sparse_moe")
+    holders = (layer, *(getattr(layer, name, None) for name in names))
     return next((each.experts for each in holders if hasattr(each, "experts")), None)
 
 
@@ -583,6 +618,13 @@ def put_matrices(experts: Any, at: int, gate_up: torch.Tensor, down: torch.Tenso
     experts.gate_up_proj.data[at], experts.down_proj.data[at] = gate_up, down
 
 
+def model_name(stored: str) -> str:
+    """A tensor's name, where a checkpoint calls experts of a layer a linear layer."""
+    for on_disk, own in STACKED_LINEAR.items():
+        stored = stored.replace(on_disk, own)
+    return stored
+
+
 def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint, those of all experts of a layer as tensors of experts alone.
 
@@ -590,7 +632,8 @@ def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Where their inputs are not what the router's are, they are transposed.
     """
     alone: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
+    for stored_name, tensor in tensors.items():
+        name = model_name(stored_name)
         prefix, _, projection = name.rpartition(".")
         if not name.endswith(FUSED):
             alone[name] = tensor

@@ -401,6 +401,10 @@ DECODER_ARGUMENTS: dict[str, list[Any]] = {
         *(torch.ones(3, 2 * 2 * 6 + 4 * 5), -torch.ones(3, 4), torch.ones(3, 4), 1e-6),
         *(torch.zeros(4, 6, 5), torch.zeros(3, 4, 5)),
     ],
+    "selective_scan": [
+        *(torch.ones(3, 2 * 2 * 6 + 4 * 5), -torch.ones(3, 4), torch.ones(3, 4)),
+        *(torch.zeros(4, 6, 5), torch.zeros(3, 4, 5)),
+    ],
 }
 
 
@@ -613,6 +617,12 @@ def raw_arguments(op: str) -> list[Any]:
         ("delta_rule", 4, torch.zeros(4, 6, 5).bfloat16()),
         ("delta_rule", 5, torch.zeros(3, 4, 6)),
         ("delta_rule", 5, torch.zeros(3, 4, 5).double()),
+        ("selective_scan", 0, torch.zeros(3, 43)),
+        ("selective_scan", 0, torch.zeros(4, 44)),
+        ("selective_scan", 1, torch.zeros(3, 4).half()),
+        ("selective_scan", 2, torch.zeros(3, 5)),
+        ("selective_scan", 3, torch.zeros(4, 5, 6).mT),
+        ("selective_scan", 4, torch.zeros(3, 4, 6)),
     ],
 )
 def test_native_kernels_guard_their_memory(op: str, at: int, value: Any) -> None:

@@ -14,8 +14,8 @@ from speq.kernels import (
     reference,
     reference_compact,
     reference_decoder,
-    reference_delta,
     reference_dense,
+    reference_recurrent,
 )
 from speq.kernels.decoder_ops import RouterRule
 from speq.kernels.scaled_words import fp8_words, mxfp4_words
@@ -294,7 +294,7 @@ def test_delta_rule(random: Random) -> None:
     decays, betas = -random(tokens, heads).abs(), random(tokens, heads).sigmoid()
     state, out = random(heads, width, values), torch.empty(tokens, heads, values)
     states = numbers(state)
-    reference_delta.delta_rule_out(mixed, decays, betas, 1e-6, state, out)
+    reference_recurrent.delta_rule_out(mixed, decays, betas, 1e-6, state, out)
     for token in range(tokens):
         row = numbers(mixed[token])
         parts = row[: keys * width], row[keys * width : 2 * keys * width]
@@ -308,6 +308,25 @@ def test_delta_rule(random: Random) -> None:
             )
             np.testing.assert_allclose(out[token, head].numpy(), wanted, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(state.numpy(), states, rtol=1e-4, atol=1e-5)
+
+
+def test_selective_scan(random: Random) -> None:
+    """As one matrix of a whole sequence (arXiv:2405.21060, Eq. 6): what each token adds, decayed by
+    all tokens after it.
+    """
+    tokens, groups, heads, width, values = 6, 2, 4, 3, 5
+    mixed = random(tokens, 2 * groups * width + heads * values)
+    decays, steps = -random(tokens, heads).abs(), random(tokens, heads).sigmoid()
+    state, out = torch.zeros(heads, width, values), torch.empty(tokens, heads, values)
+    reference_recurrent.selective_scan_out(mixed, decays, steps, state, out)
+    queries, keys, given = np.split(numbers(mixed), [groups * width, 2 * groups * width], axis=1)
+    for head in range(heads):
+        columns = slice(head // 2 * width, head // 2 * width + width)
+        sums = np.cumsum(numbers(decays[:, head]))
+        stays = np.tril(np.exp(sums[:, None] - sums[None]))
+        matrix = stays * (queries[:, columns] @ keys[:, columns].T) * numbers(steps[:, head])
+        wanted = matrix @ given[:, head * values : (head + 1) * values]
+        np.testing.assert_allclose(out[:, head].numpy(), wanted, rtol=1e-4, atol=1e-5)
 
 
 # Whole blocks and quads, and parts of them.

@@ -67,7 +67,10 @@ def published(model: Path, opened: Opened) -> list[Matrices]:
                 names = (
                     f"{prefix}.mlp.experts.{expert}.{new}.weight",
                     f"{prefix}.block_sparse_moe.experts.{expert}.{short}.weight",
-                    f"{EXPERTS_BELOW['gemma4'].format(layer)}.{expert}.{new}.weight",
+                    *(
+                        f"{EXPERTS_BELOW[each].format(layer)}.{expert}.{new}.weight"
+                        for each in ("gemma4", "granitemoe")
+                    ),
                     f"{EXPERTS_BELOW['lfm2_moe'].format(layer)}.{expert}.{short}.weight",
                 )
                 parts[new] = next(tensors[name] for name in names if name in tensors)

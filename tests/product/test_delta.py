@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from speq.errors import Broken
-from speq.kernels.delta_rule import DeltaSizes, delta_steps, mix_inputs
 from speq.kernels.ops import MAX_LINEAR_ROWS
+from speq.kernels.recurrent import RecurrentSizes, delta_steps, mix_inputs, mix_one_by_one
 from speq.models.conv_inputs import PENDING
-from speq.models.delta_cache import DeltaLayer, DeltaRows
 from speq.models.length import Length
+from speq.models.recurrent_cache import RecurrentLayer, RecurrentRows
 from speq.models.states import BatchStateLayer
 from speq.models.tree import Tree
 
-SIZES = DeltaSizes(key_heads=2, value_heads=4, key_width=6, value_width=5, taps=4)
+SIZES = RecurrentSizes(key_heads=2, value_heads=4, key_width=6, value_width=5, taps=4)
 CPU = torch.device("cpu")
 
 
@@ -31,7 +31,10 @@ class Parts:
         self.weight = torch.randn(SIZES.channels, SIZES.taps, generator=generator).to(dtype)
         self.prompts = 0
 
-    def prompt(self, windows: Tensor, rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
+    def steps(self, state: Tensor, windows: Tensor, decays: Tensor, betas: Tensor) -> Tensor:
+        return delta_steps(state, mix_one_by_one(windows, self.weight), decays, betas)
+
+    def prompt(self, windows: Tensor, rows: RecurrentRows, state: Tensor) -> tuple[Tensor, Tensor]:
         self.prompts += 1
         state, out = state.clone(), []
         for window, decay, beta in zip(windows, rows.decays, rows.betas, strict=True):
@@ -43,29 +46,29 @@ class Parts:
 PARTS = Parts()
 
 
-def rows_of(count: int, seed: int) -> DeltaRows:
+def rows_of(count: int, seed: int) -> RecurrentRows:
     generator = torch.Generator().manual_seed(seed)
-    return DeltaRows(
+    return RecurrentRows(
         torch.randn(count, SIZES.channels, generator=generator),
         -torch.rand(count, SIZES.value_heads, generator=generator),
         torch.rand(count, SIZES.value_heads, generator=generator),
     )
 
 
-def some(rows: DeltaRows, places: Any) -> DeltaRows:
-    return DeltaRows(*(part[places] for part in rows))
+def some(rows: RecurrentRows, places: Any) -> RecurrentRows:
+    return RecurrentRows(*(part[places] for part in rows))
 
 
-def together(*parts: DeltaRows) -> DeltaRows:
-    return DeltaRows(*(torch.cat(each) for each in zip(*parts, strict=True)))
+def together(*parts: RecurrentRows) -> RecurrentRows:
+    return RecurrentRows(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
-def new_layer(dtype: torch.dtype = torch.float32) -> tuple[DeltaLayer, Length]:
+def new_layer(dtype: torch.dtype = torch.float32) -> tuple[RecurrentLayer, Length]:
     length = Length()
-    return DeltaLayer(SIZES, dtype, CPU, length), length
+    return RecurrentLayer(SIZES, dtype, CPU, length), length
 
 
-def alone(rows: DeltaRows, parts: Parts = PARTS) -> Tensor:
+def alone(rows: RecurrentRows, parts: Parts = PARTS) -> Tensor:
     """One token after another, each of which stays."""
     layer, length = new_layer(rows.inputs.dtype)
     out = []
@@ -77,7 +80,7 @@ def alone(rows: DeltaRows, parts: Parts = PARTS) -> Tensor:
     return torch.cat(out)
 
 
-def in_numpy(rows: DeltaRows) -> Any:
+def in_numpy(rows: RecurrentRows) -> Any:
     """A text of these tokens, in float64."""
     taps, weight = SIZES.taps, PARTS.weight.double().numpy()
     inputs = np.concatenate([np.zeros((taps - 1, SIZES.channels)), rows.inputs.double().numpy()])

@@ -151,6 +151,11 @@ DENSE = {
     "ernie4_5_moe": (ATTENTION, SHARED),
     "hunyuan_v1_moe": (ATTENTION, [f"mlp.shared_mlp.{name}" for name in MLP]),
     "gpt_oss": (ATTENTION, []),
+    "granitemoe": (ATTENTION, []),
+    "granitemoehybrid": (
+        ["mamba.in_proj", "mamba.out_proj"],
+        ["shared_mlp.input_linear", "shared_mlp.output_linear"],
+    ),
     "qwen3_5_moe": (
         [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")],
         [f"mlp.shared_expert.{name}" for name in MLP],

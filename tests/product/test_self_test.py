@@ -20,7 +20,7 @@ from speq.layers import arguments
 from speq.layers.arguments import cache_name
 from speq.layers.fused_attention import DecodeBatch, FusedAttention
 from speq.layers.offloaded_experts import OffloadedExperts
-from speq.models import delta_net, self_test, short_conv
+from speq.models import delta_net, mamba, self_test, short_conv
 from speq.models.attention import attend_in_blocks
 from speq.models.families import FAMILIES
 from speq.models.kv_cache import KVCache
@@ -36,6 +36,7 @@ STAND_INS = {
     "qwen3_next": (delta_net.DeltaNet, "cache_params"),
     "qwen3_5_moe": (delta_net.DeltaNet, "cache_params"),
     "lfm2_moe": (short_conv.ShortConv, "past_key_values"),
+    "granitemoehybrid": (mamba.Mamba, "cache_params"),
 }
 Folder = Callable[[str], Path]
 
@@ -143,15 +144,16 @@ def test_models_that_transformers_cannot_run_small_are_told_of(
 
 
 class Mixer(torch.nn.Module):
-    """What both stand-ins want of a module that they stand in for."""
+    """What the stand-ins want of a module that they stand in for."""
 
     num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_kernel_size = 1, 1, 2, 2, 2
+    n_groups, num_heads, ssm_state_size, head_dim = 1, 1, 2, 2
 
 
 Mixer.__module__ = "transformers.models.qwen3_next.modeling_qwen3_next"
 
 
-@pytest.mark.parametrize("stand_in", [delta_net.DeltaNet, short_conv.ShortConv])
+@pytest.mark.parametrize("stand_in", [delta_net.DeltaNet, mamba.Mamba, short_conv.ShortConv])
 def test_stand_ins_are_given_a_cache_or_refuse(stand_in: Any) -> None:
     mixer = Mixer()
     call, rows = stand_in(mixer), torch.zeros(1, 1, 2)

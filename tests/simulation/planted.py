@@ -19,8 +19,8 @@ from speq.experts.packed_store import PackedExpertStore
 from speq.files.alignment import release_pages
 from speq.files.checkpoint import EXPERTS_JOURNAL
 from speq.files.range_file import RangeFile
-from speq.models.delta_cache import DeltaLayer, DeltaParts, DeltaRows
 from speq.models.kv_cache import KVCache
+from speq.models.recurrent_cache import RecurrentLayer, RecurrentParts, RecurrentRows
 from speq.pipeline.first_stage import RingStages
 from speq.pipeline.stage_key import MessageSignatures
 from speq.runtime import Runtime
@@ -102,7 +102,9 @@ def tells_stages_nothing(stages: RingStages, hidden_states: Tensor) -> Tensor:
     return run_stages(stages, hidden_states)
 
 
-def takes_a_draft_for_a_prompt(states: DeltaLayer, rows: DeltaRows, parts: DeltaParts) -> Tensor:
+def takes_a_draft_for_a_prompt(
+    states: RecurrentLayer, rows: RecurrentRows, parts: RecurrentParts
+) -> Tensor:
     """What is not accepted stays in the state."""
     if len(rows.inputs) <= MAX_PLAIN_ROWS:
         return run_states(states, rows, parts)
@@ -142,7 +144,7 @@ async def counts_from_headers_on(gate: AccessGate, scope: Scope, receive: Any, s
 # Rows that no step has but one of a long draft.
 MAX_PLAIN_ROWS = 40
 let_in = AccessGate.__call__
-run_stages, run_states = RingStages.run, DeltaLayer.run
+run_stages, run_states = RingStages.run, RecurrentLayer.run
 limit, keep_path, fill = Offload.limit, KVCache.keep_path, RangeFile._fill
 
 
@@ -187,7 +189,7 @@ PLANTED: dict[str, tuple[str, Callable[[], Planted]]] = {
     ),
     "a long draft is taken for a prompt": (
         "long",
-        patched(DeltaLayer, "run", takes_a_draft_for_a_prompt),
+        patched(RecurrentLayer, "run", takes_a_draft_for_a_prompt),
     ),
     "a copy is of other weights": ("copy", patched(CopySource, "holds", holds_whatever_files)),
     "a copy is not verified": ("copy", patched(PackedExpertStore, "_verify", lambda *_: None)),

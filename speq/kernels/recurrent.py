@@ -1,7 +1,8 @@
-"""The gated delta rule (arXiv:2412.06464), one token after another.
+"""Rules of layers that keep states, one token after another.
 
-`speq.kernels.reference_delta` defines a token's step. Tokens go through the same operations in the
-same order whether run alone or together, so results are bit-identical.
+They are the gated delta rule (arXiv:2412.06464) and the selective scan of Mamba-2
+(arXiv:2405.21060); `speq.kernels.reference_recurrent` defines a token's step. Tokens go through the
+same operations in the same order whether run alone or together, so results are bit-identical.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from speq.kernels.convolution import convolve
 NORM_EPSILON = 1e-6
 
 
-class DeltaSizes(NamedTuple):
+class RecurrentSizes(NamedTuple):
     """Sizes of one layer. taps: inputs of a channel's convolution, its own token's included."""
 
     key_heads: int
@@ -36,16 +37,16 @@ class DeltaSizes(NamedTuple):
         return self.value_heads, self.key_width, self.value_width
 
 
-def mix_inputs(windows: Tensor, weight: Tensor) -> Tensor:
+def mix_inputs(windows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """SiLU of each channel's convolution, see `convolve`: [T, channels] of its dtype."""
-    return functional.silu(convolve(windows, weight))
+    return functional.silu(convolve(windows, weight, bias))
 
 
-def mix_one_by_one(windows: Tensor, weight: Tensor) -> Tensor:
+def mix_one_by_one(windows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `mix_inputs` for a few tokens, bit-identical to running each alone: torch's functions
     of several rows round differently.
     """
-    return torch.cat([functional.silu(row) for row in convolve(windows, weight).split(1)])
+    return torch.cat([functional.silu(row) for row in convolve(windows, weight, bias).split(1)])
 
 
 def delta_steps(state: Tensor, mixed: Tensor, decays: Tensor, betas: Tensor) -> Tensor:
@@ -58,4 +59,15 @@ def delta_steps(state: Tensor, mixed: Tensor, decays: Tensor, betas: Tensor) -> 
     """
     out = state.new_empty(len(mixed), state.shape[0], state.shape[2])
     library.call("delta_rule", mixed.float(), decays, betas, NORM_EPSILON, state, out)
+    return out
+
+
+def selective_scan(state: Tensor, mixed: Tensor, decays: Tensor, steps: Tensor) -> Tensor:
+    """Run T tokens one after another.
+
+    mixed  [T, channels] float32: queries, keys and values
+    steps  [T, value heads] float32; the others as `delta_steps` has them
+    """
+    out = state.new_empty(len(mixed), state.shape[0], state.shape[2])
+    library.call("selective_scan", mixed, decays, steps, state, out)
     return out

@@ -1,4 +1,4 @@
-"""Cache of a gated delta rule layer for one sequence: a state, and the inputs of its last tokens.
+"""Cache of a recurrent layer for one sequence: a state, and the inputs of its last tokens.
 
 A state cannot be truncated as KV can. So the cache holds the state after the settled tokens, and
 the inputs of the tokens that may still be rolled back. Accepted ones are run again when the next
@@ -13,56 +13,65 @@ import torch
 from torch import Tensor
 
 from speq.errors import present
-from speq.kernels.delta_rule import DeltaSizes, delta_steps, mix_one_by_one
 from speq.kernels.ops import MAX_LINEAR_ROWS
+from speq.kernels.recurrent import RecurrentSizes
 from speq.models.conv_inputs import PENDING, ConvInputs
 from speq.models.length import Length
 
 
-def state_sizes(sizes: DeltaSizes, dtype: torch.dtype) -> list[int]:
-    """Bytes of each tensor of `DeltaLayer`."""
+def state_sizes(sizes: RecurrentSizes, dtype: torch.dtype) -> list[int]:
+    """Bytes of each tensor of `RecurrentLayer`."""
     state = 4 * math.prod(sizes.state)
     inputs = ConvInputs.nbytes(sizes.taps, sizes.channels, dtype)
     strengths = PENDING * 4 * sizes.value_heads
     return [state, state, inputs, strengths, strengths]
 
 
-class DeltaRows(NamedTuple):
+def snapshot_sizes(sizes: RecurrentSizes, dtype: torch.dtype) -> list[int]:
+    """Bytes of each tensor of a snapshot."""
+    inputs = (sizes.taps - 1) * sizes.channels * dtype.itemsize
+    return [4 * math.prod(sizes.state), inputs]
+
+
+class RecurrentRows(NamedTuple):
     """Outputs of a layer's projections for the tokens of a pass.
 
     inputs  [T, channels] of the convolution
-    decays, betas  [T, value heads] float32
+    decays  [T, value heads] float32: logarithms of what stays of the state
+    betas   [T, value heads] float32: strengths of what is added
     """
 
     inputs: Tensor
     decays: Tensor
     betas: Tensor
 
-    def split(self, counts: list[int]) -> list["DeltaRows"]:
+    def split(self, counts: list[int]) -> list["RecurrentRows"]:
         return [
-            DeltaRows(*each) for each in zip(*(part.split(counts) for part in self), strict=True)
+            RecurrentRows(*each)
+            for each in zip(*(part.split(counts) for part in self), strict=True)
         ]
 
 
-class DeltaParts(Protocol):
-    """Weights and functions of a layer that the cache calls.
+class RecurrentParts(Protocol):
+    """A layer's rule, which its weights are part of."""
 
-    weight  of the convolution, [channels, taps]
-    """
+    sizes: RecurrentSizes
 
-    sizes: DeltaSizes
+    def steps(self, state: Tensor, windows: Tensor, decays: Tensor, betas: Tensor) -> Tensor:
+        """Run a few tokens after a state, which becomes that after them. Return their outputs, each
+        as if run alone.
 
-    @property
-    def weight(self) -> Tensor: ...
+        windows  [T, taps, channels] of their inputs
+        """
 
-    def prompt(self, windows: Tensor, rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
+    def prompt(self, windows: Tensor, rows: RecurrentRows, state: Tensor) -> tuple[Tensor, Tensor]:
         """Run many tokens after a state. Return their outputs and the new state.
 
-        windows  [T, taps, channels]
+        windows  as `steps` has them
         """
 
 
-class DeltaLayer:
+class RecurrentLayer:
     """Cache of one layer for one sequence.
 
     State `base` is the one after the settled tokens, `ConvInputs.base_at`. State `tip` is the one
@@ -70,7 +79,7 @@ class DeltaLayer:
     """
 
     def __init__(
-        self, sizes: DeltaSizes, dtype: torch.dtype, device: torch.device, length: Length
+        self, sizes: RecurrentSizes, dtype: torch.dtype, device: torch.device, length: Length
     ) -> None:
         self.length = length
         self._base = torch.zeros(sizes.state, device=device)
@@ -80,13 +89,13 @@ class DeltaLayer:
         self._betas = torch.zeros(PENDING, sizes.value_heads, device=device)
         self._tip_at = -1
         # Of the last pass: what is settled after it is run when a state is copied.
-        self._parts: DeltaParts | None = None
+        self._parts: RecurrentParts | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         return [self._base, self._tip, self._inputs.tensor, self._decays, self._betas]
 
-    def run(self, rows: DeltaRows, parts: DeltaParts) -> Tensor:
+    def run(self, rows: RecurrentRows, parts: RecurrentParts) -> Tensor:
         """Run the tokens of a pass after the sequence's length; they are nodes of `Length.tree` if
         there is one. Return [T, value heads, value width] float32.
         """
@@ -104,7 +113,7 @@ class DeltaLayer:
         self._tip_at = start + count
         return self._step(self._tip, places, parts)
 
-    def output(self, rows: DeltaRows, parts: DeltaParts) -> Tensor:
+    def output(self, rows: RecurrentRows, parts: RecurrentParts) -> Tensor:
         heads, width = parts.sizes.state[::2]
         return rows.decays.new_empty(len(rows.inputs), heads, width)
 
@@ -132,7 +141,7 @@ class DeltaLayer:
         self._inputs.restore(snapshot[1])
         self._tip_at = -1
 
-    def _begin(self, parts: DeltaParts) -> None:
+    def _begin(self, parts: RecurrentParts) -> None:
         """Forget another sequence, and move `base` past all settled tokens."""
         inputs = self._inputs
         if inputs.reset_if_new_sequence():
@@ -151,14 +160,14 @@ class DeltaLayer:
         for each in (self._decays, self._betas):
             each[:left] = each[settled : settled + left].clone()
 
-    def _have_tip(self, count: int, parts: DeltaParts) -> None:
+    def _have_tip(self, count: int, parts: RecurrentParts) -> None:
         """Move `tip` past the first `count` tokens."""
         if self._tip_at != count:
             self._tip.copy_(self._base)
             self._step(self._tip, range(count - self._inputs.base_at), parts)
             self._tip_at = count
 
-    def _step(self, state: Tensor, pending: range, parts: DeltaParts) -> Tensor:
+    def _step(self, state: Tensor, pending: range, parts: RecurrentParts) -> Tensor:
         """Run a chain of tokens, given their places after `base_at`."""
         if not pending:
             return state.new_empty(0, *parts.sizes.state[::2])
@@ -166,12 +175,11 @@ class DeltaLayer:
         return self._run(state, self._inputs.windows(pending), places, parts)
 
     def _run(
-        self, state: Tensor, windows: Tensor, places: slice | list[int], parts: DeltaParts
+        self, state: Tensor, windows: Tensor, places: slice | list[int], parts: RecurrentParts
     ) -> Tensor:
-        mixed = mix_one_by_one(windows, parts.weight)
-        return delta_steps(state, mixed, self._decays[places], self._betas[places])
+        return parts.steps(state, windows, self._decays[places], self._betas[places])
 
-    def _branch(self, parts: DeltaParts) -> Tensor:
+    def _branch(self, parts: RecurrentParts) -> Tensor:
         """Run nodes of a tree whose inputs are written, each from its parent's state."""
         tree = present(self.length.tree, "a pass over a tree was given no tree")
         root = self.length.count - tree.first
@@ -194,7 +202,7 @@ class DeltaLayer:
                 out.append(made)
         return torch.cat(out)
 
-    def _read(self, rows: DeltaRows, parts: DeltaParts) -> Tensor:
+    def _read(self, rows: RecurrentRows, parts: RecurrentParts) -> Tensor:
         """Run tokens of a prompt, which are never rolled back."""
         out, state = parts.prompt(self._inputs.read(rows.inputs), rows, self._base)
         self._base.copy_(state)

@@ -1,11 +1,16 @@
-"""Plain torch versions of the ops of layers with the gated delta rule (arXiv:2412.06464).
+"""Plain torch versions of the ops of layers that keep states.
+
+The gated delta rule (arXiv:2412.06464):
 
 A head has a state S [key width, value width]. A token with decay g, strength b, key k, value v and
 query q does
 
     S = exp(g) S;  S = S + k (b (v - k S));  out = q S
 
-with keys and queries of length 1, and queries divided by the root of their width.
+with keys and queries of length 1, and queries divided by the root of their width. The selective
+scan of Mamba-2 (arXiv:2405.21060) takes nothing back, and has keys and queries as they are:
+
+    S = exp(g) S;  S = S + k (b v);  out = q S
 
 Shape letters: T tokens, D key width, V value width.
 """
@@ -42,6 +47,26 @@ def delta_rule_out(
         seen = (state * key[:, :, None]).sum(1)
         change = (values.reshape(heads, -1) - seen) * beta[:, None]
         state += key[:, :, None] * change[:, None]
+        made.copy_((state * query[:, :, None]).sum(1))
+
+
+def selective_scan_out(
+    mixed: Tensor, decays: Tensor, steps: Tensor, state: Tensor, out: Tensor
+) -> None:
+    """Run T tokens one after another, bit-identical to running each alone.
+
+    steps  [T, heads] float32: b; the others as `delta_rule_out` has them
+    """
+    heads, key_width, value_width = state.shape
+    keys_width = (mixed.shape[1] - heads * value_width) // 2
+    for row, decay, step, made in zip(mixed, decays, steps, out, strict=True):
+        queries, keys, values = row.split([keys_width, keys_width, heads * value_width])
+        query, key = (
+            part.reshape(-1, key_width).repeat_interleave(heads * key_width // keys_width, 0)
+            for part in (queries, keys)
+        )
+        state *= decay.exp()[:, None, None]
+        state += key[:, :, None] * (values.reshape(heads, -1) * step[:, None])[:, None]
         made.copy_((state * query[:, :, None]).sum(1))
 
 

@@ -1,0 +1,153 @@
+"""The Mamba-2 layers of granitemoehybrid (arXiv:2405.21060) over a cache with rollback.
+
+transformers runs one token by one rule and several by another, and cannot roll a state back. Here
+all tokens run one after another.
+"""
+
+import math
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speq.errors import CheckpointError
+from speq.kernels import decoder_ops
+from speq.kernels.decoder_ops import RMSNorm
+from speq.kernels.recurrent import RecurrentSizes, mix_inputs, mix_one_by_one, selective_scan
+from speq.layers.arguments import find_cache
+from speq.models.conv_inputs import windows_in
+from speq.models.length import Length
+from speq.models.recurrent_cache import RecurrentLayer, RecurrentRows, snapshot_sizes, state_sizes
+from speq.models.states import StateShape, layers_of_kind
+
+
+class Mamba:
+    """Replacement of a module's forward that uses the module's parameters.
+
+    It holds the module weakly: a reference cycle would free memory late.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = weakref.proxy(module)
+        self.sizes = RecurrentSizes(
+            module.n_groups,
+            module.num_heads,
+            module.ssm_state_size,
+            module.head_dim,
+            module.conv_kernel_size,
+        )
+        # -exp(A_log) [heads] in float32, and ones for norms of groups: made at the first pass.
+        self._rates: Tensor | None = None
+        self._ones = torch.empty(0)
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the convolution: [channels, taps]."""
+        weight: Tensor = self._module.conv1d.weight
+        return weight[:, 0]
+
+    def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
+        """Map hidden_states [1, T, H] to [1, T, H].
+
+        given  arguments that `find_cache` reads
+        """
+        module, sizes = self._module, self.sizes
+        cache = find_cache(self, given)
+        if self._rates is None:
+            self._rates = -module.A_log.float().exp()
+            self._ones = self._rates.new_ones(module.norm.group_size)
+        width = sizes.value_heads * sizes.value_width
+        projected = module.in_proj(hidden_states)[0]
+        gate, inputs, step = projected.split([width, sizes.channels, sizes.value_heads], 1)
+        steps = functional.softplus(step.float() + module.dt_bias.float())
+        rows = RecurrentRows(inputs, self._rates * steps, steps)
+        if cache is None:
+            made = self._alone(rows)
+        else:
+            made = cache.layers[module.layer_idx].run(rows, self)
+        normed = self._gated_norm(made.flatten(1), gate).to(hidden_states.dtype)
+        out: Tensor = module.out_proj(normed[None])
+        return out
+
+    def steps(self, state: Tensor, windows: Tensor, decays: Tensor, betas: Tensor) -> Tensor:
+        """Run a few tokens after a state; see `RecurrentParts`."""
+        mixed = mix_one_by_one(windows, self.weight, self._module.conv1d.bias)
+        return self._scan(state, mixed, decays, betas)
+
+    def prompt(self, windows: Tensor, rows: RecurrentRows, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Run many tokens after a state. Return [T, heads, width] float32 and the new state.
+
+        windows  [T, taps, channels] of their inputs
+        """
+        mixed, state = mix_inputs(windows, self.weight, self._module.conv1d.bias), state.clone()
+        return self._scan(state, mixed, rows.decays, rows.betas), state
+
+    def _scan(self, state: Tensor, mixed: Tensor, decays: Tensor, steps: Tensor) -> Tensor:
+        """mixed [T, channels]: values, keys and queries, as the model has them"""
+        sizes = self.sizes
+        keys = sizes.key_heads * sizes.key_width
+        values, key, query = mixed.float().split([mixed.shape[1] - 2 * keys, keys, keys], 1)
+        out = selective_scan(state, torch.cat([query, key, values], 1), decays, steps)
+        skipped = values.view(out.shape) * self._module.D.float()[:, None]
+        return out + skipped
+
+    def _gated_norm(self, rows: Tensor, gates: Tensor) -> Tensor:
+        """Norm of groups of [T, width] float32 times the SiLU of their gates."""
+        norm = self._module.norm
+        gated = rows * functional.silu(gates.float())
+        groups = gated.view(-1, norm.group_size)
+        if decoder_ops.takes(groups):
+            normed = decoder_ops.rms_norm(groups, RMSNorm(self._ones, norm.variance_epsilon))
+        else:
+            spread = groups.square().mean(-1, keepdim=True)
+            normed = groups * torch.rsqrt(spread + norm.variance_epsilon)
+        return normed.view(gated.shape) * norm.weight.float()
+
+    def _alone(self, rows: RecurrentRows) -> Tensor:
+        before = rows.inputs.new_zeros(self.sizes.taps - 1, self.sizes.channels)
+        windows = windows_in(torch.cat([before, rows.inputs]), self.sizes.taps)
+        state = torch.zeros(self.sizes.state, device=rows.inputs.device)
+        return self.prompt(windows, rows, state)[0]
+
+
+class MambaState(NamedTuple):
+    """Sizes of a Mamba-2 layer's state."""
+
+    sizes: RecurrentSizes
+    mixer: str = "mamba"
+
+    def sizes_of(self, dtype: torch.dtype) -> list[int]:
+        return state_sizes(self.sizes, dtype)
+
+    def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
+        return snapshot_sizes(self.sizes, dtype)
+
+    def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> RecurrentLayer:
+        return RecurrentLayer(self.sizes, dtype, device, length)
+
+    def stand_in(self, module: nn.Module) -> Mamba:
+        return Mamba(module)
+
+
+def mamba_states(config: Any) -> StateShape:
+    """States of the layers that a config calls linear attention."""
+    sizes = RecurrentSizes(
+        config.mamba_n_groups,
+        config.mamba_n_heads,
+        config.mamba_d_state,
+        config.mamba_d_head,
+        config.mamba_d_conv,
+    )
+    return StateShape(layers_of_kind(config, "linear_attention"), MambaState(sizes))
+
+
+def check_mamba(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for limits of steps, which no published model has."""
+    least, most = config.time_step_limit or (0.0, math.inf)
+    if least > 0 or most < math.inf:
+        raise CheckpointError(
+            f"{where} has time_step_limit {[least, most]}; speq knows Mamba-2 layers without "
+            "limits: give a model whose limits are 0 and infinity"
+        )
