@@ -6,19 +6,17 @@ the layer's cache runs a few tokens one after another, with the results that eac
 
 import importlib
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import RMSNorm
 from speq.kernels.recurrent import RecurrentSizes, delta_steps, mix_inputs, mix_one_by_one
 from speq.layers.arguments import find_cache
-from speq.models.conv_inputs import windows_in
-from speq.models.length import Length
-from speq.models.recurrent_cache import RecurrentLayer, RecurrentRows, snapshot_sizes, state_sizes
+from speq.models.recurrent_cache import RecurrentRows, RecurrentState, run_alone
 from speq.models.states import StateShape, layers_of_kind
 
 
@@ -62,7 +60,7 @@ class DeltaNet:
         decays = self._rates * functional.softplus(a.float() + module.dt_bias)
         rows = RecurrentRows(inputs, decays, b.sigmoid().float())
         if cache is None:
-            attended = self._alone(rows)
+            attended = run_alone(rows, self)
         else:
             attended = cache.layers[module.layer_idx].run(rows, self)
         attended = attended.to(hidden_states.dtype)
@@ -114,12 +112,6 @@ class DeltaNet:
         )
         return out[0].float(), last[0]
 
-    def _alone(self, rows: RecurrentRows) -> Tensor:
-        before = rows.inputs.new_zeros(self.sizes.taps - 1, self.sizes.channels)
-        windows = windows_in(torch.cat([before, rows.inputs]), self.sizes.taps)
-        state = torch.zeros(self.sizes.state, device=rows.inputs.device)
-        return self.prompt(windows, rows, state)[0]
-
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Project to the convolution's inputs [T, channels], the output's gate [T, value heads,
         value width], and strengths and decays before their functions, [T, value heads] each.
@@ -137,25 +129,6 @@ class DeltaNet:
         return inputs, gate, module.in_proj_b(hidden_states)[0], module.in_proj_a(hidden_states)[0]
 
 
-class DeltaState(NamedTuple):
-    """Sizes of a gated delta rule layer's state."""
-
-    sizes: RecurrentSizes
-    mixer: str = "linear_attn"
-
-    def sizes_of(self, dtype: torch.dtype) -> list[int]:
-        return state_sizes(self.sizes, dtype)
-
-    def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
-        return snapshot_sizes(self.sizes, dtype)
-
-    def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> RecurrentLayer:
-        return RecurrentLayer(self.sizes, dtype, device, length)
-
-    def stand_in(self, module: nn.Module) -> DeltaNet:
-        return DeltaNet(module)
-
-
 def delta_states(config: Any) -> StateShape:
     """States of the layers that a config calls linear attention."""
     sizes = RecurrentSizes(
@@ -165,4 +138,6 @@ def delta_states(config: Any) -> StateShape:
         config.linear_value_head_dim,
         config.linear_conv_kernel_dim,
     )
-    return StateShape(layers_of_kind(config, "linear_attention"), DeltaState(sizes))
+    return StateShape(
+        layers_of_kind(config, "linear_attention"), RecurrentState(sizes, "linear_attn", DeltaNet)
+    )

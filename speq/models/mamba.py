@@ -6,10 +6,10 @@ all tokens run one after another.
 
 import math
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from speq.errors import CheckpointError
@@ -17,9 +17,7 @@ from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import RMSNorm
 from speq.kernels.recurrent import RecurrentSizes, mix_inputs, mix_one_by_one, selective_scan
 from speq.layers.arguments import find_cache
-from speq.models.conv_inputs import windows_in
-from speq.models.length import Length
-from speq.models.recurrent_cache import RecurrentLayer, RecurrentRows, snapshot_sizes, state_sizes
+from speq.models.recurrent_cache import RecurrentRows, RecurrentState, run_alone
 from speq.models.states import StateShape, layers_of_kind
 
 
@@ -64,7 +62,7 @@ class Mamba:
         steps = functional.softplus(step.float() + module.dt_bias.float())
         rows = RecurrentRows(inputs, self._rates * steps, steps)
         if cache is None:
-            made = self._alone(rows)
+            made = run_alone(rows, self)
         else:
             made = cache.layers[module.layer_idx].run(rows, self)
         normed = self._gated_norm(made.flatten(1), gate).to(hidden_states.dtype)
@@ -105,31 +103,6 @@ class Mamba:
             normed = groups * torch.rsqrt(spread + norm.variance_epsilon)
         return normed.view(gated.shape) * norm.weight.float()
 
-    def _alone(self, rows: RecurrentRows) -> Tensor:
-        before = rows.inputs.new_zeros(self.sizes.taps - 1, self.sizes.channels)
-        windows = windows_in(torch.cat([before, rows.inputs]), self.sizes.taps)
-        state = torch.zeros(self.sizes.state, device=rows.inputs.device)
-        return self.prompt(windows, rows, state)[0]
-
-
-class MambaState(NamedTuple):
-    """Sizes of a Mamba-2 layer's state."""
-
-    sizes: RecurrentSizes
-    mixer: str = "mamba"
-
-    def sizes_of(self, dtype: torch.dtype) -> list[int]:
-        return state_sizes(self.sizes, dtype)
-
-    def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
-        return snapshot_sizes(self.sizes, dtype)
-
-    def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> RecurrentLayer:
-        return RecurrentLayer(self.sizes, dtype, device, length)
-
-    def stand_in(self, module: nn.Module) -> Mamba:
-        return Mamba(module)
-
 
 def mamba_states(config: Any) -> StateShape:
     """States of the layers that a config calls linear attention."""
@@ -140,7 +113,9 @@ def mamba_states(config: Any) -> StateShape:
         config.mamba_d_head,
         config.mamba_d_conv,
     )
-    return StateShape(layers_of_kind(config, "linear_attention"), MambaState(sizes))
+    return StateShape(
+        layers_of_kind(config, "linear_attention"), RecurrentState(sizes, "mamba", Mamba)
+    )
 
 
 def check_mamba(config: Any, num_experts: int, where: object) -> None:

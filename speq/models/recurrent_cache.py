@@ -7,30 +7,17 @@ would take megabytes. A second state follows a draft from token to token.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speq.errors import present
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.kernels.recurrent import RecurrentSizes
-from speq.models.conv_inputs import PENDING, ConvInputs
+from speq.models.conv_inputs import PENDING, ConvInputs, windows_in
 from speq.models.length import Length
-
-
-def state_sizes(sizes: RecurrentSizes, dtype: torch.dtype) -> list[int]:
-    """Bytes of each tensor of `RecurrentLayer`."""
-    state = 4 * math.prod(sizes.state)
-    inputs = ConvInputs.nbytes(sizes.taps, sizes.channels, dtype)
-    strengths = PENDING * 4 * sizes.value_heads
-    return [state, state, inputs, strengths, strengths]
-
-
-def snapshot_sizes(sizes: RecurrentSizes, dtype: torch.dtype) -> list[int]:
-    """Bytes of each tensor of a snapshot."""
-    inputs = (sizes.taps - 1) * sizes.channels * dtype.itemsize
-    return [4 * math.prod(sizes.state), inputs]
 
 
 class RecurrentRows(NamedTuple):
@@ -208,3 +195,40 @@ class RecurrentLayer:
         self._base.copy_(state)
         self._tip_at = -1
         return out
+
+
+def run_alone(rows: RecurrentRows, parts: RecurrentParts) -> Tensor:
+    """Run the tokens of a whole sequence that nothing is kept of."""
+    sizes, inputs = parts.sizes, rows.inputs
+    before = inputs.new_zeros(sizes.taps - 1, sizes.channels)
+    windows = windows_in(torch.cat([before, inputs]), sizes.taps)
+    return parts.prompt(windows, rows, torch.zeros(sizes.state, device=inputs.device))[0]
+
+
+class RecurrentState(NamedTuple):
+    """Sizes of a recurrent layer's state.
+
+    mixer  a decoder layer's name for the module that has it
+    made   makes what stands in for such a module's forward
+    """
+
+    sizes: RecurrentSizes
+    mixer: str
+    made: Callable[[nn.Module], Callable[..., Tensor]]
+
+    def sizes_of(self, dtype: torch.dtype) -> list[int]:
+        sizes = self.sizes
+        state = 4 * math.prod(sizes.state)
+        inputs = ConvInputs.nbytes(sizes.taps, sizes.channels, dtype)
+        strengths = PENDING * 4 * sizes.value_heads
+        return [state, state, inputs, strengths, strengths]
+
+    def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
+        inputs = (self.sizes.taps - 1) * self.sizes.channels * dtype.itemsize
+        return [4 * math.prod(self.sizes.state), inputs]
+
+    def layer(self, dtype: torch.dtype, device: torch.device, length: Length) -> RecurrentLayer:
+        return RecurrentLayer(self.sizes, dtype, device, length)
+
+    def stand_in(self, module: nn.Module) -> Callable[..., Tensor]:
+        return self.made(module)
