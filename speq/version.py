@@ -38,5 +38,11 @@ def is_tested(version: str) -> bool:
     return given is not None and oldest <= _numbers(version) <= newest
 
 
+def is_before(version: str, other: str) -> bool:
+    """True if a version comes before another; a prerelease counts as the release."""
+    given = re.match(r"\d+(\.\d+)*", version)
+    return given is not None and _numbers(given[0]) < _numbers(other)
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))

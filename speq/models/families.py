@@ -262,6 +262,7 @@ FAMILIES = {
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             scaled_by="residual_multiplier",
+            since="5.23",
             text_part=TextModelPart("granitemoe", renamed=GRANITE_RENAMED),
         ),
         Family(
@@ -272,6 +273,7 @@ FAMILIES = {
             num_experts="num_local_experts",
             expert_width="intermediate_size",
             scaled_by="residual_multiplier",
+            since="5.23",
             typed_masks=True,
             check=check_mamba,
             on_the_host="states of family granitemoehybrid are cut back by the host",

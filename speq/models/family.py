@@ -23,6 +23,7 @@ from speq.models.attention import AttentionShape, cached_heads
 from speq.models.bounds import LAYER
 from speq.models.mtp_layer import APART, MtpLayerKind
 from speq.models.states import NO_STATES, StateShape
+from speq.version import is_before
 
 # transformers' modules are shared by all threads: two patches at a time would leave ours in place.
 _PATCHING = threading.Lock()
@@ -193,15 +194,18 @@ class Family:
             body.embed_tokens.embed_scale = scale  # type: ignore[assignment]
 
     def check_installed(self, where: object) -> None:
-        """Raise SpeqError where the installed transformers lacks the family."""
+        """Raise SpeqError where the installed transformers lacks the family, or has it in an older
+        form.
+        """
         try:
             found = importlib.util.find_spec(self.module) is not None
         except ModuleNotFoundError:
             found = False
-        if not found:
+        if not found or is_before(transformers_version, self.since):
+            lacks = "has in an older form" if found else "lacks"
             raise DependencyError(
                 f"{where} is of family {self.model_type!r}, which transformers "
-                f"{transformers_version} lacks; install transformers {self.since} or later"
+                f"{transformers_version} {lacks}; install transformers {self.since} or later"
             )
 
     def config(self, content: dict[str, Any], where: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from speq.models.opened import open_model
 from speq.models.packed_batch import SequenceTokens
 from speq.models.resident import mapped_regions
 from speq.routing import Route
+from speq.version import is_before
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_fused, write_model
 
 BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "solar_open")
@@ -108,6 +109,29 @@ def test_a_family_that_transformers_lacks_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(SpeqError) as refused:
         family_of({"model_type": "later_moe"}, "/a")
     assert str(refused.value) == sentence
+
+
+def test_an_older_form_of_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Family("mixtral", "MixtralExperts", since="99.1")
+    monkeypatch.setitem(FAMILIES, "mixtral", family)
+    with pytest.raises(
+        SpeqError, match=r"has in an older form; install transformers 99\.1 or later"
+    ):
+        family_of({"model_type": "mixtral"}, "/a")
+
+
+@pytest.mark.parametrize(
+    ("version", "other", "before"),
+    [
+        ("5.17.0", "5.23", True),
+        ("5.23.0", "5.23", False),
+        ("5.23.0.dev0", "5.23", False),
+        ("5.9.1", "5.23", True),
+        ("6.0.0", "5.23", False),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(version: str, other: str, before: bool) -> None:
+    assert is_before(version, other) == before
 
 
 @pytest.mark.parametrize("family", BIASED)
