@@ -29,6 +29,7 @@ from speq.models.opened import open_model
 from speq.models.packed_batch import BatchSpan, cache_of
 from speq.models.self_test import check_transformers, fill
 from speq.version import TESTED_TRANSFORMERS, is_tested, transformers_version
+from tests.helpers import tiny_models
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import WITH_STATES, config_of
 
@@ -55,7 +56,7 @@ def anew() -> Iterator[None]:
     self_test._passed.update(before)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_layers_compute_what_those_of_transformers_do(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
