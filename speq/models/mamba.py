@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speq.errors import CheckpointError
+from speq.errors import UnsupportedError
 from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import RMSNorm
 from speq.kernels.recurrent import RecurrentSizes, mix_inputs, mix_one_by_one, selective_scan
@@ -122,7 +122,7 @@ def check_mamba(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for limits of steps, which no published model has."""
     least, most = config.time_step_limit or (0.0, math.inf)
     if least > 0 or most < math.inf:
-        raise CheckpointError(
+        raise UnsupportedError(
             f"{where} has time_step_limit {[least, most]}; speq knows Mamba-2 layers without "
             "limits: give a model whose limits are 0 and infinity"
         )

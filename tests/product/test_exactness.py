@@ -515,6 +515,10 @@ VARIANTS = {
         "afmoe",
         {"mup_enabled": False, "tie_word_embeddings": True, "num_dense_layers": 0},
     ),
+    "granitemoehybrid with positions": (
+        "granitemoehybrid",
+        {"position_embedding_type": "rope", "mamba_n_groups": 1},
+    ),
     "exaone_moe with windows in all layers": (
         "exaone_moe",
         {"layer_types": ["sliding_attention"] * 3, "n_group": 1, "norm_topk_prob": False},

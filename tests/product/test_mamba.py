@@ -11,7 +11,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridMambaLayer,
 )
 
-from speq.errors import CheckpointError
+from speq.errors import UnsupportedError
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.models.families import FAMILIES
 from speq.models.length import Length
@@ -112,5 +112,5 @@ def test_tokens_together_are_bit_for_bit_those_alone(module: GraniteMoeHybridMam
 def test_limits_of_steps_are_refused() -> None:
     check = FAMILIES[FAMILY].check
     check(config_of(), 8, "model")
-    with pytest.raises(CheckpointError, match=r"time_step_limit \[0.001, inf\]"):
+    with pytest.raises(UnsupportedError, match=r"time_step_limit \[0.001, inf\]"):
         check(config_of(time_step_limit=(0.001, float("inf"))), 8, "model")
