@@ -526,10 +526,11 @@ VARIANTS = {
 }
 
 
-NOT_FIRST = [variant for at, variant in enumerate(VARIANTS) if at % 5]
+INSTALLED = [variant for variant, (family, _) in VARIANTS.items() if family in FAMILIES]
+NOT_FIRST = [variant for at, variant in enumerate(INSTALLED) if at % 5]
 
 
-@pytest.mark.parametrize("variant", [*list(VARIANTS)[::5], *wide(*NOT_FIRST)])
+@pytest.mark.parametrize("variant", [*INSTALLED[::5], *wide(*NOT_FIRST)])
 def test_variants_within_a_family(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
     model = write_model(tmp_path / family, family, max_shard_size="200KB", **overrides)
