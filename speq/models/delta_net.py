@@ -5,7 +5,6 @@ the layer's cache runs a few tokens one after another, with the results that eac
 """
 
 import importlib
-import weakref
 from typing import Any
 
 import torch
@@ -16,36 +15,25 @@ from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import RMSNorm
 from speq.kernels.recurrent import RecurrentSizes, delta_steps, mix_inputs, mix_one_by_one
 from speq.layers.arguments import find_cache
-from speq.models.recurrent_cache import RecurrentRows, RecurrentState, run_alone
+from speq.models.recurrent_cache import RecurrentMixer, RecurrentRows, RecurrentState
 from speq.models.states import StateShape, layers_of_kind
 
 
-class DeltaNet:
-    """Replacement of a module's forward that uses the module's parameters.
-
-    It holds the module weakly: a reference cycle would free memory late.
-    """
+class DeltaNet(RecurrentMixer):
+    """Replacement of a delta net's forward."""
 
     def __init__(self, module: Any) -> None:
-        self._module = weakref.proxy(module)
-        self.sizes = RecurrentSizes(
+        sizes = RecurrentSizes(
             module.num_k_heads,
             module.num_v_heads,
             module.head_k_dim,
             module.head_v_dim,
             module.conv_kernel_size,
         )
+        super().__init__(module, sizes)
         # transformers' rule for many tokens at a time.
         family = importlib.import_module(type(module).__module__)
         self._chunked = family.torch_chunk_gated_delta_rule
-        # -exp(A_log) [value heads] in float32: made at the first pass.
-        self._rates: Tensor | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        """Weight of the convolution: [channels, taps]."""
-        weight: Tensor = self._module.conv1d.weight
-        return weight[:, 0]
 
     def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """Map hidden_states [1, T, H] to [1, T, H].
@@ -55,15 +43,9 @@ class DeltaNet:
         module = self._module
         cache = find_cache(self, given)
         inputs, gate, b, a = self._project(hidden_states)
-        if self._rates is None:
-            self._rates = -module.A_log.float().exp()
-        decays = self._rates * functional.softplus(a.float() + module.dt_bias)
+        decays = self.rates() * functional.softplus(a.float() + module.dt_bias)
         rows = RecurrentRows(inputs, decays, b.sigmoid().float())
-        if cache is None:
-            attended = run_alone(rows, self)
-        else:
-            attended = cache.layers[module.layer_idx].run(rows, self)
-        attended = attended.to(hidden_states.dtype)
+        attended = self.run(rows, cache).to(hidden_states.dtype)
         shape = attended.shape
         made = self._gated_norm(attended.flatten(0, 1), gate.reshape(-1, shape[-1]))
         out: Tensor = module.out_proj(made.view(shape).flatten(1)[None])

@@ -5,7 +5,6 @@ all tokens run one after another.
 """
 
 import math
-import weakref
 from typing import Any
 
 import torch
@@ -17,34 +16,24 @@ from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import RMSNorm
 from speq.kernels.recurrent import RecurrentSizes, mix_inputs, mix_one_by_one, selective_scan
 from speq.layers.arguments import find_cache
-from speq.models.recurrent_cache import RecurrentRows, RecurrentState, run_alone
+from speq.models.recurrent_cache import RecurrentMixer, RecurrentRows, RecurrentState
 from speq.models.states import StateShape, layers_of_kind
 
 
-class Mamba:
-    """Replacement of a module's forward that uses the module's parameters.
-
-    It holds the module weakly: a reference cycle would free memory late.
-    """
+class Mamba(RecurrentMixer):
+    """Replacement of a Mamba-2 module's forward."""
 
     def __init__(self, module: Any) -> None:
-        self._module = weakref.proxy(module)
-        self.sizes = RecurrentSizes(
+        sizes = RecurrentSizes(
             module.n_groups,
             module.num_heads,
             module.ssm_state_size,
             module.head_dim,
             module.conv_kernel_size,
         )
-        # -exp(A_log) [heads] in float32, and ones for norms of groups: made at the first pass.
-        self._rates: Tensor | None = None
-        self._ones = torch.empty(0)
-
-    @property
-    def weight(self) -> Tensor:
-        """Weight of the convolution: [channels, taps]."""
-        weight: Tensor = self._module.conv1d.weight
-        return weight[:, 0]
+        super().__init__(module, sizes)
+        # Weight of groups' norms, made at the first pass.
+        self._ones: Tensor | None = None
 
     def __call__(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """Map hidden_states [1, T, H] to [1, T, H].
@@ -53,18 +42,12 @@ class Mamba:
         """
         module, sizes = self._module, self.sizes
         cache = find_cache(self, given)
-        if self._rates is None:
-            self._rates = -module.A_log.float().exp()
-            self._ones = self._rates.new_ones(module.norm.group_size)
         width = sizes.value_heads * sizes.value_width
         projected = module.in_proj(hidden_states)[0]
         gate, inputs, step = projected.split([width, sizes.channels, sizes.value_heads], 1)
         steps = functional.softplus(step.float() + module.dt_bias.float())
-        rows = RecurrentRows(inputs, self._rates * steps, steps)
-        if cache is None:
-            made = run_alone(rows, self)
-        else:
-            made = cache.layers[module.layer_idx].run(rows, self)
+        rows = RecurrentRows(inputs, self.rates() * steps, steps)
+        made = self.run(rows, cache)
         normed = self._gated_norm(made.flatten(1), gate).to(hidden_states.dtype)
         out: Tensor = module.out_proj(normed[None])
         return out
@@ -97,6 +80,8 @@ class Mamba:
         gated = rows * functional.silu(gates.float())
         groups = gated.view(-1, norm.group_size)
         if decoder_ops.takes(groups):
+            if self._ones is None:
+                self._ones = groups.new_ones(norm.group_size)
             normed = decoder_ops.rms_norm(groups, RMSNorm(self._ones, norm.variance_epsilon))
         else:
             spread = groups.square().mean(-1, keepdim=True)

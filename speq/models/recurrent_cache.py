@@ -7,8 +7,10 @@ would take megabytes. A second state follows a draft from token to token.
 """
 
 import math
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -197,12 +199,45 @@ class RecurrentLayer:
         return out
 
 
-def run_alone(rows: RecurrentRows, parts: RecurrentParts) -> Tensor:
-    """Run the tokens of a whole sequence that nothing is kept of."""
-    sizes, inputs = parts.sizes, rows.inputs
-    before = inputs.new_zeros(sizes.taps - 1, sizes.channels)
-    windows = windows_in(torch.cat([before, inputs]), sizes.taps)
-    return parts.prompt(windows, rows, torch.zeros(sizes.state, device=inputs.device))[0]
+class RecurrentMixer(ABC):
+    """Replacement of a module's forward that uses the module's parameters.
+
+    It holds the module weakly: a reference cycle would free memory late.
+    """
+
+    def __init__(self, module: Any, sizes: RecurrentSizes) -> None:
+        self._module, self.sizes = weakref.proxy(module), sizes
+        self._rates: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the convolution: [channels, taps]."""
+        weight: Tensor = self._module.conv1d.weight
+        return weight[:, 0]
+
+    @abstractmethod
+    def steps(self, state: Tensor, windows: Tensor, decays: Tensor, betas: Tensor) -> Tensor:
+        """Run a few tokens after a state; see `RecurrentParts`."""
+
+    @abstractmethod
+    def prompt(self, windows: Tensor, rows: RecurrentRows, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Run many tokens after a state; see `RecurrentParts`."""
+
+    def rates(self) -> Tensor:
+        """-exp(A_log) [value heads] in float32, made at the first pass."""
+        if self._rates is None:
+            self._rates = -self._module.A_log.float().exp()
+        return self._rates
+
+    def run(self, rows: RecurrentRows, cache: Any) -> Tensor:
+        """Run the rule over a cache; None: over a whole sequence that nothing is kept of."""
+        if cache is not None:
+            made: Tensor = cache.layers[self._module.layer_idx].run(rows, self)
+            return made
+        sizes, inputs = self.sizes, rows.inputs
+        before = inputs.new_zeros(sizes.taps - 1, sizes.channels)
+        windows = windows_in(torch.cat([before, inputs]), sizes.taps)
+        return self.prompt(windows, rows, torch.zeros(sizes.state, device=inputs.device))[0]
 
 
 class RecurrentState(NamedTuple):
