@@ -8,8 +8,21 @@
 namespace speq {
 
 // In the order of ACTIVATIONS in speq/kernels/reference.py.
-enum class Activation : std::int64_t { silu, swish, gelu, gelu_pytorch_tanh, relu, clamped };
-constexpr std::int64_t kActivations = 6;
+enum class Activation : std::int64_t {
+  silu,
+  swish,
+  gelu,
+  gelu_pytorch_tanh,
+  relu,
+  clamped,
+  relu2,
+};
+constexpr std::int64_t kActivations = 7;
+
+// Whether experts with it have a gate, whose activation is multiplied by up; others activate up.
+SPEQ_INLINE constexpr bool has_gate(Activation activation) {
+  return activation != Activation::relu2;
+}
 
 // Of the clamped activation: where gate and up end, and how steep the sigmoid is.
 constexpr float kClampLimit = 7.0f, kClampAlpha = 1.702f;
@@ -33,9 +46,13 @@ struct AsIs {
 };
 
 // What comes between an expert's projections. `round` rounds each step as transformers does it; the
-// last one is the caller's.
+// last one is the caller's. Without a gate, both are up.
 template <typename Round>
 SPEQ_INLINE float activate(Activation activation, float gate, float up, const Round &round) {
+  if (activation == Activation::relu2) {
+    const float positive = activate(Activation::relu, up);
+    return positive * positive;
+  }
   if (activation != Activation::clamped) {
     return round(activate(activation, gate)) * up;
   }

@@ -4,9 +4,9 @@
 // in Python.
 //
 // An expert is three matrices: gate and up [expert_width, hidden_size], down [hidden_size,
-// expert_width]. A dense matrix has a record of its own. Columns go in blocks of 64 and rows in
-// quads of four; the last of either may be shorter, and every matrix begins a quad. A record has
-// sections at multiples of 64 bytes:
+// expert_width]. Where it has no gate, that has no rows. A dense matrix has a record of its own.
+// Columns go in blocks of 64 and rows in quads of four; the last of either may be shorter, and
+// every matrix begins a quad. A record has sections at multiples of 64 bytes:
 //
 //   lossless  high bytes  8 bytes a matrix: those that classes 0 to 6 stand for, and 0
 //             index
@@ -96,6 +96,21 @@ SPEQ_INLINE constexpr std::int64_t class_stride(std::int64_t columns) {
   return (columns + 7) / 8 * 3;
 }
 
+// Sizes of an expert's matrices: gate, up and down.
+struct ExpertShape {
+  std::int64_t hidden_size, expert_width;
+  bool gated = true;
+
+  SPEQ_MEMBER std::int64_t rows(int matrix) const {
+    return matrix == kExpertMatrices - 1 ? hidden_size : matrix == 0 && !gated ? 0 : expert_width;
+  }
+  SPEQ_MEMBER std::int64_t columns(int matrix) const {
+    return matrix == kExpertMatrices - 1 ? expert_width : hidden_size;
+  }
+  // Rows of gate and up in one matrix, gate over up.
+  SPEQ_MEMBER std::int64_t gate_up_rows() const { return rows(0) + rows(1); }
+};
+
 // Where the sections of a record lie, in bytes from its start; those of each matrix.
 struct CompactLayout {
   int matrices;
@@ -128,14 +143,12 @@ SPEQ_INLINE CompactLayout with_sections(CompactLayout layout, bool lossless) {
 }
 
 // Of an expert: gate, up and down.
-SPEQ_INLINE CompactLayout compact_layout(std::int64_t hidden_size, std::int64_t expert_width,
-                                         bool lossless) {
+SPEQ_INLINE CompactLayout compact_layout(const ExpertShape &shape, bool lossless) {
   CompactLayout layout{};
   layout.matrices = kExpertMatrices;
   for (int m = 0; m < kExpertMatrices; ++m) {
-    const bool down = m == kExpertMatrices - 1;
-    layout.rows[m] = down ? hidden_size : expert_width;
-    layout.columns[m] = down ? expert_width : hidden_size;
+    layout.rows[m] = shape.rows(m);
+    layout.columns[m] = shape.columns(m);
   }
   return with_sections(layout, lossless);
 }

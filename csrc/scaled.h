@@ -11,7 +11,8 @@
 //                  by 128, of a row, or of a matrix
 //   mxfp4  codes   gate_up [2 expert_width, hidden_size], whose even rows are of gate and odd ones
 //                  of up, and down: e2m1, two to the byte, the first in its low half
-//          scales  a byte, of blocks of 32 columns of a row: the power of 2 less 127
+//          scales  a byte, of blocks of 32 columns of a row: the power of 2 less 127. Experts
+//                  must have a gate
 //   int4   codes   gate, up and down: 0 to 15, two to the byte, the first in its low half
 //          scales  BF16, or float16 as some publish them, of groups of neighbours of a row, whose
 //                  size is a multiple of 32
@@ -115,7 +116,7 @@ struct Fp8Blocks {
 
 private:
   SPEQ_MEMBER static std::int64_t of(std::int64_t size, std::int64_t block) {
-    return block == 0 ? 1 : (size + block - 1) / block;
+    return block == 0 ? size > 0 : (size + block - 1) / block;
   }
 };
 
@@ -127,20 +128,18 @@ struct ScaledLayout {
   std::int64_t third[kExpertMatrices]; // zero points of INT4, the matrix's scale of NVFP4
 };
 
-SPEQ_INLINE ScaledLayout sized(std::int64_t hidden_size, std::int64_t expert_width) {
+SPEQ_INLINE ScaledLayout sized(const ExpertShape &shape) {
   ScaledLayout layout{};
   for (int m = 0; m < kExpertMatrices; ++m) {
-    const bool down = m == kExpertMatrices - 1;
-    layout.rows[m] = down ? hidden_size : expert_width;
-    layout.columns[m] = down ? expert_width : hidden_size;
+    layout.rows[m] = shape.rows(m);
+    layout.columns[m] = shape.columns(m);
     layout.first_quad[m + 1] = layout.first_quad[m] + quads_of(layout.rows[m]);
   }
   return layout;
 }
 
-SPEQ_INLINE ScaledLayout fp8_layout(std::int64_t hidden_size, std::int64_t expert_width,
-                                    Fp8Blocks blocks) {
-  ScaledLayout layout = sized(hidden_size, expert_width);
+SPEQ_INLINE ScaledLayout fp8_layout(const ExpertShape &shape, Fp8Blocks blocks) {
+  ScaledLayout layout = sized(shape);
   std::int64_t at = 0;
   for (int m = 0; m < kExpertMatrices; ++m) {
     layout.codes[m] = at;
@@ -158,8 +157,9 @@ SPEQ_INLINE ScaledLayout fp8_layout(std::int64_t hidden_size, std::int64_t exper
 // Rows of gate and of up are two rows of the record apart.
 constexpr std::int64_t kInTurns = 2;
 
-SPEQ_INLINE ScaledLayout mxfp4_layout(std::int64_t hidden_size, std::int64_t expert_width) {
-  ScaledLayout layout = sized(hidden_size, expert_width);
+SPEQ_INLINE ScaledLayout mxfp4_layout(const ExpertShape &shape) {
+  ScaledLayout layout = sized(shape);
+  const auto [hidden_size, expert_width, gated] = shape;
   const std::int64_t gate_codes = hidden_size / 2, gate_scales = hidden_size / kMxfp4Block;
   const std::int64_t down_codes = expert_width / 2, down_scales = expert_width / kMxfp4Block;
   std::int64_t at = 0;
@@ -177,9 +177,8 @@ SPEQ_INLINE ScaledLayout mxfp4_layout(std::int64_t hidden_size, std::int64_t exp
 }
 
 // Both sizes must be multiples of a group's.
-SPEQ_INLINE ScaledLayout int4_layout(std::int64_t hidden_size, std::int64_t expert_width,
-                                     Int4Groups groups) {
-  ScaledLayout layout = sized(hidden_size, expert_width);
+SPEQ_INLINE ScaledLayout int4_layout(const ExpertShape &shape, Int4Groups groups) {
+  ScaledLayout layout = sized(shape);
   std::int64_t at = 0;
   for (int m = 0; m < kExpertMatrices; ++m) {
     layout.codes[m] = at;
@@ -199,8 +198,8 @@ SPEQ_INLINE ScaledLayout int4_layout(std::int64_t hidden_size, std::int64_t expe
 }
 
 // Both sizes must be multiples of kNvfp4Columns.
-SPEQ_INLINE ScaledLayout nvfp4_layout(std::int64_t hidden_size, std::int64_t expert_width) {
-  ScaledLayout layout = sized(hidden_size, expert_width);
+SPEQ_INLINE ScaledLayout nvfp4_layout(const ExpertShape &shape) {
+  ScaledLayout layout = sized(shape);
   std::int64_t at = 0;
   for (int m = 0; m < kExpertMatrices; ++m) {
     layout.codes[m] = at;
@@ -212,7 +211,7 @@ SPEQ_INLINE ScaledLayout nvfp4_layout(std::int64_t hidden_size, std::int64_t exp
   }
   for (int m = 0; m < kExpertMatrices; ++m) {
     layout.third[m] = at;
-    at += whole_lines(sizeof(float));
+    at += layout.rows[m] > 0 ? whole_lines(sizeof(float)) : 0;
   }
   layout.nbytes = at;
   return layout;
@@ -311,45 +310,41 @@ SPEQ_INLINE Mxfp4Rows mxfp4_rows(const ScaledLayout &layout, const std::uint8_t 
 }
 
 // The formats: layouts of records, and the matrices in them. Both sizes of experts must be
-// multiples of `columns`.
+// multiples of `columns`. in_turns: rows of gate and of up are, so that there must be a gate.
 struct Fp8Format {
+  static constexpr bool in_turns = false;
   static constexpr std::int64_t columns = 1;
   Fp8Blocks blocks;
-  ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
-    return fp8_layout(hidden_size, expert_width, blocks);
-  }
+  ScaledLayout layout(const ExpertShape &shape) const { return fp8_layout(shape, blocks); }
   Fp8Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
     return fp8_rows(layout, record, blocks, m);
   }
 };
 
 struct Mxfp4Format {
+  static constexpr bool in_turns = true;
   static constexpr std::int64_t columns = kMxfp4Block;
-  ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
-    return mxfp4_layout(hidden_size, expert_width);
-  }
+  ScaledLayout layout(const ExpertShape &shape) const { return mxfp4_layout(shape); }
   Mxfp4Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
     return mxfp4_rows(layout, record, m);
   }
 };
 
 struct Int4Format {
+  static constexpr bool in_turns = false;
   Int4Groups groups;
   std::int64_t columns = groups.size;
-  ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
-    return int4_layout(hidden_size, expert_width, groups);
-  }
+  ScaledLayout layout(const ExpertShape &shape) const { return int4_layout(shape, groups); }
   Int4Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
     return int4_rows(layout, record, groups, m);
   }
 };
 
 struct Nvfp4Format {
+  static constexpr bool in_turns = false;
   static constexpr std::int64_t columns = kNvfp4Columns;
   bool divides;
-  ScaledLayout layout(std::int64_t hidden_size, std::int64_t expert_width) const {
-    return nvfp4_layout(hidden_size, expert_width);
-  }
+  ScaledLayout layout(const ExpertShape &shape) const { return nvfp4_layout(shape); }
   Nvfp4Rows rows(const ScaledLayout &layout, const std::uint8_t *record, int m) const {
     return nvfp4_rows(layout, record, divides, m);
   }

@@ -106,6 +106,8 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
                       topk_weights.size(1) == topk_ids.size(1),
                   "topk_ids and topk_weights must have a row for each of hidden_states");
   const std::int64_t width = down_qweight.size(2) * 2, num_slots = gate_up_qweight.size(0);
+  const Activation act = activation_of(activation);
+  const std::int64_t gate_up_rows = ExpertShape{hidden_size, width, has_gate(act)}.gate_up_rows();
   STD_TORCH_CHECK(
       gate_up_bias.has_value() == down_bias.has_value() &&
           (!gate_up_bias.has_value() || gate_up_bias->scalar_type() == down_bias->scalar_type()),
@@ -114,7 +116,7 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
   Int4Biases biases;
   if (gate_up_bias.has_value()) {
     const ScalarType type = gate_up_bias->scalar_type();
-    biases = {bias_of(gate_up_bias, "gate_up_bias", experts, 2 * width, type),
+    biases = {bias_of(gate_up_bias, "gate_up_bias", experts, gate_up_rows, type),
               bias_of(down_bias, "down_bias", experts, hidden_size, type),
               word_of(*gate_up_bias, "gate_up_bias")};
   }
@@ -130,10 +132,10 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
       static_cast<const float *>(topk_weights.const_data_ptr()),
       ids_of(base_slots),
       num_slots,
-      int4_slots(gate_up_qweight, gate_up_scales, 2 * width, hidden_size, "gate_up"),
+      int4_slots(gate_up_qweight, gate_up_scales, gate_up_rows, hidden_size, "gate_up"),
       int4_slots(down_qweight, down_scales, hidden_size, width, "down"),
       perm_of(input_perm, num_slots, hidden_size),
-      activation_of(activation),
+      act,
       biases,
   };
   MoeInt4 moe(problem);
@@ -160,15 +162,15 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
                      std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   const RawWeights::Slots gate_up = raw_slots(gate_up_proj, "gate_up_proj");
   const RawWeights::Slots down = raw_slots(down_proj, "down_proj");
-  const std::int64_t hidden_size = gate_up_proj.size(2), width = down_proj.size(2);
-  STD_TORCH_CHECK(gate_up_proj.size(1) == 2 * width && down_proj.size(1) == hidden_size &&
-                      gate_up_proj.scalar_type() == down_proj.scalar_type() &&
+  STD_TORCH_CHECK(gate_up_proj.scalar_type() == down_proj.scalar_type() &&
                       gate_up_proj.size(0) == down_proj.size(0),
-                  "gate_up_proj must be [S, 2F, H] and down_proj [S, H, F], of one dtype");
-  run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
-              RawWeights(hidden_size, width, gate_up_proj.size(0),
-                         word_of(gate_up_proj, "gate_up_proj"), gate_up, down),
-              activation);
+                  "gate_up_proj and down_proj must be of one dtype, of as many slots");
+  const ExpertShape shape =
+      shape_of(gate_up_proj.size(1), gate_up_proj.size(2), down_proj.size(1), down_proj.size(2));
+  run_grouped(
+      {hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
+      RawWeights(shape, gate_up_proj.size(0), word_of(gate_up_proj, "gate_up_proj"), gate_up, down),
+      activation);
 }
 
 void linear_out(Tensor inputs, Tensor weight, std::optional<Tensor> bias, Tensor out) {

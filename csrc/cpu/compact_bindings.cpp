@@ -11,8 +11,7 @@ using namespace speq::cpu;
 
 void encode_lossless_out(Tensor gate_up_proj, Tensor down_proj, Tensor record, Tensor nbytes) {
   const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
-  LosslessEncoder encoder(compact_layout(expert.hidden_size, expert.expert_width, true),
-                          expert.words());
+  LosslessEncoder encoder(compact_layout(expert.shape, true), expert.words());
   encode(encoder, record, nbytes);
 }
 
@@ -20,41 +19,46 @@ void encode_residual_out(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_q
                          Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales,
                          Tensor record, Tensor nbytes) {
   const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
-  const std::int64_t hidden_size = expert.hidden_size, width = expert.expert_width;
+  const auto &[hidden_size, width, gated] = expert.shape;
+  const std::int64_t gate_up_rows = expert.shape.gate_up_rows();
   const Int4Matrix gate =
-      int4_slots(gate_up_qweight, gate_up_scales, 2 * width, hidden_size, "gate_up").matrix(0);
+      int4_slots(gate_up_qweight, gate_up_scales, gate_up_rows, hidden_size, "gate_up").matrix(0);
   const Int4Matrix down =
       int4_slots(down_qweight, down_scales, hidden_size, width, "down").matrix(0);
   Int4Matrix up = gate;
-  up.qweight += width * gate.row_bytes();
-  up.scales += width * gate.row_groups();
-  ResidualEncoder encoder(compact_layout(hidden_size, width, false), expert.words(),
-                          {gate, up, down});
+  const std::int64_t gate_rows = expert.shape.rows(int(Projection::gate));
+  up.qweight += gate_rows * gate.row_bytes();
+  up.scales += gate_rows * gate.row_groups();
+  ResidualEncoder encoder(compact_layout(expert.shape, false), expert.words(), {gate, up, down});
   encode(encoder, record, nbytes);
 }
 
-BaseExperts base_experts(const Tensor &base_slots, const Tensor &gate_up_qweight,
-                         const Tensor &gate_up_scales, const Tensor &down_qweight,
-                         const Tensor &down_scales, const std::optional<Tensor> &input_perm) {
-  check(base_slots, "base_slots", 1, ScalarType::Long);
+ExpertShape base_shape(const Tensor &gate_up_qweight, const Tensor &down_qweight) {
   STD_TORCH_CHECK(gate_up_qweight.dim() == 3 && down_qweight.dim() == 3 &&
                       gate_up_qweight.size(0) == down_qweight.size(0),
                   "gate_up and down must hold experts in as many base slots");
-  const std::int64_t count = down_qweight.size(0), hidden_size = down_qweight.size(1);
-  const std::int64_t width = down_qweight.size(2) * 2;
+  return shape_of(gate_up_qweight.size(1), 2 * gate_up_qweight.size(2), down_qweight.size(1),
+                  2 * down_qweight.size(2));
+}
+
+BaseExperts base_experts(const ExpertShape &shape, const Tensor &base_slots,
+                         const Tensor &gate_up_qweight, const Tensor &gate_up_scales,
+                         const Tensor &down_qweight, const Tensor &down_scales,
+                         const std::optional<Tensor> &input_perm) {
+  check(base_slots, "base_slots", 1, ScalarType::Long);
+  const std::int64_t count = down_qweight.size(0), hidden_size = shape.hidden_size;
   const Int4Slots gate_up =
-      int4_slots(gate_up_qweight, gate_up_scales, 2 * width, hidden_size, "gate_up");
-  const Int4Slots down = int4_slots(down_qweight, down_scales, hidden_size, width, "down");
+      int4_slots(gate_up_qweight, gate_up_scales, shape.gate_up_rows(), hidden_size, "gate_up");
+  const Int4Slots down =
+      int4_slots(down_qweight, down_scales, hidden_size, shape.expert_width, "down");
   return {ids_of(base_slots), count,           gate_up.qweight,
           down.qweight,       gate_up.scales,  down.scales,
           gate_up.group_size, down.group_size, perm_of(input_perm, count, hidden_size)};
 }
 
 void decode_lossless_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
-  const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
-  const std::int64_t hidden_size = expert.hidden_size, width = expert.expert_width;
-  const LosslessWeights weights(
-      hidden_size, width, only_slot(record, LosslessWeights::fixed_bytes(hidden_size, width)));
+  const ExpertShape shape = exact_expert(gate_up_proj, down_proj).shape;
+  const LosslessWeights weights(shape, only_slot(record, LosslessWeights::fixed_bytes(shape)));
   decode([&](Projection projection) { return weights.rows(projection, 0); }, gate_up_proj,
          down_proj);
 }
@@ -62,17 +66,16 @@ void decode_lossless_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
 void decode_residual_out(Tensor record, Tensor gate_up_qweight, Tensor gate_up_scales,
                          Tensor down_qweight, Tensor down_scales, Tensor gate_up_proj,
                          Tensor down_proj) {
-  const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
-  const std::int64_t hidden_size = expert.hidden_size, width = expert.expert_width;
+  const ExpertShape shape = exact_expert(gate_up_proj, down_proj).shape;
+  const auto &[hidden_size, width, gated] = shape;
   const Int4Slots gate_up =
-      int4_slots(gate_up_qweight, gate_up_scales, 2 * width, hidden_size, "gate_up");
+      int4_slots(gate_up_qweight, gate_up_scales, shape.gate_up_rows(), hidden_size, "gate_up");
   const Int4Slots down = int4_slots(down_qweight, down_scales, hidden_size, width, "down");
   constexpr std::int64_t kOnlySlot = 0;
   const BaseExperts base{{&kOnlySlot, 1}, 1,           gate_up.qweight,    down.qweight,
                          gate_up.scales,  down.scales, gate_up.group_size, down.group_size,
                          nullptr};
-  const ResidualWeights weights(hidden_size, width,
-                                only_slot(record, ResidualWeights::fixed_bytes(hidden_size, width)),
+  const ResidualWeights weights(shape, only_slot(record, ResidualWeights::fixed_bytes(shape)),
                                 base);
   decode([&](Projection projection) { return weights.rows(projection, 0, 0); }, gate_up_proj,
          down_proj);
@@ -84,11 +87,10 @@ void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                               std::optional<Tensor> down_bias) {
   STD_TORCH_CHECK(hidden_states.dim() == 2 && expert_width > 0,
                   "hidden_states must be [T, H] and expert_width above 0");
-  const std::int64_t hidden_size = hidden_states.size(1);
-  const RecordSlots records =
-      record_slots(slots, LosslessWeights::fixed_bytes(hidden_size, expert_width));
+  const ExpertShape shape{hidden_states.size(1), expert_width, has_gate(activation_of(activation))};
+  const RecordSlots records = record_slots(slots, LosslessWeights::fixed_bytes(shape));
   run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
-              LosslessWeights(hidden_size, expert_width, records), activation);
+              LosslessWeights(shape, records), activation);
 }
 
 void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
@@ -96,14 +98,14 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                               Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales,
                               std::optional<Tensor> input_perm, std::int64_t activation, Tensor out,
                               std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
-  const BaseExperts base = base_experts(base_slots, gate_up_qweight, gate_up_scales, down_qweight,
-                                        down_scales, input_perm);
+  const ExpertShape shape = base_shape(gate_up_qweight, down_qweight);
+  const BaseExperts base = base_experts(shape, base_slots, gate_up_qweight, gate_up_scales,
+                                        down_qweight, down_scales, input_perm);
   STD_TORCH_CHECK(base_slots.numel() == slot_table.numel(),
                   "base_slots and slot_table must have an entry for each expert");
-  const std::int64_t hidden_size = down_qweight.size(1), width = down_qweight.size(2) * 2;
-  const RecordSlots records = record_slots(slots, ResidualWeights::fixed_bytes(hidden_size, width));
+  const RecordSlots records = record_slots(slots, ResidualWeights::fixed_bytes(shape));
   run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
-              ResidualWeights(hidden_size, width, records, base), activation);
+              ResidualWeights(shape, records, base), activation);
 }
 
 } // namespace

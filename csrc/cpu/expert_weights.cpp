@@ -8,7 +8,7 @@ namespace speq::cpu {
 const void *RawWeights::words(Projection projection, std::int64_t, std::int64_t slot,
                               std::int64_t first, std::int64_t, std::byte *) const {
   const Slots &slots = projection == Projection::down ? down_ : gate_up_;
-  const std::int64_t row = first + (projection == Projection::up ? expert_width : 0);
+  const std::int64_t row = first + first_row(projection);
   return slots.words + slot * slots.slot_bytes + row * columns(projection) * bytes_of(word);
 }
 
@@ -19,13 +19,12 @@ void RawWeights::dot(Projection projection, std::int64_t expert, std::int64_t sl
                                      columns(projection), rows, inputs.rows, inputs.count, outs);
 }
 
-LosslessWeights::LosslessWeights(std::int64_t hidden_size, std::int64_t expert_width,
-                                 RecordSlots slots)
-    : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),
-      layout_(compact_layout(hidden_size, expert_width, true)), slots_(slots) {}
+LosslessWeights::LosslessWeights(const ExpertShape &shape, RecordSlots slots)
+    : ExpertWeights(shape, slots.count, Word::bfloat16), layout_(compact_layout(shape, true)),
+      slots_(slots) {}
 
-std::int64_t LosslessWeights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width) {
-  return compact_layout(hidden_size, expert_width, true).fixed_bytes();
+std::int64_t LosslessWeights::fixed_bytes(const ExpertShape &shape) {
+  return compact_layout(shape, true).fixed_bytes();
 }
 
 LosslessRows LosslessWeights::rows(Projection projection, std::int64_t slot) const {
@@ -43,13 +42,12 @@ const void *LosslessWeights::words(Projection projection, std::int64_t, std::int
   return decode_rows(rows(projection, slot), first, first + count, room);
 }
 
-ResidualWeights::ResidualWeights(std::int64_t hidden_size, std::int64_t expert_width,
-                                 RecordSlots slots, BaseExperts base)
-    : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16),
-      layout_(compact_layout(hidden_size, expert_width, false)), slots_(slots), base_(base) {}
+ResidualWeights::ResidualWeights(const ExpertShape &shape, RecordSlots slots, BaseExperts base)
+    : ExpertWeights(shape, slots.count, Word::bfloat16), layout_(compact_layout(shape, false)),
+      slots_(slots), base_(base) {}
 
-std::int64_t ResidualWeights::fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width) {
-  return compact_layout(hidden_size, expert_width, false).fixed_bytes();
+std::int64_t ResidualWeights::fixed_bytes(const ExpertShape &shape) {
+  return compact_layout(shape, false).fixed_bytes();
 }
 
 std::int64_t ResidualWeights::base_slot(std::int64_t expert) const {
@@ -66,9 +64,8 @@ ResidualRows ResidualWeights::rows(Projection projection, std::int64_t expert,
   const bool down = projection == Projection::down;
   const std::int64_t width = columns(projection);
   const std::int64_t group_size = down ? base_.down_group_size : base_.gate_up_group_size;
-  const std::int64_t of_expert = down ? hidden_size : 2 * expert_width;
-  const std::int64_t first =
-      base_slot(expert) * of_expert + (projection == Projection::up ? expert_width : 0);
+  const std::int64_t of_expert = down ? shape.hidden_size : shape.gate_up_rows();
+  const std::int64_t first = base_slot(expert) * of_expert + first_row(projection);
   const std::uint8_t *qweight = down ? base_.down_qweight : base_.gate_up_qweight;
   const Float16 *scales = down ? base_.down_scales : base_.gate_up_scales;
   return residual_rows(
@@ -88,7 +85,7 @@ const void *ResidualWeights::words(Projection projection, std::int64_t expert, s
 }
 
 const std::int32_t *ResidualWeights::input_perm(std::int64_t expert) const {
-  return has_input_perm() ? base_.input_perm + base_slot(expert) * hidden_size : nullptr;
+  return has_input_perm() ? base_.input_perm + base_slot(expert) * shape.hidden_size : nullptr;
 }
 
 const void *RoundedWeights::words(Projection projection, std::int64_t expert, std::int64_t slot,

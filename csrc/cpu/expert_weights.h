@@ -12,9 +12,8 @@ enum class Projection : int { gate, up, down };
 
 class ExpertWeights {
 public:
-  ExpertWeights(std::int64_t hidden_size, std::int64_t expert_width, std::int64_t num_slots,
-                Word word)
-      : hidden_size(hidden_size), expert_width(expert_width), num_slots(num_slots), word(word) {}
+  ExpertWeights(const ExpertShape &shape, std::int64_t num_slots, Word word)
+      : shape(shape), num_slots(num_slots), word(word) {}
   virtual ~ExpertWeights() = default;
 
   // Rows [first, first + rows) of a projection of the expert in a slot; first is a multiple of
@@ -32,24 +31,27 @@ public:
   virtual const std::int32_t *input_perm(std::int64_t) const { return nullptr; }
   virtual bool has_input_perm() const { return false; }
 
-  std::int64_t columns(Projection projection) const {
-    return projection == Projection::down ? expert_width : hidden_size;
+  std::int64_t columns(Projection projection) const { return shape.columns(int(projection)); }
+  // The first row of a projection in the matrix where up is below gate.
+  std::int64_t first_row(Projection projection) const {
+    return projection == Projection::up ? shape.rows(int(Projection::gate)) : 0;
   }
 
-  const std::int64_t hidden_size, expert_width, num_slots;
+  const ExpertShape shape;
+  const std::int64_t num_slots;
   const Word word;
 };
 
-// Plain words: gate_up [S, 2F, H] and down [S, H, F], in slots that lie some bytes apart.
+// Plain words: gate_up [S, 2F, H], or [S, F, H] without a gate, and down [S, H, F], in slots that
+// lie some bytes apart.
 class RawWeights : public ExpertWeights {
 public:
   struct Slots {
     const std::byte *words;
     std::int64_t slot_bytes;
   };
-  RawWeights(std::int64_t hidden_size, std::int64_t expert_width, std::int64_t num_slots, Word word,
-             Slots gate_up, Slots down)
-      : ExpertWeights(hidden_size, expert_width, num_slots, word), gate_up_(gate_up), down_(down) {}
+  RawWeights(const ExpertShape &shape, std::int64_t num_slots, Word word, Slots gate_up, Slots down)
+      : ExpertWeights(shape, num_slots, word), gate_up_(gate_up), down_(down) {}
 
   void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
            std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
@@ -71,9 +73,9 @@ struct RecordSlots {
 class LosslessWeights : public ExpertWeights {
 public:
   // slot_bytes must be at least those of a record without streams.
-  LosslessWeights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots);
+  LosslessWeights(const ExpertShape &shape, RecordSlots slots);
 
-  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width);
+  static std::int64_t fixed_bytes(const ExpertShape &shape);
   LosslessRows rows(Projection projection, std::int64_t slot) const;
   void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
            std::int64_t rows, const Inputs &inputs, float *const *outs) const override;
@@ -88,10 +90,9 @@ private:
 // Experts published as codes with scales, in records of one size. Format: one of scaled.h's
 template <typename Format> class ScaledWeights : public ExpertWeights {
 public:
-  ScaledWeights(std::int64_t hidden_size, std::int64_t expert_width, Format format,
-                RecordSlots slots)
-      : ExpertWeights(hidden_size, expert_width, slots.count, Word::bfloat16), format_(format),
-        layout_(format.layout(hidden_size, expert_width)), slots_(slots) {}
+  ScaledWeights(const ExpertShape &shape, Format format, RecordSlots slots)
+      : ExpertWeights(shape, slots.count, Word::bfloat16), format_(format),
+        layout_(format.layout(shape)), slots_(slots) {}
 
   auto rows(Projection projection, std::int64_t slot) const {
     return format_.rows(layout_, slots_.record(slot).bytes, int(projection));
@@ -123,10 +124,9 @@ struct BaseExperts {
 
 class ResidualWeights : public ExpertWeights {
 public:
-  ResidualWeights(std::int64_t hidden_size, std::int64_t expert_width, RecordSlots slots,
-                  BaseExperts base);
+  ResidualWeights(const ExpertShape &shape, RecordSlots slots, BaseExperts base);
 
-  static std::int64_t fixed_bytes(std::int64_t hidden_size, std::int64_t expert_width);
+  static std::int64_t fixed_bytes(const ExpertShape &shape);
   // Throws std::out_of_range where the expert's base slot does not exist.
   ResidualRows rows(Projection projection, std::int64_t expert, std::int64_t slot) const;
   void dot(Projection projection, std::int64_t expert, std::int64_t slot, std::int64_t first,
@@ -149,8 +149,7 @@ private:
 class RoundedWeights : public ExpertWeights {
 public:
   RoundedWeights(const ExpertWeights &weights, Word dtype)
-      : ExpertWeights(weights.hidden_size, weights.expert_width, weights.num_slots, dtype),
-        weights_(weights) {}
+      : ExpertWeights(weights.shape, weights.num_slots, dtype), weights_(weights) {}
 
   static bool loses_bits(Word word, Word dtype) { return dtype != word && dtype != Word::float32; }
 

@@ -28,7 +28,10 @@ inline void run_grouped(const Grouped &tensors, const ExpertWeights &given,
                   "hidden_states [T, H] and out [T, K, H] must be contiguous and of one dtype");
   check(topk_ids, "topk_ids", 2, ScalarType::Long);
   check(slot_table, "slot_table", 1, ScalarType::Long);
-  const std::int64_t rows = hidden_states.size(0), hidden_size = weights.hidden_size;
+  const auto &[hidden_size, expert_width, gated] = weights.shape;
+  const std::int64_t rows = hidden_states.size(0);
+  const Activation act = activation_of(activation);
+  STD_TORCH_CHECK(has_gate(act) == gated, "activation ", activation, " is not of such experts");
   STD_TORCH_CHECK(hidden_states.size(1) == hidden_size && topk_ids.size(0) == rows &&
                       out.size(0) == rows && out.size(1) == topk_ids.size(1) &&
                       out.size(2) == hidden_size,
@@ -36,7 +39,7 @@ inline void run_grouped(const Grouped &tensors, const ExpertWeights &given,
   const std::int64_t experts = slot_table.size(0);
   const ScalarType type = hidden_states.scalar_type();
   const ExpertBiases biases{
-      bias_of(gate_up_bias, "gate_up_bias", experts, 2 * weights.expert_width, type),
+      bias_of(gate_up_bias, "gate_up_bias", experts, weights.shape.gate_up_rows(), type),
       bias_of(down_bias, "down_bias", experts, hidden_size, type)};
   if (out.numel() == 0) {
     return;
@@ -49,14 +52,15 @@ inline void run_grouped(const Grouped &tensors, const ExpertWeights &given,
       ids_of(topk_ids),
       ids_of(slot_table),
       weights,
-      activation_of(activation),
+      act,
       out.mutable_data_ptr(),
       biases,
   });
   const std::int64_t word_bytes = bytes_of(weights.word);
-  parallel_for(0, moe.inner_tiles(), grain(2 * moe.width_tile() * hidden_size * word_bytes),
+  parallel_for(0, moe.inner_tiles(),
+               grain((gated ? 2 : 1) * moe.width_tile() * hidden_size * word_bytes),
                [&](std::int64_t begin, std::int64_t end) { moe.gate_up(begin, end); });
-  parallel_for(0, moe.out_tiles(), grain(moe.hidden_tile() * weights.expert_width * word_bytes),
+  parallel_for(0, moe.out_tiles(), grain(moe.hidden_tile() * expert_width * word_bytes),
                [&](std::int64_t begin, std::int64_t end) { moe.down(begin, end); });
 }
 

@@ -29,8 +29,8 @@ bool many_rows(const MoeGroupedProblem &problem) {
       stored == Word::bfloat16 ? kernels.panel_pair_inputs : kernels.panel_inputs;
   const auto experts = std::max<std::int64_t>(std::int64_t(problem.slots.size()), 1);
   return std::int64_t(problem.ids.size()) / experts >= least &&
-         PanelInputs::takes(weights.word, stored, weights.hidden_size) &&
-         PanelInputs::takes(weights.word, stored, weights.expert_width);
+         PanelInputs::takes(weights.word, stored, weights.shape.hidden_size) &&
+         PanelInputs::takes(weights.word, stored, weights.shape.expert_width);
 }
 
 std::int64_t tiles(std::int64_t size, std::int64_t tile) { return (size + tile - 1) / tile; }
@@ -47,21 +47,21 @@ MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
     : problem_(problem), groups_(group_by_expert(problem.ids, problem.slots,
                                                  problem.weights.num_slots, true, "slot_table")),
       in_panels_(many_rows(problem)),
-      width_tile_(tile_of(problem.weights, Projection::gate, in_panels_)),
+      width_tile_(tile_of(problem.weights, Projection::up, in_panels_)),
       hidden_tile_(tile_of(problem.weights, Projection::down, in_panels_)),
-      direct_(
-          !problem.weights.has_input_perm() &&
-          ExactRows::as_they_are(problem.weights.hidden_size, problem.weights.word, problem.dtype)),
+      direct_(!problem.weights.has_input_perm() &&
+              ExactRows::as_they_are(problem.weights.shape.hidden_size, problem.weights.word,
+                                     problem.dtype)),
       inputs_(direct_                            ? 0
               : problem.weights.has_input_perm() ? std::int64_t(problem.ids.size())
                                                  : problem.rows,
-              problem.weights.hidden_size, problem.weights.word, problem.dtype),
-      inner_(std::int64_t(problem.ids.size()), problem.weights.expert_width, problem.weights.word,
-             problem.dtype) {
+              problem.weights.shape.hidden_size, problem.weights.word, problem.dtype),
+      inner_(std::int64_t(problem.ids.size()), problem.weights.shape.expert_width,
+             problem.weights.word, problem.dtype) {
   if (direct_) {
     return;
   }
-  const std::int64_t hidden_size = problem_.weights.hidden_size;
+  const std::int64_t hidden_size = problem_.weights.shape.hidden_size;
   with_type(problem_.dtype, [&](auto type) {
     const auto *words = static_cast<const decltype(type) *>(problem_.hidden_states);
     std::vector<bool> filled(problem_.rows); // of many rows, a call may have experts of a few
@@ -83,18 +83,18 @@ MoeGrouped::MoeGrouped(const MoeGroupedProblem &problem)
 const void *MoeGrouped::input(std::int64_t place) const {
   const std::int64_t row = place / problem_.top_k;
   if (direct_) {
-    const std::int64_t row_bytes = problem_.weights.hidden_size * bytes_of(problem_.dtype);
+    const std::int64_t row_bytes = problem_.weights.shape.hidden_size * bytes_of(problem_.dtype);
     return static_cast<const std::byte *>(problem_.hidden_states) + row * row_bytes;
   }
   return inputs_.row(problem_.weights.has_input_perm() ? place : row);
 }
 
 std::int64_t MoeGrouped::inner_tiles() const {
-  return std::int64_t(groups_.size()) * tiles(problem_.weights.expert_width, width_tile_);
+  return std::int64_t(groups_.size()) * tiles(problem_.weights.shape.expert_width, width_tile_);
 }
 
 std::int64_t MoeGrouped::out_tiles() const {
-  return std::int64_t(groups_.size()) * tiles(problem_.weights.hidden_size, hidden_tile_);
+  return std::int64_t(groups_.size()) * tiles(problem_.weights.shape.hidden_size, hidden_tile_);
 }
 
 void MoeGrouped::dot(std::span<const Projection> projections, const ExpertRows &group,
@@ -122,7 +122,9 @@ void MoeGrouped::dot(std::span<const Projection> projections, const ExpertRows &
 }
 
 void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
-  const std::int64_t width = problem_.weights.expert_width;
+  const ExpertWeights &weights = problem_.weights;
+  const std::int64_t width = weights.shape.expert_width;
+  const bool gated = weights.shape.gated;
   const std::int64_t per_group = tiles(width, width_tile_);
   std::vector<const void *> inputs;
   std::vector<float> gates, ups;
@@ -140,35 +142,42 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
       up_rows[r] = &ups[r * width_tile_];
     }
     const Inputs multiplied{inputs.data(), count, inputs_.stored()};
-    constexpr Projection kBoth[] = {Projection::gate, Projection::up};
-    float *const *const outs[] = {gate_rows.data(), up_rows.data()};
-    dot(kBoth, group, first, rows, multiplied, outs);
+    constexpr Projection kBoth[] = {Projection::up, Projection::gate};
+    float *const *const outs[] = {up_rows.data(), gate_rows.data()};
+    const std::size_t projections = gated ? 2 : 1;
+    dot(std::span(kBoth).first(projections), group, first, rows, multiplied,
+        std::span(outs).first(projections));
     with_type(problem_.dtype, [&](auto type) {
       using Type = decltype(type);
       const auto round = [](float value) { return rounded_to<Type>(value); };
-      const Type *biases = bias<Type>(problem_.biases.gate_up, 2 * width, group.expert);
+      const Type *biases =
+          bias<Type>(problem_.biases.gate_up, weights.shape.gate_up_rows(), group.expert);
+      const std::int64_t first_up = first + weights.first_row(Projection::up);
+      const auto finish = [&](float *values, std::int64_t first_bias) {
+        for (std::int64_t i = 0; i < rows; ++i) {
+          values[i] = round(values[i]);
+        }
+        for (std::int64_t i = 0; biases != nullptr && i < rows; ++i) {
+          values[i] = round(values[i] + to_float(biases[first_bias + i]));
+        }
+      };
       for (std::int64_t r = 0; r < count; ++r) {
-        float *gate = gate_rows[r], *up = up_rows[r];
-        for (std::int64_t i = 0; i < rows; ++i) {
-          gate[i] = round(gate[i]), up[i] = round(up[i]);
-        }
-        if (biases != nullptr) {
-          for (std::int64_t i = 0; i < rows; ++i) {
-            gate[i] = round(gate[i] + to_float(biases[first + i]));
-            up[i] = round(up[i] + to_float(biases[width + first + i]));
-          }
+        float *up = up_rows[r], *gate = gated ? gate_rows[r] : up;
+        finish(up, first_up);
+        if (gated) {
+          finish(gate, first);
         }
         for (std::int64_t i = 0; i < rows; ++i) {
-          gate[i] = round(activate(problem_.activation, gate[i], up[i], round));
+          up[i] = round(activate(problem_.activation, gate[i], up[i], round));
         }
-        inner_.fill(group.places[r], first, rows, gate_rows[r]);
+        inner_.fill(group.places[r], first, rows, up);
       }
     });
   }
 }
 
 void MoeGrouped::down(std::int64_t begin, std::int64_t end) {
-  const std::int64_t hidden_size = problem_.weights.hidden_size;
+  const std::int64_t hidden_size = problem_.weights.shape.hidden_size;
   const std::int64_t per_group = tiles(hidden_size, hidden_tile_);
   std::vector<const void *> inputs;
   std::vector<float> values;

@@ -12,7 +12,7 @@
 
 namespace speq::cpu {
 
-// Of experts that have biases: gate_up [E, 2 * expert_width], gate before up, and down [E,
+// Of experts that have biases: gate_up [E, gate_up_rows], gate before up, and down [E,
 // hidden_size]. Null where there are none.
 struct ExpertBiases {
   const void *gate_up = nullptr, *down = nullptr;
@@ -40,7 +40,7 @@ public:
   std::int64_t width_tile() const { return width_tile_; }
   std::int64_t hidden_tile() const { return hidden_tile_; }
 
-  // Tiles of act(gate) * up, over all experts.
+  // Tiles of act(gate) * up, or of act(up) without a gate, over all experts.
   std::int64_t inner_tiles() const;
   void gate_up(std::int64_t begin, std::int64_t end);
 

@@ -43,6 +43,8 @@ void MoeInt4::round_inputs(std::int64_t begin, std::int64_t end) {
 
 void MoeInt4::gate_up(std::int64_t begin, std::int64_t end) {
   const std::int64_t width = problem_.expert_width();
+  const bool gated = has_gate(problem_.activation);
+  const std::int64_t matrix_rows = problem_.gate_up.rows, first_up = gated ? width : 0;
   std::vector<const Int8Step *> inputs;
   std::vector<float> gates, ups;
   std::vector<float *> gate_rows, up_rows;
@@ -61,17 +63,21 @@ void MoeInt4::gate_up(std::int64_t begin, std::int64_t end) {
     }
     const Int4Matrix matrix = problem_.gate_up.matrix(group.slot);
     const DotInt4 dot = dot_int4_for(matrix);
-    dot(matrix, first, last, inputs.data(), count, gate_rows.data());
-    dot(matrix, width + first, width + last, inputs.data(), count, up_rows.data());
+    if (gated) {
+      dot(matrix, first, last, inputs.data(), count, gate_rows.data());
+    }
+    dot(matrix, first_up + first, first_up + last, inputs.data(), count, up_rows.data());
     const auto &[biases, of_down, word] = problem_.biases;
     for (std::int64_t r = 0; r < count; ++r) {
-      float *gate = gate_rows[r], *up = up_rows[r];
-      add_bias(biases, word, 2 * width, group.expert, first, last - first, gate);
-      add_bias(biases, word, 2 * width, group.expert, width + first, last - first, up);
-      for (std::int64_t i = 0; i < last - first; ++i) {
-        gate[i] = activate(problem_.activation, gate[i], up[i], AsIs());
+      float *up = up_rows[r], *gate = gated ? gate_rows[r] : up;
+      add_bias(biases, word, matrix_rows, group.expert, first_up + first, last - first, up);
+      if (gated) {
+        add_bias(biases, word, matrix_rows, group.expert, first, last - first, gate);
       }
-      inner_rows_.round(group.places[r], first, last - first, gate_rows[r]);
+      for (std::int64_t i = 0; i < last - first; ++i) {
+        up[i] = activate(problem_.activation, gate[i], up[i], AsIs());
+      }
+      inner_rows_.round(group.places[r], first, last - first, up);
     }
   }
 }

@@ -24,7 +24,7 @@ struct Int4Slots {
   }
 };
 
-// Of experts that have biases: gate_up [E, 2 * expert_width], gate before up, and down [E,
+// Of experts that have biases: gate_up [E, gate_up rows], gate before up, and down [E,
 // hidden_size], of `word`. Null where there are none.
 struct Int4Biases {
   const void *gate_up = nullptr, *down = nullptr;
@@ -59,7 +59,7 @@ public:
   std::int64_t inputs() const { return inputs_; }
   void round_inputs(std::int64_t begin, std::int64_t end);
 
-  // Tiles of expert outputs act(gate) * up, over all experts.
+  // Tiles of expert outputs act(gate) * up, or of act(up) without a gate, over all experts.
   std::int64_t inner_tiles() const { return std::int64_t(groups_.size()) * width_tiles_; }
   void gate_up(std::int64_t begin, std::int64_t end);
 

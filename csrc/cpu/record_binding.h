@@ -51,19 +51,20 @@ void decode_quads(const Rows &matrix, std::int64_t begin, std::int64_t end, BFlo
 // Plain words of an expert.
 struct ExactExpert {
   const BFloat16 *gate_up, *down;
-  std::int64_t hidden_size, expert_width;
+  ExpertShape shape;
 
-  ExactWords words() const { return {gate_up, gate_up + expert_width * hidden_size, down}; }
+  ExactWords words() const {
+    return {gate_up, gate_up + shape.rows(int(Projection::gate)) * shape.hidden_size, down};
+  }
 };
 
 inline ExactExpert exact_expert(const Tensor &gate_up_proj, const Tensor &down_proj) {
   check(gate_up_proj, "gate_up_proj", 2, ScalarType::BFloat16);
   check(down_proj, "down_proj", 2, ScalarType::BFloat16);
-  const std::int64_t hidden_size = down_proj.size(0), width = down_proj.size(1);
-  STD_TORCH_CHECK(gate_up_proj.size(0) == 2 * width && gate_up_proj.size(1) == hidden_size,
-                  "gate_up_proj must be [2F, H] and down_proj [H, F]");
+  const ExpertShape shape =
+      shape_of(gate_up_proj.size(0), gate_up_proj.size(1), down_proj.size(0), down_proj.size(1));
   return {static_cast<const BFloat16 *>(gate_up_proj.const_data_ptr()),
-          static_cast<const BFloat16 *>(down_proj.const_data_ptr()), hidden_size, width};
+          static_cast<const BFloat16 *>(down_proj.const_data_ptr()), shape};
 }
 
 inline RecordSlots record_slots(const Tensor &slots, std::int64_t fixed_bytes) {
@@ -83,14 +84,13 @@ inline RecordSlots only_slot(const Tensor &tensor, std::int64_t fixed_bytes) {
 // Words of all rows of an expert; rows_of(projection) are the matrices.
 template <typename RowsOf>
 void decode(const RowsOf &rows_of, Tensor &gate_up_proj, Tensor &down_proj) {
-  exact_expert(gate_up_proj, down_proj);
+  const ExpertShape shape = exact_expert(gate_up_proj, down_proj).shape;
   auto *gate_up = static_cast<BFloat16 *>(gate_up_proj.mutable_data_ptr());
   auto *down = static_cast<BFloat16 *>(down_proj.mutable_data_ptr());
   for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
     const auto rows = rows_of(projection);
-    BFloat16 *words = projection == Projection::down ? down
-                      : projection == Projection::up ? gate_up + rows.rows * rows.columns
-                                                     : gate_up;
+    const std::int64_t above = projection == Projection::up ? shape.rows(0) : 0;
+    BFloat16 *words = projection == Projection::down ? down : gate_up + above * rows.columns;
     decode_quads(rows, 0, quads_of(rows.rows), words);
   }
 }

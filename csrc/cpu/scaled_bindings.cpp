@@ -11,20 +11,19 @@ using namespace speq;
 using namespace speq::cpu;
 using OptionalTensor = std::optional<Tensor>;
 
-template <typename Format>
-void check_sizes(const Format &format, std::int64_t hidden_size, std::int64_t expert_width) {
-  STD_TORCH_CHECK(hidden_size % format.columns == 0 && expert_width % format.columns == 0,
+template <typename Format> void check_sizes(const Format &format, const ExpertShape &shape) {
+  STD_TORCH_CHECK(shape.hidden_size % format.columns == 0 &&
+                      shape.expert_width % format.columns == 0,
                   "experts of this format must have sizes that are multiples of ", format.columns);
+  STD_TORCH_CHECK(shape.gated || !Format::in_turns, "experts of this format must have a gate");
 }
 
 template <typename Format>
 void decode_record(const Format &format, const Tensor &record, Tensor &gate_up_proj,
                    Tensor &down_proj) {
-  const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
-  const std::int64_t hidden_size = expert.hidden_size, width = expert.expert_width;
-  check_sizes(format, hidden_size, width);
-  const RecordSlots only = only_slot(record, format.layout(hidden_size, width).nbytes);
-  const ScaledWeights weights(hidden_size, width, format, only);
+  const ExpertShape shape = exact_expert(gate_up_proj, down_proj).shape;
+  check_sizes(format, shape);
+  const ScaledWeights weights(shape, format, only_slot(record, format.layout(shape).nbytes));
   decode([&](Projection projection) { return weights.rows(projection, 0); }, gate_up_proj,
          down_proj);
 }
@@ -35,10 +34,10 @@ void run_slots(const Format &format, const Grouped &tensors, const Tensor &slots
   const Tensor &hidden_states = tensors.hidden_states;
   STD_TORCH_CHECK(hidden_states.dim() == 2 && expert_width > 0,
                   "hidden_states must be [T, H] and expert_width above 0");
-  const std::int64_t hidden_size = hidden_states.size(1);
-  check_sizes(format, hidden_size, expert_width);
-  const RecordSlots records = record_slots(slots, format.layout(hidden_size, expert_width).nbytes);
-  run_grouped(tensors, ScaledWeights(hidden_size, expert_width, format, records), activation);
+  const ExpertShape shape{hidden_states.size(1), expert_width, has_gate(activation_of(activation))};
+  check_sizes(format, shape);
+  const RecordSlots records = record_slots(slots, format.layout(shape).nbytes);
+  run_grouped(tensors, ScaledWeights(shape, format, records), activation);
 }
 
 Fp8Format fp8_format(std::int64_t block_rows, std::int64_t block_columns) {

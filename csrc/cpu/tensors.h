@@ -72,6 +72,15 @@ inline const void *bias_of(const std::optional<Tensor> &bias, const char *name,
   return bias->const_data_ptr();
 }
 
+// Of experts whose gate_up is [gate_up_rows, hidden_size] and down [rows, expert_width].
+inline ExpertShape shape_of(std::int64_t gate_up_rows, std::int64_t hidden_size, std::int64_t rows,
+                            std::int64_t expert_width) {
+  const ExpertShape shape{hidden_size, expert_width, gate_up_rows != expert_width};
+  STD_TORCH_CHECK(gate_up_rows == shape.gate_up_rows() && rows == hidden_size,
+                  "gate_up must be [2F, H], or [F, H] without a gate, and down [H, F]");
+  return shape;
+}
+
 inline Word word_of(const Tensor &tensor, const char *name) {
   switch (tensor.scalar_type()) {
   case ScalarType::Float:

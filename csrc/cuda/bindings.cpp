@@ -43,8 +43,11 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
   const auto gate_up = int4_values(op, gate_up_qweight, gate_up_scales, 3);
   const auto down = int4_values(op, down_qweight, down_scales, 3);
   const std::int64_t hidden_size = hidden_states.size(1), width = down.columns;
+  const auto act = activation_of(op, activation);
+  const std::int64_t gate_up_rows =
+      speq::ExpertShape{hidden_size, width, speq::has_gate(act)}.gate_up_rows();
   STD_TORCH_CHECK(
-      gate_up.columns == hidden_size && down.rows == hidden_size && gate_up.rows == 2 * width &&
+      gate_up.columns == hidden_size && down.rows == hidden_size && gate_up.rows == gate_up_rows &&
           gate_up.slots == down.slots && is(topk_weights, ScalarType::Float, 2) &&
           topk_weights.size(0) == route.num_rows && topk_weights.size(1) == route.top_k &&
           out.dim() == 2 && out.is_contiguous() && out.size(0) == route.num_rows &&
@@ -60,16 +63,15 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
                        same_device({&hidden_states, &*input_perm})),
                   op, ": input_perm must be contiguous int32, one for each slot and column");
   const ExpertBiases biases =
-      biases_of(op, gate_up_bias, down_bias, hidden_states, route.experts, width);
+      biases_of(op, gate_up_bias, down_bias, hidden_states, route.experts, gate_up_rows);
   if (route.num_rows == 0) {
     return;
   }
   const Call call(hidden_states);
   Tensor memory = workspace(hidden_states, moe_int4_workspace(route, width));
   check(op, moe_int4(values(op, hidden_states), route, data<float>(topk_weights), gate_up, down,
-                     input_perm ? data<std::int32_t>(*input_perm) : nullptr,
-                     activation_of(op, activation), biases, values(op, out),
-                     memory.mutable_data_ptr(), call.stream()));
+                     input_perm ? data<std::int32_t>(*input_perm) : nullptr, act, biases,
+                     values(op, out), memory.mutable_data_ptr(), call.stream()));
 }
 
 // Slots of matrices, of which each is contiguous.
@@ -90,8 +92,10 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
   const auto route = route_of(op, hidden_states, topk_ids, slot_table);
   const auto gate_up = slot_values(op, gate_up_proj), down = slot_values(op, down_proj);
   const auto hidden = values(op, hidden_states);
+  const auto act = activation_of(op, activation);
+  const speq::ExpertShape shape{hidden_states.size(1), down.columns, speq::has_gate(act)};
   STD_TORCH_CHECK(gate_up.columns == hidden_states.size(1) && down.rows == hidden_states.size(1) &&
-                      gate_up.rows == 2 * down.columns && gate_up.slots == down.slots &&
+                      gate_up.rows == shape.gate_up_rows() && gate_up.slots == down.slots &&
                       gate_up.dtype == down.dtype && hidden.dtype != Dtype::float64 &&
                       gate_up.dtype != Dtype::float64,
                   op, ": gate_up_proj or down_proj have the wrong shape or dtype");
@@ -102,16 +106,16 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
   STD_TORCH_CHECK(
       same_device({&hidden_states, &topk_ids, &slot_table, &gate_up_proj, &down_proj, &out}), op,
       ": arguments are on different devices");
-  const ExpertBiases biases =
-      same_biases_of(op, gate_up_bias, down_bias, hidden_states, route.experts, down.columns);
+  const ExpertBiases biases = same_biases_of(op, gate_up_bias, down_bias, hidden_states,
+                                             route.experts, shape.gate_up_rows());
   if (route.num_rows * route.top_k == 0 || hidden_states.size(1) == 0) {
     return;
   }
   const Call call(hidden_states);
   Tensor memory =
       workspace(hidden_states, moe_grouped_workspace(route, down.columns, hidden.dtype));
-  check(op, moe_grouped(hidden, route, gate_up, down, activation_of(op, activation), biases,
-                        out.mutable_data_ptr(), memory.mutable_data_ptr(), call.stream()));
+  check(op, moe_grouped(hidden, route, gate_up, down, act, biases, out.mutable_data_ptr(),
+                        memory.mutable_data_ptr(), call.stream()));
 }
 
 void read_sum_out(Tensor words, Tensor out) {

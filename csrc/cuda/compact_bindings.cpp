@@ -8,9 +8,14 @@
 namespace {
 
 using namespace speq::cuda;
+using speq::ExpertShape;
 
 std::int64_t fixed_bytes(const ExpertShape &shape, bool lossless) {
-  return speq::compact_layout(shape.hidden_size, shape.expert_width, lossless).fixed_bytes();
+  return speq::compact_layout(shape, lossless).fixed_bytes();
+}
+
+ExpertShape base_shape(const char *op, const BaseExperts &base) {
+  return shape_of(op, base.down.rows, base.down.columns, base.gate_up.rows != base.down.columns);
 }
 
 BaseExperts base_experts(const char *op, const Tensor &gate_up_qweight,
@@ -18,7 +23,7 @@ BaseExperts base_experts(const char *op, const Tensor &gate_up_qweight,
                          const Tensor &down_scales, std::int64_t dim) {
   const BaseExperts base{nullptr, int4_values(op, gate_up_qweight, gate_up_scales, dim),
                          int4_values(op, down_qweight, down_scales, dim), nullptr};
-  STD_TORCH_CHECK(base.gate_up.rows == 2 * base.down.columns &&
+  STD_TORCH_CHECK(base.gate_up.rows == base_shape(op, base).gate_up_rows() &&
                       base.gate_up.columns == base.down.rows &&
                       base.gate_up.slots == base.down.slots,
                   op, ": gate_up and down are not of the same experts");
@@ -31,12 +36,13 @@ void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                               std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_lossless";
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
-  const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width);
+  const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width,
+                                     speq::has_gate(activation_of(op, activation)));
   const Records records = records_of(op, slots, fixed_bytes(shape, true));
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
   const ExpertBiases biases = same_biases_of(op, gate_up_bias, down_bias, hidden_states,
-                                             grouped.route.experts, shape.expert_width);
+                                             grouped.route.experts, shape.gate_up_rows());
   if (grouped.route.num_rows * grouped.route.top_k == 0) {
     return;
   }
@@ -55,7 +61,9 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
   constexpr const char *op = "moe_grouped_residual";
   BaseExperts base =
       base_experts(op, gate_up_qweight, gate_up_scales, down_qweight, down_scales, 3);
-  const ExpertShape shape = shape_of(op, base.down.rows, base.down.columns);
+  const ExpertShape shape = base_shape(op, base);
+  STD_TORCH_CHECK(shape.gated == speq::has_gate(activation_of(op, activation)), op, ": activation ",
+                  activation, " is not of such experts");
   const Records records = records_of(op, slots, fixed_bytes(shape, false));
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
@@ -70,7 +78,7 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                                   same_device({&slots, &*input_perm})),
                   op, ": input_perm must be contiguous int32, one for each slot and column");
   const ExpertBiases biases = same_biases_of(op, gate_up_bias, down_bias, hidden_states,
-                                             grouped.route.experts, shape.expert_width);
+                                             grouped.route.experts, shape.gate_up_rows());
   if (grouped.route.num_rows * grouped.route.top_k == 0) {
     return;
   }
@@ -103,6 +111,7 @@ void decode_residual_out(Tensor record, Tensor gate_up_qweight, Tensor gate_up_s
       base_experts(op, gate_up_qweight, gate_up_scales, down_qweight, down_scales, 2);
   STD_TORCH_CHECK(record.dim() == 1 && base.down.rows == shape.hidden_size &&
                       base.down.columns == shape.expert_width &&
+                      base.gate_up.rows == shape.gate_up_rows() &&
                       same_device({&record, &gate_up_qweight, &gate_up_scales, &down_qweight,
                                    &down_scales, &gate_up_proj, &down_proj}),
                   op, ": arguments are on different devices, or codes not of the matrices");

@@ -340,7 +340,7 @@ struct ResidualSlots : RecordSlots {
   SPEQ_DEVICE ResidualMatrix matrix(int m, std::int64_t id, std::int64_t slot) const {
     const Int4Matrix &codes = this->codes(m);
     ResidualMatrix matrix{compact_matrix(*this, m, slot), codes, {}};
-    matrix.codes = int4_row(codes, base_slot(id), m == 1 ? matrix.rows : 0);
+    matrix.codes = int4_row(codes, base_slot(id), m == 1 ? int(layout.rows[0]) : 0);
     return matrix;
   }
 };

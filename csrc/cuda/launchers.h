@@ -1,5 +1,6 @@
 // Host functions that launch the kernels, with plain pointers. Bindings check shapes before.
-// What arguments mean is said in speq/kernels/reference.py. Workspaces are device memory of the
+// What arguments mean is said in speq/kernels/reference.py. Whether experts have a gate, their
+// activation says as well as their shape. Workspaces are device memory of the
 // size that the function beside says; each returns what went wrong, or null. Biases are of the
 // dtype of the rows, but for moe_int4.
 #pragma once
@@ -40,8 +41,8 @@ struct Route {
   std::int64_t experts;
 };
 
-// Of experts that have biases: gate_up [experts, 2 * expert_width], gate before up, and down
-// [experts, hidden_size]. Null where there are none.
+// Of experts that have biases: gate_up [experts, gate_up rows], gate before up, and down [experts,
+// hidden_size]. Null where there are none.
 struct ExpertBiases {
   const void *gate_up = nullptr, *down = nullptr;
   Dtype dtype = Dtype::float32;
@@ -66,12 +67,6 @@ std::size_t moe_grouped_workspace(const Route &route, std::int64_t width, Dtype 
 const char *moe_grouped(Values hidden_states, Route route, SlotValues gate_up, SlotValues down,
                         Activation activation, ExpertBiases biases, void *out, void *workspace,
                         void *stream);
-
-// An expert's matrices are gate and up [expert_width, hidden_size], down [hidden_size,
-// expert_width].
-struct ExpertShape {
-  std::int64_t hidden_size, expert_width;
-};
 
 // The columns of a matrix of a compact record are fewer.
 constexpr std::int64_t kMaxCompactColumns = 1 << 16;

@@ -7,7 +7,7 @@
 
 namespace speq::cuda {
 
-constexpr int kDown = 2; // of the matrices of an expert; 0 is gate, 1 is up
+constexpr int kUp = 1, kDown = 2; // of the matrices of an expert; 0 is gate
 
 // One projection of the experts. A warp takes a quad of rows of weights; of gate and up, which make
 // an output together, warps next to each other.
@@ -18,7 +18,8 @@ template <typename Slots> struct CompactProjection {
   int positions;
   Slots weights;
   const void *bias; // [experts, rows of weights] of `dtype`, or null
-  bool gated;
+  bool gated;       // whether rows of gate and of up make an output
+  int matrix;       // the only one where they do not
   Activation activation;
   Dtype dtype; // what values are rounded to
   Values out;  // [positions, out_stride]
@@ -44,12 +45,13 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
   bool bad = id < 0 || id >= p.route.experts;
   const std::int64_t slot = bad ? 0 : p.route.slots[id];
   bad = bad || (slot >= 0 && !p.weights.has(id, slot));
-  if (count == 0 || slot < 0 || (bad && p.gated)) {
+  const bool activates = p.matrix != kDown;
+  if (count == 0 || slot < 0 || (bad && activates)) {
     return;
   }
   const int expert = int(id), expert_slot = int(slot); // where they are not bad, they are small
 
-  const int m = p.gated ? warp_id() % 2 : kDown;
+  const int m = p.gated ? warp_id() % 2 : p.matrix;
   const int quad = (int(blockIdx.x) * kWarps + warp_id()) / (p.gated ? 2 : 1);
   const bool works = quad * kRows < p.outputs && !bad;
   // Segments in parts are for few shapes: their code has one row of inputs.
@@ -92,12 +94,17 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
       const std::int64_t of_rows = p.route.topk_ids[found_again(int(blockIdx.y))];
       if (of_rows >= 0 && of_rows < p.route.experts) {
         const int rows_of_weights = p.gated ? 2 * p.outputs : p.outputs;
-        const std::int64_t row = m == 1 ? p.outputs + output : output;
+        const std::int64_t row = p.gated && m == kUp ? p.outputs + output : output;
         sum = round(sum) + load_value(p.bias, p.dtype, of_rows * rows_of_weights + row);
       }
     }
-    if (p.gated) {
+    if (activates) {
       sum = round(sum);
+    }
+    if (activates && !p.gated) {
+      sum = activate(p.activation, sum, sum, round);
+    }
+    if (p.gated) {
       const int thread = found_again(int(threadIdx.x));
       shared.up[thread] = sum;
       __syncthreads();
@@ -105,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
       __syncthreads();
     }
     const bool first_with_it = int(lane.id) % sum_lanes < kBlockLanes && !lane.ends_run();
-    if (m != 1 && output < p.outputs && r < rows && first_with_it) {
+    if (!(p.gated && m == kUp) && output < p.outputs && r < rows && first_with_it) {
       const int column = p.out_in_places ? float_place(output) : output;
       const std::int64_t target = std::int64_t(members[r]) * p.out_stride + column;
       store_value(rounded(sum, p.dtype), p.out.values, p.out.dtype, target);
@@ -130,7 +137,8 @@ __global__ void __launch_bounds__(kThreads, kCompactBlocks)
   const int m = quad < first_quad[1] ? 0 : quad < first_quad[kDown] ? 1 : kDown;
   const typename Slots::Matrix matrix = p.weights.matrix(m, 0, 0);
   const int of_matrix = int(quad - first_quad[m]);
-  BFloat16 *out = m == kDown ? p.down : p.gate_up + std::int64_t(m) * matrix.rows * matrix.columns;
+  const std::int64_t above = m == kUp ? p.weights.layout.rows[0] : 0;
+  BFloat16 *out = m == kDown ? p.down : p.gate_up + above * matrix.columns;
   write_rows(p.weights, m, matrix, of_matrix, out,
              [&](int row) { return out + std::int64_t(row) * matrix.columns; });
 }
@@ -149,7 +157,7 @@ Error moe_grouped_compact(Values hidden_states, const Route &route, const Slots 
                           const InputOrder &order, Activation activation, ExpertBiases biases,
                           void *out, void *workspace, void *stream) {
   const int positions = int(route.num_rows * route.top_k);
-  const std::int64_t hidden_size = weights.layout.columns[0], width = weights.layout.rows[0];
+  const std::int64_t hidden_size = weights.layout.columns[kUp], width = weights.layout.rows[kUp];
   auto *const inputs = static_cast<float *>(workspace);
   float *const inner = inputs + positions * float_stride(hidden_size);
   if (const Error error = widen_rows(hidden_states, hidden_size, route, order, inputs, stream)) {
@@ -164,7 +172,8 @@ Error moe_grouped_compact(Values hidden_states, const Route &route, const Slots 
                                        positions,
                                        weights,
                                        biases.gate_up,
-                                       true,
+                                       has_gate(activation),
+                                       kUp,
                                        activation,
                                        dtype,
                                        {inner, Dtype::float32},
@@ -175,8 +184,9 @@ Error moe_grouped_compact(Values hidden_states, const Route &route, const Slots 
     return error;
   }
   const CompactProjection<Slots> second{
-      inner, inner_stride, 1,     route,        positions,        weights,          biases.down,
-      false, activation,   dtype, {out, dtype}, int(hidden_size), int(hidden_size), false};
+      inner, inner_stride, 1,          route, positions,    weights,          biases.down,
+      false, kDown,        activation, dtype, {out, dtype}, int(hidden_size), int(hidden_size),
+      false};
   return launch_projection(second, stream);
 }
 

@@ -6,7 +6,7 @@ namespace speq::cuda {
 namespace {
 
 Fp8Slots fp8_slots(const Records &records, const ExpertShape &shape, Fp8Blocks blocks) {
-  return {scaled_slots(records, fp8_layout(shape.hidden_size, shape.expert_width, blocks)), blocks};
+  return {scaled_slots(records, fp8_layout(shape, blocks)), blocks};
 }
 
 } // namespace

@@ -17,7 +17,8 @@ struct Projection {
   int positions;
   SlotValues weights;
   const void *bias; // [experts, weights.rows] of `dtype`, or null
-  bool gated;
+  bool gated;       // whether rows of gate and of up make an output
+  bool activates;   // whether outputs are activated
   Activation activation;
   void *out; // [positions, outputs]
   int outputs;
@@ -180,9 +181,9 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       const std::int64_t of_expert = p.route.topk_ids[members[member]] * p.weights.rows;
       sum = round(sum) + load_value(p.bias, p.dtype, of_expert + row);
     }
-    if (p.gated) {
+    if (p.activates) {
       constexpr int kRowsApart = kRunLanes * kRows / 2;
-      const float up = __shfl_xor_sync(kAllLanes, sum, kRowsApart);
+      const float up = p.gated ? __shfl_xor_sync(kAllLanes, sum, kRowsApart) : sum;
       sum = activate(p.activation, round(sum), round(up), round);
     }
     if (makes_output && lane.segment() < rows) {
@@ -240,6 +241,7 @@ Error moe_grouped(Values hidden_states, Route route, SlotValues gate_up, SlotVal
                          positions,
                          gate_up,
                          biases.gate_up,
+                         has_gate(activation),
                          true,
                          activation,
                          workspace,
@@ -248,9 +250,9 @@ Error moe_grouped(Values hidden_states, Route route, SlotValues gate_up, SlotVal
   if (const Error error = project(first, stream)) {
     return error;
   }
-  const Projection second{
-      workspace, hidden_states.dtype, 1,   route,          positions, down, biases.down,
-      false,     activation,          out, int(down.rows), true};
+  const Projection second{workspace, hidden_states.dtype, 1,     route, positions,
+                          down,      biases.down,         false, false, activation,
+                          out,       int(down.rows),      true};
   return project(second, stream);
 }
 

@@ -6,8 +6,7 @@ namespace speq::cuda {
 namespace {
 
 GroupedInt4Slots int4_slots(const Records &records, const ExpertShape &shape, Int4Groups groups) {
-  return {scaled_slots(records, int4_layout(shape.hidden_size, shape.expert_width, groups)),
-          groups};
+  return {scaled_slots(records, int4_layout(shape, groups)), groups};
 }
 
 } // namespace

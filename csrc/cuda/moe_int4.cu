@@ -77,8 +77,9 @@ __global__ void __launch_bounds__(kThreads, kInt4Blocks) moe_int4_gate_up(const 
   const int width = p.down.columns, blocks = int8_blocks(p.gate_up.columns);
   const int local = int(threadIdx.x) / kRowLanes, column = tile * kInnerTile + local;
   const int row = column < width ? column : width - 1;
-  const Int4Row weights[2] = {int4_row(p.gate_up, slot, row),
-                              int4_row(p.gate_up, slot, width + row)};
+  // Without a gate, both are up's: what is read twice is in the cache.
+  const int up_row = p.gate_up.rows - width + row;
+  const Int4Row weights[2] = {int4_row(p.gate_up, slot, row), int4_row(p.gate_up, slot, up_row)};
   prefetch_row(weights[0], 0, blocks);
   prefetch_row(weights[1], 0, blocks);
   const std::int32_t *perm =
@@ -101,9 +102,9 @@ __global__ void __launch_bounds__(kThreads, kInt4Blocks) moe_int4_gate_up(const 
         if (lane_id() % kRowLanes == r) {
           float gate = sums[0][r], up = sums[1][r];
           if (p.biases.gate_up != nullptr) {
-            const std::int64_t of_expert = p.route.topk_ids[leader] * 2 * width;
+            const std::int64_t of_expert = p.route.topk_ids[leader] * p.gate_up.rows;
             gate += load_value(p.biases.gate_up, p.biases.dtype, of_expert + row);
-            up += load_value(p.biases.gate_up, p.biases.dtype, of_expert + width + row);
+            up += load_value(p.biases.gate_up, p.biases.dtype, of_expert + up_row);
           }
           const float inner = activate(p.activation, gate, up, AsIs());
           shared.inner[r][local] = column < width ? inner : 0.0f;

@@ -6,7 +6,7 @@ namespace speq::cuda {
 namespace {
 
 LosslessSlots lossless_slots(const Records &records, const ExpertShape &shape) {
-  return {record_slots(records, compact_layout(shape.hidden_size, shape.expert_width, true))};
+  return {record_slots(records, compact_layout(shape, true))};
 }
 
 } // namespace

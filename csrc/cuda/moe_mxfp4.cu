@@ -6,7 +6,7 @@ namespace speq::cuda {
 namespace {
 
 Mxfp4Slots mxfp4_slots(const Records &records, const ExpertShape &shape) {
-  return {scaled_slots(records, mxfp4_layout(shape.hidden_size, shape.expert_width))};
+  return {scaled_slots(records, mxfp4_layout(shape))};
 }
 
 } // namespace

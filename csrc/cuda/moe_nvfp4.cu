@@ -6,7 +6,7 @@ namespace speq::cuda {
 namespace {
 
 Nvfp4Slots nvfp4_slots(const Records &records, const ExpertShape &shape, bool divides) {
-  return {scaled_slots(records, nvfp4_layout(shape.hidden_size, shape.expert_width)), divides};
+  return {scaled_slots(records, nvfp4_layout(shape)), divides};
 }
 
 } // namespace

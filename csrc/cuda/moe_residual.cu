@@ -6,7 +6,9 @@ namespace speq::cuda {
 namespace {
 
 ResidualSlots residual_slots(const Records &records, const BaseExperts &base) {
-  const CompactLayout layout = compact_layout(base.down.rows, base.down.columns, false);
+  const ExpertShape shape{base.down.rows, base.down.columns,
+                          base.gate_up.rows != base.down.columns};
+  const CompactLayout layout = compact_layout(shape, false);
   return {record_slots(records, layout), base.base_slots, base.down.slots,
           int4_matrix(base.gate_up), int4_matrix(base.down)};
 }

@@ -5,12 +5,13 @@
 
 namespace speq::cuda {
 
-inline ExpertShape shape_of(const char *op, std::int64_t hidden_size, std::int64_t expert_width) {
+inline ExpertShape shape_of(const char *op, std::int64_t hidden_size, std::int64_t expert_width,
+                            bool gated) {
   STD_TORCH_CHECK(hidden_size > 0 && expert_width > 0 && hidden_size < kMaxCompactColumns &&
                       expert_width < kMaxCompactColumns,
                   op, ": experts of ", hidden_size, " by ", expert_width,
                   " are empty or too large");
-  return {hidden_size, expert_width};
+  return {hidden_size, expert_width, gated};
 }
 
 // Slots [S, slot_bytes] uint8, or a record [R].
@@ -32,11 +33,15 @@ inline Records records_of(const char *op, const Tensor &tensor, std::int64_t fix
 inline ExpertShape exact_shape(const char *op, const Tensor &gate_up_proj,
                                const Tensor &down_proj) {
   STD_TORCH_CHECK(is(gate_up_proj, ScalarType::BFloat16, 2) &&
-                      is(down_proj, ScalarType::BFloat16, 2) &&
-                      gate_up_proj.size(0) == 2 * down_proj.size(1) &&
-                      gate_up_proj.size(1) == down_proj.size(0),
-                  op, ": gate_up_proj must be [2F, H] and down_proj [H, F], of bfloat16");
-  return shape_of(op, down_proj.size(0), down_proj.size(1));
+                      is(down_proj, ScalarType::BFloat16, 2),
+                  op, ": gate_up_proj and down_proj must be matrices of bfloat16");
+  const ExpertShape shape =
+      shape_of(op, down_proj.size(0), down_proj.size(1), gate_up_proj.size(0) != down_proj.size(1));
+  STD_TORCH_CHECK(
+      gate_up_proj.size(0) == shape.gate_up_rows() && gate_up_proj.size(1) == shape.hidden_size, op,
+      ": gate_up_proj must be [2F, H], or [F, H] without a gate, and down_proj "
+      "[H, F]");
+  return shape;
 }
 
 // What ops over records of all kinds have alike.

@@ -9,6 +9,7 @@
 namespace {
 
 using namespace speq::cuda;
+using speq::ExpertShape;
 using OptionalTensor = std::optional<Tensor>;
 
 // Decodes a record of at least nbytes. launch: takes it, two places for words and a stream.
@@ -31,9 +32,11 @@ struct GroupedTensors {
   OptionalTensor gate_up_bias, down_bias;
 };
 
-ExpertShape expert_shape(const char *op, const Tensor &hidden_states, std::int64_t expert_width) {
+ExpertShape expert_shape(const char *op, const Tensor &hidden_states, std::int64_t expert_width,
+                         std::int64_t activation) {
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
-  return shape_of(op, hidden_states.size(1), expert_width);
+  return shape_of(op, hidden_states.size(1), expert_width,
+                  speq::has_gate(activation_of(op, activation)));
 }
 
 // Runs experts in slots of at least nbytes. launch: takes rows and their route, the slots, an
@@ -46,7 +49,7 @@ void run_grouped(const char *op, const GroupedTensors &given, const ExpertShape 
                                      given.slots, shape.hidden_size, given.out);
   const ExpertBiases biases =
       same_biases_of(op, given.gate_up_bias, given.down_bias, given.hidden_states,
-                     grouped.route.experts, shape.expert_width);
+                     grouped.route.experts, shape.gate_up_rows());
   if (grouped.route.num_rows * grouped.route.top_k == 0) {
     return;
   }
@@ -70,8 +73,7 @@ void decode_fp8_out(Tensor record, std::int64_t block_rows, std::int64_t block_c
   constexpr const char *op = "decode_fp8";
   const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
   const speq::Fp8Blocks blocks = fp8_blocks(op, block_rows, block_columns);
-  const std::int64_t nbytes =
-      speq::fp8_layout(shape.hidden_size, shape.expert_width, blocks).nbytes;
+  const std::int64_t nbytes = speq::fp8_layout(shape, blocks).nbytes;
   decode_record(op, record, nbytes, gate_up_proj, down_proj, [&](const Records &held, auto... to) {
     return decode_fp8(held, shape, blocks, to...);
   });
@@ -82,10 +84,9 @@ void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_tabl
                          std::int64_t block_columns, std::int64_t activation, Tensor out,
                          OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_fp8";
-  const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, activation);
   const speq::Fp8Blocks blocks = fp8_blocks(op, block_rows, block_columns);
-  const std::int64_t nbytes =
-      speq::fp8_layout(shape.hidden_size, shape.expert_width, blocks).nbytes;
+  const std::int64_t nbytes = speq::fp8_layout(shape, blocks).nbytes;
   run_grouped(
       op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
       shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
@@ -97,13 +98,14 @@ void check_blocks(const char *op, const ExpertShape &shape) {
   STD_TORCH_CHECK(shape.hidden_size % speq::kMxfp4Block == 0 &&
                       shape.expert_width % speq::kMxfp4Block == 0,
                   op, ": experts must have sizes that are multiples of ", speq::kMxfp4Block);
+  STD_TORCH_CHECK(shape.gated, op, ": experts must have a gate");
 }
 
 void decode_mxfp4_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
   constexpr const char *op = "decode_mxfp4";
   const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
   check_blocks(op, shape);
-  const std::int64_t nbytes = speq::mxfp4_layout(shape.hidden_size, shape.expert_width).nbytes;
+  const std::int64_t nbytes = speq::mxfp4_layout(shape).nbytes;
   decode_record(op, record, nbytes, gate_up_proj, down_proj,
                 [&](const Records &held, auto... to) { return decode_mxfp4(held, shape, to...); });
 }
@@ -112,9 +114,9 @@ void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_ta
                            std::int64_t expert_width, std::int64_t activation, Tensor out,
                            OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_mxfp4";
-  const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, activation);
   check_blocks(op, shape);
-  const std::int64_t nbytes = speq::mxfp4_layout(shape.hidden_size, shape.expert_width).nbytes;
+  const std::int64_t nbytes = speq::mxfp4_layout(shape).nbytes;
   run_grouped(
       op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
       shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
@@ -137,8 +139,7 @@ void decode_int4_out(Tensor record, std::int64_t group_size, bool zeros, bool ha
   constexpr const char *op = "decode_int4";
   const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
   const speq::Int4Groups groups = groups_of(op, shape, group_size, zeros, halves);
-  const std::int64_t nbytes =
-      speq::int4_layout(shape.hidden_size, shape.expert_width, groups).nbytes;
+  const std::int64_t nbytes = speq::int4_layout(shape, groups).nbytes;
   decode_record(op, record, nbytes, gate_up_proj, down_proj, [&](const Records &held, auto... to) {
     return decode_int4(held, shape, groups, to...);
   });
@@ -149,10 +150,9 @@ void moe_grouped_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_tab
                           bool halves, std::int64_t activation, Tensor out,
                           OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_int4";
-  const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, activation);
   const speq::Int4Groups groups = groups_of(op, shape, group_size, zeros, halves);
-  const std::int64_t nbytes =
-      speq::int4_layout(shape.hidden_size, shape.expert_width, groups).nbytes;
+  const std::int64_t nbytes = speq::int4_layout(shape, groups).nbytes;
   run_grouped(
       op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
       shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
@@ -170,7 +170,7 @@ void decode_nvfp4_out(Tensor record, bool divides, Tensor gate_up_proj, Tensor d
   constexpr const char *op = "decode_nvfp4";
   const ExpertShape shape = exact_shape(op, gate_up_proj, down_proj);
   check_columns(op, shape);
-  const std::int64_t nbytes = speq::nvfp4_layout(shape.hidden_size, shape.expert_width).nbytes;
+  const std::int64_t nbytes = speq::nvfp4_layout(shape).nbytes;
   decode_record(op, record, nbytes, gate_up_proj, down_proj, [&](const Records &held, auto... to) {
     return decode_nvfp4(held, shape, divides, to...);
   });
@@ -180,9 +180,9 @@ void moe_grouped_nvfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_ta
                            std::int64_t expert_width, bool divides, std::int64_t activation,
                            Tensor out, OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_nvfp4";
-  const ExpertShape shape = expert_shape(op, hidden_states, expert_width);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, activation);
   check_columns(op, shape);
-  const std::int64_t nbytes = speq::nvfp4_layout(shape.hidden_size, shape.expert_width).nbytes;
+  const std::int64_t nbytes = speq::nvfp4_layout(shape).nbytes;
   run_grouped(
       op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
       shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {

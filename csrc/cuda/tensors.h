@@ -113,17 +113,17 @@ inline Route route_of(const char *op, const Tensor &hidden_states, const Tensor 
   return {data<std::int64_t>(topk_ids), num_rows, top_k, data<std::int64_t>(slots), slots.size(0)};
 }
 
-// Biases of experts of that width, in the dtype of both; without any where there are none.
+// Biases of experts, in the dtype of both; without any where there are none.
 inline ExpertBiases biases_of(const char *op, const std::optional<Tensor> &gate_up,
                               const std::optional<Tensor> &down, const Tensor &hidden_states,
-                              std::int64_t experts, std::int64_t width) {
+                              std::int64_t experts, std::int64_t gate_up_rows) {
   STD_TORCH_CHECK(gate_up.has_value() == down.has_value(), op,
                   ": gate_up_bias and down_bias must both be there, or neither");
   if (!gate_up.has_value()) {
     return {};
   }
   STD_TORCH_CHECK(is(*gate_up, down->scalar_type(), 2) && is(*down, down->scalar_type(), 2) &&
-                      gate_up->size(0) == experts && gate_up->size(1) == 2 * width &&
+                      gate_up->size(0) == experts && gate_up->size(1) == gate_up_rows &&
                       down->size(0) == experts && down->size(1) == hidden_states.size(1) &&
                       same_device({&hidden_states, &*gate_up, &*down}),
                   op, ": gate_up_bias or down_bias have the wrong shape, dtype or device");
@@ -133,10 +133,10 @@ inline ExpertBiases biases_of(const char *op, const std::optional<Tensor> &gate_
 // As biases_of, of the dtype of the rows.
 inline ExpertBiases same_biases_of(const char *op, const std::optional<Tensor> &gate_up,
                                    const std::optional<Tensor> &down, const Tensor &hidden_states,
-                                   std::int64_t experts, std::int64_t width) {
+                                   std::int64_t experts, std::int64_t gate_up_rows) {
   STD_TORCH_CHECK(!down.has_value() || down->scalar_type() == hidden_states.scalar_type(), op,
                   ": biases must be of the dtype of hidden_states");
-  return biases_of(op, gate_up, down, hidden_states, experts, width);
+  return biases_of(op, gate_up, down, hidden_states, experts, gate_up_rows);
 }
 
 inline Activation activation_of(const char *op, std::int64_t activation) {

@@ -24,7 +24,7 @@ class RoundedDraft:
     def __init__(
         self, checkpoint: Checkpoint, store: ExpertStore, experts: ExpertLayout, owned: bool
     ) -> None:
-        self.layout = Int4Layout(experts.hidden_size, experts.expert_width)
+        self.layout = Int4Layout(experts.hidden_size, experts.expert_width, gated=experts.gated)
         self._checkpoint, self._store, self._owned = checkpoint, store, owned
         self._quantisable = not experts.normed
 

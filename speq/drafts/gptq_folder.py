@@ -85,7 +85,7 @@ class GptqFolder:
                 )
         # An order of inputs is needed only with several groups.
         permuted = self.config.desc_act and self.config.group_size_for(hidden) < hidden
-        return Int4Layout(hidden, width, self.config.group_size, permuted)
+        return Int4Layout(hidden, width, self.config.group_size, permuted, experts.gated)
 
     def _dense_layout(self, shape: DenseLayer) -> DenseLayout:
         group_size = self.config.group_size_for(shape.columns)
@@ -111,14 +111,13 @@ class GptqFolder:
                 progress(base_slot + 1, len(arena.held))
 
     def sample(self, base_slot: int, count: int) -> Tensor:
-        """Dequantise the first `count` rows of an expert's gate, up and down, flattened and
-        concatenated: [2 * count * H + count * F] float32.
+        """Dequantise the first `count` rows of an expert's gate if it has one, up and down,
+        flattened and concatenated, in float32.
         """
         expert, rows = self._experts[base_slot], torch.arange(count)
         gate_up = self._concatenate(*expert.gate_up)
-        up_rows = rows + self.layout.expert_width
         parts = [
-            dequantise(gate_up, torch.cat([rows, up_rows])),
+            dequantise(gate_up, torch.cat(self.layout.in_each(rows))),
             dequantise(self._read(expert.down), rows),
         ]
         return torch.cat([part.flatten() for part in parts])
@@ -132,8 +131,7 @@ class GptqFolder:
         gate_up, down = self._matrix(*expert.gate_up), self._matrix(expert.down)
         if down.input_perm is not None:
             # The inputs of down are the outputs of gate and up, whose rows take its order.
-            half = down.input_perm
-            gate_up = gate_up.reorder_rows(torch.cat([half, half + len(half)]))
+            gate_up = gate_up.reorder_rows(torch.cat(self.layout.in_each(down.input_perm)))
         parts = {
             "gate_up_qweight": gate_up.qweight,
             "gate_up_scales": gate_up.scales,

@@ -87,8 +87,8 @@ class PackedModule:
 
 @dataclass(frozen=True, slots=True)
 class PackedExpert:
-    """A packed expert. gate_up is one module, or gate and up; all matrices are [out, in] as in the
-    model.
+    """A packed expert. gate_up is one module, or gate and up, or up alone without a gate; all
+    matrices are [out, in] as in the model.
     """
 
     gate_up: tuple[PackedModule, ...]
@@ -139,7 +139,7 @@ class ExpertFinder:
     def _expert(self, layer: int, expert: int) -> PackedExpert:
         hidden, width = self._experts.hidden_size, self._experts.expert_width
         whole = {(layer, expert, "gate_up_proj"), (layer, None, "gate_up_proj")}
-        parts = {"gate_proj": width, "up_proj": width}
+        parts = dict.fromkeys(self._experts.projections[:-1], width)
         if self._found.keys() & whole:
             parts = {"gate_up_proj": 2 * width}
         return PackedExpert(

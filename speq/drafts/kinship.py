@@ -14,6 +14,7 @@ from speq.experts.expert_names import ExpertNames
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.files.checkpoint import Checkpoint
 from speq.files.safetensors_file import SafetensorsFile, TensorInfo
+from speq.kernels.ops import matrices_of
 
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
 # Sizes that two configs of one model share, if both name them; by all their names.
@@ -83,8 +84,8 @@ def check_experts(draft: GptqFolder, store: ExpertStore) -> None:
     Another model may have the same routers, and a checkpoint may order gate and up otherwise.
     """
     gate_up_proj, down_proj = read_matrices(store, 0, 0, expert_slot(store))
-    width, count = down_proj.shape[1], min(SAMPLE_ROWS, *down_proj.shape)
-    rows = (gate_up_proj[:count], gate_up_proj[width : width + count], down_proj[:count])
+    count = min(SAMPLE_ROWS, *down_proj.shape)
+    rows = [matrix[:count] for matrix in matrices_of(gate_up_proj, down_proj)]
     exact = torch.cat([part.float().flatten() for part in rows])
     error = float((draft.sample(0, count) - exact).square().sum())
     if not error <= MAX_ERROR * float(exact.square().sum()):

@@ -10,6 +10,7 @@ Callers never test which codec they have; they ask what it can do. A new codec i
 of `speq.registries.CODECS`.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, Self, TypeVar
 
@@ -28,7 +29,7 @@ from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import PlainExpert
 from speq.registries import CODECS
 
-# gate_up_proj [2F, H], gate over up, and down_proj [H, F].
+# gate_up_proj [2F, H], gate over up, or up [F, H] without a gate, and down_proj [H, F].
 Matrices = tuple[Tensor, Tensor]
 Base = TypeVar("Base", Int4Expert, Int4Arena)
 
@@ -36,6 +37,7 @@ Base = TypeVar("Base", Int4Expert, Int4Arena)
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
     """Shape of one expert's matrices: gate_up_proj [2F, H], gate over up, and down_proj [H, F].
+    Without a gate, gate_up_proj is up [F, H].
 
     dtype      of their weights
     published  format in which they were published: plain weights, or codes with scales, which have
@@ -43,6 +45,7 @@ class ExpertShape:
     groups     of INT4; None for other formats
     divides    whether scales of NVFP4's matrices divide those of blocks
     blocks     of FP8
+    gated      whether experts have a gate
     """
 
     hidden_size: int
@@ -52,10 +55,11 @@ class ExpertShape:
     groups: Int4Groups | None = None
     divides: bool = False
     blocks: Fp8Blocks = SQUARES
+    gated: bool = True
 
     @property
     def gate_up_shape(self) -> tuple[int, int]:
-        return (2 * self.expert_width, self.hidden_size)
+        return ((2 if self.gated else 1) * self.expert_width, self.hidden_size)
 
     @property
     def down_shape(self) -> tuple[int, int]:
@@ -63,7 +67,7 @@ class ExpertShape:
 
     @property
     def weights(self) -> int:
-        return 3 * self.hidden_size * self.expert_width
+        return (3 if self.gated else 2) * self.hidden_size * self.expert_width
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +144,7 @@ class ExpertCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """Plain weights in the checkpoint's dtype: gate, up, down, each row by row."""
+    """Plain weights in the checkpoint's dtype: gate if there is one, up, down, each row by row."""
 
     name: ClassVar[str] = "raw"
     needs_draft: ClassVar[bool] = False
@@ -191,7 +195,7 @@ class RawCodec:
         """View slots [S, slot_bytes] uint8 as gate_up_proj [S, 2F, H] and down_proj [S, H, F]."""
         shape = self.shape
         words = slots.view(shape.dtype)[:, : shape.weights]
-        split = 2 * shape.expert_width * shape.hidden_size
+        split = math.prod(shape.gate_up_shape)
         gate_up_proj = words[:, :split].unflatten(1, shape.gate_up_shape)
         return gate_up_proj, words[:, split:].unflatten(1, shape.down_shape)
 
@@ -219,7 +223,7 @@ class CompactCodec:
     @property
     def layout(self) -> CompactLayout:
         shape, lossless = self.shape, not self.needs_draft
-        return CompactLayout.of_expert(shape.hidden_size, shape.expert_width, lossless)
+        return CompactLayout.of_expert(shape.hidden_size, shape.expert_width, lossless, shape.gated)
 
     @property
     def plain_bytes(self) -> int:

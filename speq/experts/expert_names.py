@@ -9,6 +9,8 @@ from typing import NamedTuple
 from speq.files.published_format import BLOCKS, words_name
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Of experts without a gate.
+UNGATED_PROJECTIONS = PROJECTIONS[1:]
 # transformers' name for a tensor of all experts of a layer, with gate above up.
 GATE_UP = "gate_up_proj"
 FUSED = (GATE_UP, "down_proj")

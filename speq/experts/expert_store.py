@@ -1,6 +1,6 @@
 """Stores of exact experts on disk, which are read one at a time."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -17,6 +17,7 @@ from speq.experts.expert_names import (
     FUSED,
     GATE_UP,
     PROJECTIONS,
+    UNGATED_PROJECTIONS,
     USUAL_NAMES,
     ExpertMatrix,
     ExpertNames,
@@ -128,6 +129,7 @@ class ExpertLayout:
     stacked  how weights of all experts of a layer are published
     biased      whether they have biases, which are not part of packed experts
     normed      whether their output is normed before it is added
+    gated       whether they have a gate
     """
 
     layers: tuple[int, ...]
@@ -138,6 +140,17 @@ class ExpertLayout:
     stacked: Stacked = Stacked.ROWS
     biased: bool = False
     normed: bool = False
+    gated: bool = True
+
+    @property
+    def weights(self) -> int:
+        """Weights of an expert."""
+        return len(self.projections) * self.hidden_size * self.expert_width
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of an expert's matrices, in order."""
+        return PROJECTIONS if self.gated else UNGATED_PROJECTIONS
 
     def shape(self, matrix: ExpertMatrix) -> tuple[int, ...]:
         """Shape of a tensor of experts' matrices on disk."""
@@ -216,14 +229,15 @@ class SafetensorsExpertStore:
                         groups=coded.groups,
                         divides=divides,
                         blocks=coded.fp8.blocks,
+                        gated=layout.gated,
                     )
                     check_groups(scaled, checkpoint.path)
                     return info.dtype, scaled
-                return info.dtype, ExpertShape(*sizes, info.dtype)
+                return info.dtype, ExpertShape(*sizes, info.dtype, gated=layout.gated)
+        first = layout.names.module(layout.layers[0], 0, layout.projections[0])
         raise CheckpointError(
-            f"{checkpoint.path} holds no expert tensors such as "
-            f"{layout.names.module(layout.layers[0], 0, PROJECTIONS[0])}.weight; download the "
-            "model as its authors published it"
+            f"{checkpoint.path} holds no expert tensors such as {first}.weight; download the model "
+            "as its authors published it"
         )
 
     def _complete(
@@ -236,7 +250,7 @@ class SafetensorsExpertStore:
         for layer in range(self.num_layers):
             for expert in range(self.num_experts):
                 parts = found.get((layer, expert), {})
-                projections = FUSED if GATE_UP in parts else PROJECTIONS
+                projections = FUSED if GATE_UP in parts else layout.projections
                 for projection in projections:
                     if projection not in parts:
                         raise CheckpointError(
@@ -409,18 +423,24 @@ def parts_of(
 
 def layout_of(shape: ExpertShape) -> ScaledLayout:
     """Layout of experts published as codes."""
+    sizes = shape.hidden_size, shape.expert_width
     if shape.groups is not None:
-        return Int4GroupsLayout(shape.hidden_size, shape.expert_width, *shape.groups)
+        size, zeros, halves = shape.groups
+        return Int4GroupsLayout(*sizes, size, zeros, halves, shape.gated)
     if shape.published == FP8:
-        return Fp8Layout(shape.hidden_size, shape.expert_width, *shape.blocks)
-    of_format: dict[str, Callable[[int, int], ScaledLayout]] = {
-        **{MXFP4: Mxfp4Layout, NVFP4: Nvfp4Layout}
-    }
-    return of_format[shape.published](shape.hidden_size, shape.expert_width)
+        return Fp8Layout(*sizes, *shape.blocks, gated=shape.gated)
+    return Mxfp4Layout(*sizes) if shape.published == MXFP4 else Nvfp4Layout(*sizes, shape.gated)
 
 
 def check_groups(shape: ExpertShape, where: Path) -> None:
-    """Raise SpeqError if experts' widths are not whole groups of INT4, or pairs of NVFP4's."""
+    """Raise SpeqError if experts' widths are not whole groups of INT4, or pairs of NVFP4's, or if
+    experts without a gate are in MXFP4.
+    """
+    if shape.published == MXFP4 and not shape.gated:
+        raise UnsupportedError(
+            f"{where} has experts without a gate in MXFP4, which is not read; give the original "
+            "16-bit checkpoint"
+        )
     sizes = shape.hidden_size, shape.expert_width
     group = 2 * NVFP4_BLOCK if shape.published == NVFP4 else 1
     group = group if shape.groups is None else shape.groups.size

@@ -35,17 +35,20 @@ def group_columns(group_size: int, columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Int4Layout:
-    """Layout of one INT4 expert of gate_up_proj [2F, H] and down_proj [H, F].
+    """Layout of one INT4 expert of gate_up_proj [2F, H], or [F, H] without a gate, and down_proj
+    [H, F].
 
     group_size  columns per scale; at most a whole row; -1: a whole row; None: `group_size_of` each
                 dimension
     permuted    whether each gate_up_proj has an order of inputs (desc_act)
+    gated       whether experts have a gate
     """
 
     hidden_size: int
     expert_width: int
     group_size: int | None = None
     permuted: bool = False
+    gated: bool = True
 
     def group_size_for(self, columns: int) -> int:
         """Columns per scale in rows of `columns`."""
@@ -53,13 +56,18 @@ class Int4Layout:
             return group_size_of(columns)
         return group_columns(self.group_size, columns)
 
+    def in_each(self, rows: Tensor) -> list[Tensor]:
+        """Numbers in gate_up of rows [R] of gate, if there is one, and of up."""
+        return [rows, rows + self.expert_width] if self.gated else [rows]
+
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part of an expert, by name."""
         hidden, width = self.hidden_size, self.expert_width
+        outputs = 2 * width if self.gated else width
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "gate_up_qweight": ((2 * width, hidden // 2), torch.uint8),
-            "gate_up_scales": ((2 * width, hidden // self.group_size_for(hidden)), torch.float16),
+            "gate_up_qweight": ((outputs, hidden // 2), torch.uint8),
+            "gate_up_scales": ((outputs, hidden // self.group_size_for(hidden)), torch.float16),
             "down_qweight": ((hidden, width // 2), torch.uint8),
             "down_scales": ((hidden, width // self.group_size_for(width)), torch.float16),
         }
@@ -79,7 +87,7 @@ class Int4Expert:
 
     parts       by name, see `Int4Layout.shapes`
     inner_perm  [F] int64 or None: down's column c is for neuron inner_perm[c], and so are rows c
-                and F + c of gate_up (desc_act)
+                and, with a gate, F + c of gate_up (desc_act)
     """
 
     parts: dict[str, Tensor]
@@ -98,9 +106,10 @@ class Int4Expert:
         if "input_perm" in self.parts:
             gate_up_proj = gate_up_proj.index_select(1, self.parts["input_perm"].long())
         if self.inner_perm is not None:
-            half = self.inner_perm
-            gate_up_proj = gate_up_proj.index_select(0, torch.cat([half, half + len(half)]))
-            down_proj = down_proj.index_select(1, half)
+            order = self.inner_perm
+            parts = gate_up_proj.split(len(order))
+            gate_up_proj = torch.cat([part.index_select(0, order) for part in parts])
+            down_proj = down_proj.index_select(1, order)
         return gate_up_proj, down_proj
 
     @classmethod

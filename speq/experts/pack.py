@@ -113,6 +113,7 @@ def pack(
             groups=codec.shape.groups,
             divides=codec.shape.divides,
             blocks=codec.shape.blocks,
+            gated=codec.shape.gated,
         )
         manifest.check(out / EXPERTS_MANIFEST)
         check_unchanged(checkpoint, before)

@@ -264,6 +264,7 @@ class PackedCopy:
             expert_width=codec.shape.expert_width,
             num_layers=self._store.num_layers,
             num_experts=self._store.num_experts,
+            gated=codec.shape.gated,
             source=fingerprint,
             records=tuple(written.records),
         )

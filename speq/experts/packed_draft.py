@@ -38,7 +38,7 @@ class TiedDraft:
         }
 
     @classmethod
-    def of(cls, entry: Any, hidden_size: int, expert_width: int) -> "TiedDraft":
+    def of(cls, entry: Any, hidden_size: int, expert_width: int, gated: bool) -> "TiedDraft":
         """Parse a manifest's entry. Raises ValueError, TypeError or KeyError if it is damaged."""
         group_size, permuted, digest = (entry[k] for k in ("group_size", "permuted", "digest"))
         if group_size is not None:
@@ -51,7 +51,8 @@ class TiedDraft:
             raise ValueError(f"{entry!r} is not a draft")
         if source is not None and not isinstance(source, str):
             raise ValueError(f"{entry!r} is of no source")
-        return cls(Int4Layout(hidden_size, expert_width, group_size, permuted), digest, source)
+        layout = Int4Layout(hidden_size, expert_width, group_size, permuted, gated)
+        return cls(layout, digest, source)
 
     def check_source(self, path: Path, other: Int4Layout, fingerprint: str) -> None:
         """Raise SpeqError if a draft that is not loaded yet cannot be the one of the pack `path`.

@@ -61,6 +61,7 @@ class Manifest:
     draft   the draft that experts are decoded with, for a codec that needs one
     checksums  checksums of everything else; None in packs of earlier versions
     groups, divides, blocks  of INT4, NVFP4 and FP8, as in `ExpertShape`
+    gated   whether experts have a gate
     dense   records in dense.bin, by tensor name; None for a matrix that packing would not make
             smaller
     """
@@ -79,6 +80,7 @@ class Manifest:
     groups: Int4Groups | None = None
     divides: bool = False
     blocks: Fp8Blocks = SQUARES
+    gated: bool = True
     alignment: int = ALIGNMENT
 
     def to_json(self) -> str:
@@ -103,7 +105,7 @@ class Manifest:
         published = self.codec if self.codec in FORMATS else WORDS
         return ExpertShape(
             *(self.hidden_size, self.expert_width, DTYPES[self.dtype], published),
-            *(self.groups, self.divides, self.blocks),
+            *(self.groups, self.divides, self.blocks, self.gated),
         )
 
     @property
@@ -125,9 +127,10 @@ class Manifest:
             records = tuple(Record(*_sizes(entry, 3)) for entry in entries["records"])
             texts = {name: _text(entries[name]) for name in ("codec", "dtype", "source")}
             sizes = {name: _sizes([entries[name]], 1)[0] for name in SIZES}
+            gated = bool(entries.get("gated", True))  # packs of earlier versions have no entry
             draft = entries.get("draft")
             if draft is not None:
-                draft = TiedDraft.of(draft, sizes["hidden_size"], sizes["expert_width"])
+                draft = TiedDraft.of(draft, sizes["hidden_size"], sizes["expert_width"], gated)
             checksums = entries.get("checksums")
             if checksums is not None:
                 checksums = Checksums.of(checksums)
@@ -154,6 +157,7 @@ class Manifest:
             groups=groups,
             divides=bool(entries.get("divides")),
             blocks=blocks,
+            gated=gated,
             **texts,  # type: ignore[arg-type]
             **sizes,  # type: ignore[arg-type]
         )

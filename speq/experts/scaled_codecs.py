@@ -24,7 +24,7 @@ from speq.files.alignment import align
 from speq.files.fp8_settings import Fp8Blocks
 from speq.files.packing import Int4Groups
 from speq.kernels import scaled_ops
-from speq.kernels.ops import PlainExpert
+from speq.kernels.ops import PlainExpert, matrices_of
 from speq.kernels.scaled_layout import (
     Fp8Layout,
     Int4GroupsLayout,
@@ -144,10 +144,12 @@ class Fp8Codec(ScaledCodec):
     @property
     def layout(self) -> Fp8Layout:
         shape = self.shape
-        return scaled_ops.fp8_layout(shape.hidden_size, shape.expert_width, *self.arguments)
+        return scaled_ops.fp8_layout(
+            shape.hidden_size, shape.expert_width, *self.arguments, shape.gated
+        )
 
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
-        return (fp8_codes(each, *self.arguments) for each in (*exact[0].chunk(2), exact[1]))
+        return (fp8_codes(each, *self.arguments) for each in matrices_of(*exact))
 
     def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
         scaled_ops.decode_fp8(record, *self.arguments, gate_up_proj, down_proj)
@@ -166,7 +168,8 @@ class Mxfp4Codec(ScaledCodec):
 
     @property
     def layout(self) -> Mxfp4Layout:
-        return scaled_ops.mxfp4_layout(self.shape.hidden_size, self.shape.expert_width)
+        shape = self.shape
+        return scaled_ops.mxfp4_layout(shape.hidden_size, shape.expert_width, shape.gated)
 
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
         in_turns = torch.stack(exact[0].chunk(2), dim=1).flatten(0, 1)
@@ -196,11 +199,13 @@ class Int4Codec(ScaledCodec):
     @property
     def layout(self) -> Int4GroupsLayout:
         shape = self.shape
-        return scaled_ops.int4_layout(shape.hidden_size, shape.expert_width, *self.arguments)
+        return scaled_ops.int4_layout(
+            shape.hidden_size, shape.expert_width, *self.arguments, shape.gated
+        )
 
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
         zeros = tuple(torch.full((each.nbytes,), 0x88).byte() for each in self.layout.zeros)
-        for at, matrix in enumerate((*exact[0].chunk(2), exact[1])):
+        for at, matrix in enumerate(matrices_of(*exact)):
             codes, scales = int4_codes(matrix, self.arguments.size)
             yield codes, scales.to(self.arguments.dtype), *zeros[at : at + 1]
 
@@ -223,10 +228,11 @@ class Nvfp4Codec(ScaledCodec):
 
     @property
     def layout(self) -> Nvfp4Layout:
-        return scaled_ops.nvfp4_layout(self.shape.hidden_size, self.shape.expert_width)
+        shape = self.shape
+        return scaled_ops.nvfp4_layout(shape.hidden_size, shape.expert_width, shape.gated)
 
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
-        for matrix in (*exact[0].chunk(2), exact[1]):
+        for matrix in matrices_of(*exact):
             codes, scales, of_matrix = nvfp4_codes(matrix)
             yield codes, scales, of_matrix.reciprocal() if self.shape.divides else of_matrix
 

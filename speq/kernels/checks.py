@@ -68,6 +68,19 @@ def check_int4(name: str, qweight: Tensor, scales: Tensor, rows: int, columns: i
         )
 
 
+def check_expert(gate_up_proj: Tensor, down_proj: Tensor) -> tuple[int, int, bool]:
+    """Return hidden size and expert width of bfloat16 matrices gate_up [2F, H] or [F, H] and down
+    [H, F], and whether they have a gate. Raises ValueError for others.
+    """
+    dtypes, device = (torch.bfloat16,), down_proj.device
+    check_tensor("down_proj", down_proj, (None, None), dtypes, device)
+    hidden_size, width = down_proj.shape
+    gated = gate_up_proj.shape[0] != width
+    shape = (2 * width if gated else width, hidden_size)
+    check_tensor("gate_up_proj", gate_up_proj, shape, dtypes, device)
+    return hidden_size, width, gated
+
+
 def check_rows(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, out: Tensor) -> None:
     """Raise ValueError unless these are rows [T, H], their routes [T, K], a table of experts and an
     output [T, K, H].

@@ -17,6 +17,14 @@ STREAMS_END = 1 << 31
 SLACK_BYTES = 128
 
 
+def expert_matrices(
+    hidden_size: int, expert_width: int, gated: bool
+) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of gate, up and down, or of up and down without a gate."""
+    up = expert_width, hidden_size
+    return (*((up,) if gated else ()), up, (hidden_size, expert_width))
+
+
 @dataclass(frozen=True, slots=True)
 class CompactLayout:
     """Sections of a record.
@@ -29,10 +37,11 @@ class CompactLayout:
     lossless: bool
 
     @classmethod
-    def of_expert(cls, hidden_size: int, expert_width: int, lossless: bool) -> "CompactLayout":
+    def of_expert(
+        cls, hidden_size: int, expert_width: int, lossless: bool, gated: bool = True
+    ) -> "CompactLayout":
         """Layout of an expert's gate and up [F, H] and down [H, F]."""
-        gate = expert_width, hidden_size
-        return cls((gate, gate, (hidden_size, expert_width)), lossless)
+        return cls(expert_matrices(hidden_size, expert_width, gated), lossless)
 
     @classmethod
     def of_matrix(cls, shape: Sequence[int], lossless: bool) -> "CompactLayout":

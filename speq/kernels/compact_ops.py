@@ -8,16 +8,30 @@ from torch import Tensor
 
 from speq.errors import NoRoom
 from speq.kernels import library, reference_compact
-from speq.kernels.checks import activation_code, check_int4, check_rows, check_tensor
+from speq.kernels.checks import (
+    activation_code,
+    check_expert,
+    check_int4,
+    check_rows,
+    check_tensor,
+)
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import ExpertBiases, Int4Pair, Int4Slots, pair_of, row_blocks
+from speq.kernels.ops import (
+    UNGATED,
+    ExpertBiases,
+    Int4Pair,
+    Int4Slots,
+    gate_up_rows,
+    pair_of,
+    row_blocks,
+)
 from speq.kernels.records import check_records, encode_into, encode_whole
 
 
 def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
     """Encode one expert losslessly into a record [R] uint8.
 
-    gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU
+    gate_up_proj  [2F, H], or [F, H] without a gate, and down_proj [H, F], bfloat16, on the CPU
     """
     layout = _layout(gate_up_proj, down_proj, lossless=True)
     return encode_whole("encode_lossless", layout, gate_up_proj, down_proj)
@@ -83,11 +97,14 @@ def moe_grouped_lossless(
     """Run `reference_compact.moe_grouped_lossless_out`, with the blocks and errors of
     `ops.moe_grouped`.
     """
-    layout = CompactLayout.of_expert(hidden_states.shape[1], expert_width, lossless=True)
+    code = activation_code(activation)
+    layout = CompactLayout.of_expert(
+        hidden_states.shape[1], expert_width, lossless=True, gated=activation not in UNGATED
+    )
     check_rows(hidden_states, topk_ids, slot_table, out)
     check_records("slots", slots, 2, layout)
-    code = activation_code(activation)
-    added = pair_of(biases, hidden_states, slot_table, expert_width)
+    outputs = gate_up_rows(activation, expert_width)
+    added = pair_of(biases, hidden_states, slot_table, outputs)
     held = slot_table, slots, expert_width
     if hidden_states.dtype == torch.float64:
         reference_compact.moe_grouped_lossless_out(
@@ -112,8 +129,12 @@ def moe_grouped_residual(
     """Run `reference_compact.moe_grouped_residual_out` over INT4 experts, otherwise as
     `ops.moe_grouped`.
     """
+    code, gated = activation_code(activation), activation not in UNGATED
     width = experts.down[0].shape[2] * 2
-    layout = CompactLayout.of_expert(experts.hidden_size, width, lossless=False)
+    outputs = gate_up_rows(activation, width)
+    if experts.gate_up[0].shape[1] != outputs:
+        raise ValueError(f"activation {activation!r} is not of experts of that shape")
+    layout = CompactLayout.of_expert(experts.hidden_size, width, lossless=False, gated=gated)
     check_rows(hidden_states, topk_ids, slot_table, out)
     if hidden_states.shape[1] != experts.hidden_size:
         raise ValueError(
@@ -122,8 +143,7 @@ def moe_grouped_residual(
         )
     check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)
     check_records("slots", slots, 2, layout)
-    code = activation_code(activation)
-    added = pair_of(biases, hidden_states, slot_table, width)
+    added = pair_of(biases, hidden_states, slot_table, outputs)
     held = slot_table, slots, base_slots, *experts.gate_up, *experts.down, experts.input_perm
     if hidden_states.dtype == torch.float64:
         reference_compact.moe_grouped_residual_out(
@@ -135,11 +155,8 @@ def moe_grouped_residual(
 
 
 def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactLayout:
-    dtypes, device = (torch.bfloat16,), down_proj.device
-    check_tensor("down_proj", down_proj, (None, None), dtypes, device)
-    hidden_size, width = down_proj.shape
-    check_tensor("gate_up_proj", gate_up_proj, (2 * width, hidden_size), dtypes, device)
-    return CompactLayout.of_expert(hidden_size, width, lossless)
+    hidden_size, width, gated = check_expert(gate_up_proj, down_proj)
+    return CompactLayout.of_expert(hidden_size, width, lossless, gated)
 
 
 def _residual_layout(

@@ -25,7 +25,11 @@ from speq.kernels.reference import (
     CLAMP_LIMIT,
     CLAMPED,
     HIDDEN_ACTS,
+    UNGATED,
+    activate,
     combine,
+    gate_up_rows,
+    matrices_of,
     quantize_int4_planes,
     unpack_int4,
 )
@@ -36,16 +40,20 @@ __all__ = [
     "CLAMP_ALPHA",
     "CLAMP_LIMIT",
     "HIDDEN_ACTS",
+    "UNGATED",
     "ExpertBiases",
     "Int4Pair",
     "Int4Slots",
     "Int4Weight",
     "PlainExpert",
+    "activate",
     "combine",
+    "gate_up_rows",
     "linear",
     "linear_int4",
     "linear_of",
     "linear_rows",
+    "matrices_of",
     "moe_by_expert",
     "moe_grouped",
     "moe_int4",
@@ -68,7 +76,8 @@ Int4Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Int4Slots:
-    """INT4 experts in N base slots. The constructor checks shapes.
+    """INT4 experts in N base slots. The constructor checks shapes; without a gate, gate_up has F
+    rows.
 
     gate_up     (qweight [N, 2F, H / 2] uint8, scales [N, 2F, H / group_size] float16)
     down        (qweight [N, H, F / 2] uint8, scales [N, H, F / group_size] float16)
@@ -87,9 +96,9 @@ class Int4Slots:
                 ("qweight", "scales"), pair, (torch.uint8, torch.float16), strict=True
             ):
                 check_tensor(f"{name}_{part}", tensor, (slots, None, None), (dtype,), self.device)
-        width = self.gate_up[0].shape[1] // 2
-        hidden_size = self.down[0].shape[1]
-        check_int4("gate_up", *self.gate_up, 2 * width, hidden_size)
+        hidden_size, rows = self.down[0].shape[1], self.gate_up[0].shape[1]
+        width = rows if rows == 2 * self.down[0].shape[2] else rows // 2
+        check_int4("gate_up", *self.gate_up, rows if rows == width else 2 * width, hidden_size)
         check_int4("down", *self.down, hidden_size, width)
         if self.input_perm is not None:
             shape = (slots, hidden_size)
@@ -271,8 +280,10 @@ def moe_int4(
     if experts.device != device:
         raise ValueError(f"the INT4 experts are on {experts.device} and hidden_states on {device}")
     code = activation_code(activation)
-    width = experts.down[0].shape[2] * 2
-    added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, width)
+    rows_wanted = gate_up_rows(activation, experts.down[0].shape[2] * 2)
+    if experts.gate_up[0].shape[1] != rows_wanted:
+        raise ValueError(f"activation {activation!r} is not of experts of that shape")
+    added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, rows_wanted)
     if hidden_states.dtype == torch.float64:
         added = tuple(bias.float() for bias in added)
     weights = topk_weights.float()
@@ -319,8 +330,7 @@ def moe_int4_unfused(
         perm = None if experts.input_perm is None else experts.input_perm[slot]
         codes, scales = experts.gate_up
         gate_up = linear_int4(inputs[rows], codes[slot], scales[slot], perm)
-        gate, up = reference.add_bias(gate_up, of_gate_up, expert).chunk(2, dim=-1)
-        inner = ACTIVATIONS[activation](gate, up)
+        inner = activate(activation, reference.add_bias(gate_up, of_gate_up, expert))
         codes, scales = experts.down
         down = linear_int4(inner, codes[slot], scales[slot])
         outputs[rows, ranks] = reference.add_bias(down, of_down, expert)
@@ -354,7 +364,9 @@ def moe_grouped(
     check_tensor(
         "gate_up_proj", gate_up_proj, (None, None, hidden_size), dtypes, device, strided=True
     )
-    slots, width = gate_up_proj.shape[0], gate_up_proj.shape[1] // 2
+    code = activation_code(activation)
+    slots, rows_given = gate_up_proj.shape[:2]
+    width = rows_given if activation in UNGATED else rows_given // 2
     check_tensor(
         "down_proj",
         down_proj,
@@ -364,8 +376,7 @@ def moe_grouped(
         strided=True,
     )
     check_tensor("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
-    code = activation_code(activation)
-    added = pair_of(biases, hidden_states, slot_table, width)
+    added = pair_of(biases, hidden_states, slot_table, rows_given)
     held = slot_table, gate_up_proj, down_proj
     if hidden_states.dtype == torch.float64:
         reference.moe_grouped_out(hidden_states, topk_ids, *held, activation, out, *added)
@@ -425,17 +436,17 @@ def row_blocks(top_k: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def pair_of(
-    biases: ExpertBiases | None, rows: Tensor, experts: Tensor, width: int
+    biases: ExpertBiases | None, rows: Tensor, experts: Tensor, outputs: int
 ) -> tuple[Tensor, Tensor] | tuple[()]:
     """Return biases as the last arguments of ops. Raises ValueError if they do not match the
     experts.
 
-    rows  [T, H]; experts: a table of them [E]; width: F
+    rows  [T, H]; experts: a table of them [E]; outputs: of gate_up
     """
     if biases is None:
         return ()
     count, dtypes = experts.shape[0], (rows.dtype,)
-    check_tensor("gate_up_bias", biases.gate_up, (count, 2 * width), dtypes, rows.device)
+    check_tensor("gate_up_bias", biases.gate_up, (count, outputs), dtypes, rows.device)
     check_tensor("down_bias", biases.down, (count, rows.shape[1]), dtypes, rows.device)
     return biases.gate_up, biases.down
 

@@ -36,17 +36,48 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
 
 
-# Activations between an expert's projections, of gate and up [..., F].
-ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+# Activations between an expert's projections, of gate and up [..., F], or of up alone.
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "swish": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "relu": lambda gate, up: F.relu(gate) * up,
     CLAMPED: clamped_swiglu,
+    "relu2": lambda up: F.relu(up).square(),
 }
+# Those of experts without a gate.
+UNGATED = {"relu2"}
 # Activations that a config.json may name; the others belong to families.
 HIDDEN_ACTS = tuple(name for name in ACTIVATIONS if name != CLAMPED)
+
+
+def gate_up_rows(activation: str, expert_width: int) -> int:
+    """Rows of gate and up in one matrix, of experts with that activation."""
+    return expert_width if activation in UNGATED else 2 * expert_width
+
+
+def activate(activation: str, gate_up: Tensor) -> Tensor:
+    """Run an activation of ACTIVATIONS on gate and up side by side, or up alone: [..., F]."""
+    if activation in UNGATED:
+        return ACTIVATIONS[activation](gate_up)
+    return ACTIVATIONS[activation](*gate_up.chunk(2, dim=-1))
+
+
+def matrices_of(gate_up_proj: Tensor, down_proj: Tensor) -> list[Tensor]:
+    """Split an expert, gate_up [2F, H] or up [F, H] and down [H, F], into gate, up and down, or up
+    and down.
+    """
+    return [*gate_up_proj.split(down_proj.shape[1]), down_proj]
+
+
+def empty_expert(
+    hidden_size: int, width: int, activation: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Allocate the bfloat16 matrices gate_up and down of an expert."""
+    shapes = (gate_up_rows(activation, width), hidden_size), (hidden_size, width)
+    gate_up, down = (torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
+    return gate_up, down
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
@@ -155,7 +186,8 @@ def moe_int4_out(
 
     hidden_states  [T, H]; topk_ids [T, K] int64, topk_weights [T, K] float32
     base_slots     [E] int64: base slot of each expert's codes
-    gate_up_*      qweight [N, 2F, H / 2] and scales [N, 2F, H / group_size] of N base slots
+    gate_up_*      qweight [N, 2F, H / 2] and scales [N, 2F, H / group_size] of N base slots;
+                   without a gate they have F rows, here and below
     down_*         qweight [N, H, F / 2] and scales [N, H, F / group_size]
     input_perm     [N, H] int32 or None: order of inputs of gate_up. (down needs none: rows of
                    gate_up are packed in its order.)
@@ -176,9 +208,8 @@ def moe_int4_out(
         linear_int4_out(
             hidden_states[rows], gate_up_qweight[slot], gate_up_scales[slot], perm, gate_up
         )
-        gate, up = add_bias(gate_up, gate_up_bias, expert).chunk(2, dim=-1)
+        inner = activate(activation, add_bias(gate_up, gate_up_bias, expert))
         down = outputs.new_empty(len(rows), out.shape[1])
-        inner = ACTIVATIONS[activation](gate, up)
         linear_int4_out(inner, down_qweight[slot], down_scales[slot], None, down)
         outputs[rows, ranks] = add_bias(down, down_bias, expert)
     out.copy_(combine(outputs, topk_weights, out.dtype))
@@ -207,12 +238,13 @@ def swiglu(
     down_bias: Tensor | None = None,
 ) -> Tensor:
     """Run one expert: down(act(gate(x)) * up(x)), of x [R, H], gate_up [2F, H] and down [H, F].
+    Without a gate, gate_up is up [F, H], and the expert down(act(up(x))).
 
     expert  index of its biases in [E, 2F] and [E, H], if there are any: each is added to the
             rounded product, as in transformers
     """
     gate_up = add_bias(F.linear(hidden_states, gate_up_proj), gate_up_bias, expert)
-    inner = ACTIVATIONS[activation](*gate_up.chunk(2, dim=-1))
+    inner = activate(activation, gate_up)
     return add_bias(F.linear(inner, down_proj), down_bias, expert)
 
 

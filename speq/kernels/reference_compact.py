@@ -17,7 +17,7 @@ from speq.kernels.compact_layout import (
     SLACK_BYTES,
     CompactLayout,
 )
-from speq.kernels.reference import check_ids, moe_grouped_out
+from speq.kernels.reference import check_ids, empty_expert, matrices_of, moe_grouped_out
 
 CLASSES = 8
 ESCAPE = 7
@@ -29,11 +29,13 @@ def encode_lossless_out(
 ) -> None:
     """Encode one expert losslessly into `record`, if it has room.
 
-    gate_up_proj  [2F, H], gate over up, and down_proj [H, F], bfloat16
+    gate_up_proj  [2F, H], gate over up, or [F, H] without a gate, and down_proj [H, F], bfloat16
     record        [R] uint8; nbytes [1] int64: bytes of the record, whether it fits or not
     """
-    matrices = _matrices(gate_up_proj, down_proj)
-    encode_lossless_matrices(_layout(down_proj, lossless=True), matrices, record, nbytes)
+    matrices = matrices_of(gate_up_proj, down_proj)
+    encode_lossless_matrices(
+        _layout(gate_up_proj, down_proj, lossless=True), matrices, record, nbytes
+    )
 
 
 def encode_lossless_matrices(
@@ -59,8 +61,8 @@ def encode_lossless_matrices(
 
 def decode_lossless_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
     """Decode a record bit-exactly into gate_up_proj [2F, H] and down_proj [H, F]."""
-    matrices = _matrices(gate_up_proj, down_proj)
-    decode_lossless_matrices(_layout(down_proj, lossless=True), record, matrices)
+    matrices = matrices_of(gate_up_proj, down_proj)
+    decode_lossless_matrices(_layout(gate_up_proj, down_proj, lossless=True), record, matrices)
 
 
 def decode_lossless_matrices(layout: CompactLayout, record: Tensor, matrices: list[Tensor]) -> None:
@@ -100,9 +102,12 @@ def encode_residual_out(
     gate_up_*, down_*  qweight and scales of the same matrices, see `linear_int4`
     For the rest see `encode_lossless_out`.
     """
-    matrices = _matrices(gate_up_proj, down_proj)
-    codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
-    encode_residual_matrices(_layout(down_proj, lossless=False), matrices, codes, record, nbytes)
+    matrices = matrices_of(gate_up_proj, down_proj)
+    width = down_proj.shape[1]
+    codes = [*_parts(gate_up_qweight, gate_up_scales, width), (down_qweight, down_scales)]
+    encode_residual_matrices(
+        _layout(gate_up_proj, down_proj, lossless=False), matrices, codes, record, nbytes
+    )
 
 
 def encode_residual_matrices(
@@ -139,9 +144,12 @@ def decode_residual_out(
     down_proj: Tensor,
 ) -> None:
     """Decode a residual record over its codes, bit-exactly."""
-    matrices = _matrices(gate_up_proj, down_proj)
-    codes = [*_halves(gate_up_qweight, gate_up_scales), (down_qweight, down_scales)]
-    decode_residual_matrices(_layout(down_proj, lossless=False), record, codes, matrices)
+    matrices = matrices_of(gate_up_proj, down_proj)
+    width = down_proj.shape[1]
+    codes = [*_parts(gate_up_qweight, gate_up_scales, width), (down_qweight, down_scales)]
+    decode_residual_matrices(
+        _layout(gate_up_proj, down_proj, lossless=False), record, codes, matrices
+    )
 
 
 def decode_residual_matrices(
@@ -188,7 +196,7 @@ def moe_grouped_lossless_out(
     hidden_size = hidden_states.shape[1]
     biases = gate_up_bias, down_bias
     for expert, slot in _experts_in_slots(topk_ids, slot_table, len(slots)):
-        gate_up_proj, down_proj = _empty(hidden_size, expert_width, slots)
+        gate_up_proj, down_proj = empty_expert(hidden_size, expert_width, activation, slots.device)
         decode_lossless_out(slots[slot], gate_up_proj, down_proj)
         _run_expert(
             hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases
@@ -223,7 +231,7 @@ def moe_grouped_residual_out(
     for expert, slot in _experts_in_slots(topk_ids, slot_table, len(slots)):
         base = int(base_slots[expert])
         check_ids("base_slots", base_slots[expert], len(down_qweight), "base slots")
-        gate_up_proj, down_proj = _empty(hidden_size, width, slots)
+        gate_up_proj, down_proj = empty_expert(hidden_size, width, activation, slots.device)
         codes = gate_up_qweight[base], gate_up_scales[base], down_qweight[base], down_scales[base]
         decode_residual_out(slots[slot], *codes, gate_up_proj, down_proj)
         rows = hidden_states if input_perm is None else hidden_states[:, input_perm[base].long()]
@@ -240,14 +248,6 @@ def _experts_in_slots(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[
             check_ids("slot_table", slot_table[expert], count, "slots")
             chosen.append((expert, slot))
     return chosen
-
-
-def _empty(hidden_size: int, width: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-    shapes = (2 * width, hidden_size), (hidden_size, width)
-    gate_up, down = (
-        torch.empty(shape, dtype=torch.bfloat16, device=slots.device) for shape in shapes
-    )
-    return gate_up, down
 
 
 def _run_expert(
@@ -301,17 +301,13 @@ class _Sections:
         return self._record[self._at :].long()
 
 
-def _layout(down_proj: Tensor, lossless: bool) -> CompactLayout:
+def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactLayout:
     hidden_size, width = down_proj.shape
-    return CompactLayout.of_expert(hidden_size, width, lossless)
+    return CompactLayout.of_expert(hidden_size, width, lossless, len(gate_up_proj) != width)
 
 
-def _matrices(gate_up_proj: Tensor, down_proj: Tensor) -> list[Tensor]:
-    return [*gate_up_proj.chunk(2), down_proj]
-
-
-def _halves(qweight: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(qweight.chunk(2), scales.chunk(2), strict=True))
+def _parts(qweight: Tensor, scales: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(qweight.split(rows), scales.split(rows), strict=True))
 
 
 def _words(matrix: Tensor) -> Tensor:

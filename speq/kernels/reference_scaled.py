@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from speq.kernels.reference import check_ids, moe_grouped_out
+from speq.kernels.reference import check_ids, empty_expert, matrices_of, moe_grouped_out
 from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout, Nvfp4Layout
 from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words, nvfp4_words, part_of
 
@@ -20,8 +20,8 @@ def decode_fp8_out(
     bfloat16.
     """
     hidden_size, width = down_proj.shape
-    layout = Fp8Layout(hidden_size, width, block_rows, block_columns)
-    targets = *gate_up_proj.chunk(2), down_proj
+    targets = matrices_of(gate_up_proj, down_proj)
+    layout = Fp8Layout(hidden_size, width, block_rows, block_columns, len(targets) > 2)
     for target, codes, scales in zip(targets, layout.codes, layout.scales, strict=True):
         of_blocks = part_of(record, scales).view(torch.float32).view(scales.shape)
         of_codes = part_of(record, codes).view(codes.shape)
@@ -53,9 +53,11 @@ def decode_int4_out(
     """Decode an INT4 record of groups of that size; as `decode_fp8_out`."""
     hidden_size, width = down_proj.shape
     dtype = torch.float16 if has_halves else torch.bfloat16
-    layout = Int4GroupsLayout(hidden_size, width, group_size, has_zeros)
+    targets = matrices_of(gate_up_proj, down_proj)
+    layout = Int4GroupsLayout(
+        hidden_size, width, group_size, has_zeros, has_halves, len(targets) > 2
+    )
     zeros = [part_of(record, each).view(torch.int32).view(each.shape) for each in layout.zeros]
-    targets = *gate_up_proj.chunk(2), down_proj
     for at, (target, codes, scales) in enumerate(
         zip(targets, layout.codes, layout.scales, strict=True)
     ):
@@ -69,8 +71,9 @@ def decode_nvfp4_out(
 ) -> None:
     """Decode an NVFP4 record; as `decode_fp8_out`. divides: whether matrices' scales do"""
     hidden_size, width = down_proj.shape
-    targets = *gate_up_proj.chunk(2), down_proj
-    for target, sections in zip(targets, Nvfp4Layout(hidden_size, width).parts, strict=True):
+    targets = matrices_of(gate_up_proj, down_proj)
+    layout = Nvfp4Layout(hidden_size, width, len(targets) > 2)
+    for target, sections in zip(targets, layout.parts, strict=True):
         codes, scales, of_matrix = (
             part_of(record, each).view(each.shape[0], -1) for each in sections
         )
@@ -172,7 +175,7 @@ def _run_slots(
 ) -> None:
     """Decode the experts of a route that are in slots, one after another, and run each."""
     for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
-        words = _empty(hidden_states.shape[1], expert_width, slots)
+        words = empty_expert(hidden_states.shape[1], expert_width, activation, slots.device)
         decode(slots[slot], *words)
         _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
 
@@ -187,14 +190,6 @@ def _experts_in_slots(topk_ids: Tensor, slot_table: Tensor, slots: Tensor) -> li
             check_ids("slot_table", slot_table[expert], slots.shape[0], "slots")
             held.append((expert, slot))
     return held
-
-
-def _empty(hidden_size: int, width: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-    gate_up, down = (
-        torch.empty(shape, dtype=torch.bfloat16, device=slots.device)
-        for shape in ((2 * width, hidden_size), (hidden_size, width))
-    )
-    return gate_up, down
 
 
 def _run_expert(

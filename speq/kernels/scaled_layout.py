@@ -1,10 +1,12 @@
 """Sizes of packed experts published as codes with scales: FP8, MXFP4, INT4 and NVFP4.
 
-csrc/scaled.h has their layout.
+csrc/scaled.h has their layout. Experts without a gate have up and down alone.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+from speq.kernels.compact_layout import expert_matrices
 
 LINE_BYTES = 64
 # Rows and columns of FP8 codes that share a scale.
@@ -73,10 +75,11 @@ class Fp8Layout:
     expert_width: int
     block_rows: int = FP8_BLOCK
     block_columns: int = FP8_BLOCK
+    gated: bool = True
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        return _apart(self.hidden_size, self.expert_width)
+        return expert_matrices(self.hidden_size, self.expert_width, self.gated)
 
     @property
     def codes(self) -> tuple[Section, ...]:
@@ -146,10 +149,11 @@ class Int4GroupsLayout:
     group_size: int
     has_zeros: bool = False
     has_halves: bool = False
+    gated: bool = True
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        return _apart(self.hidden_size, self.expert_width)
+        return expert_matrices(self.hidden_size, self.expert_width, self.gated)
 
     @property
     def codes(self) -> tuple[Section, ...]:
@@ -191,10 +195,11 @@ class Nvfp4Layout:
     code_bits: ClassVar[int] = 4
     hidden_size: int
     expert_width: int
+    gated: bool = True
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        return _apart(self.hidden_size, self.expert_width)
+        return expert_matrices(self.hidden_size, self.expert_width, self.gated)
 
     @property
     def codes(self) -> tuple[Section, ...]:
@@ -221,12 +226,6 @@ class Nvfp4Layout:
 def blocks_of(size: int, block: int) -> int:
     """Number of blocks of rows or columns; the last one may be shorter. block 0: all in one"""
     return -(-size // block) if block else 1
-
-
-def _apart(hidden_size: int, expert_width: int) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of gate, up and down, where gate and up lie apart."""
-    gate = expert_width, hidden_size
-    return gate, gate, (hidden_size, expert_width)
 
 
 def _sections(at: int, shapes: tuple[tuple[int, int], ...], itemsize: int) -> tuple[Section, ...]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library, reference_scaled
-from speq.kernels.checks import activation_code, check_rows, check_tensor
-from speq.kernels.ops import ExpertBiases, pair_of, row_blocks
+from speq.kernels.checks import activation_code, check_expert, check_rows, check_tensor
+from speq.kernels.ops import UNGATED, ExpertBiases, gate_up_rows, pair_of, row_blocks
 from speq.kernels.scaled_layout import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -41,14 +41,14 @@ def decode_fp8(
     block_rows, block_columns  that share a scale; 0: all of a matrix
     """
     blocks = block_rows, block_columns
-    _check_records("record", record, 1, fp8_layout(*_sizes(gate_up_proj, down_proj), *blocks))
+    hidden_size, width, gated = check_expert(gate_up_proj, down_proj)
+    _check_records("record", record, 1, fp8_layout(hidden_size, width, *blocks, gated))
     library.call("decode_fp8", record, *blocks, gate_up_proj, down_proj)
 
 
 def decode_mxfp4(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
     """Decode an MXFP4 record, in which rows of gate and up are interleaved; as `decode_fp8`."""
-    sizes = _sizes(gate_up_proj, down_proj)
-    _check_records("record", record, 1, mxfp4_layout(*sizes))
+    _check_records("record", record, 1, mxfp4_layout(*check_expert(gate_up_proj, down_proj)))
     library.call("decode_mxfp4", record, gate_up_proj, down_proj)
 
 
@@ -65,15 +65,14 @@ def decode_int4(
     has_zeros  whether it has zero points; has_halves: whether scales are float16, not bfloat16
     """
     groups = group_size, has_zeros, has_halves
-    hidden_size, width = _sizes(gate_up_proj, down_proj)
-    _check_records("record", record, 1, int4_layout(hidden_size, width, *groups))
+    hidden_size, width, gated = check_expert(gate_up_proj, down_proj)
+    _check_records("record", record, 1, int4_layout(hidden_size, width, *groups, gated))
     library.call("decode_int4", record, *groups, gate_up_proj, down_proj)
 
 
 def decode_nvfp4(record: Tensor, divides: bool, gate_up_proj: Tensor, down_proj: Tensor) -> None:
     """Decode an NVFP4 record; as `decode_fp8`. divides: whether scales of matrices do"""
-    hidden_size, width = _sizes(gate_up_proj, down_proj)
-    _check_records("record", record, 1, nvfp4_layout(hidden_size, width))
+    _check_records("record", record, 1, nvfp4_layout(*check_expert(gate_up_proj, down_proj)))
     library.call("decode_nvfp4", record, divides, gate_up_proj, down_proj)
 
 
@@ -94,7 +93,8 @@ def moe_grouped_fp8(
     """
     held = ScaledSlots(slot_table, slots, expert_width)
     blocks = block_rows, block_columns
-    layout = fp8_layout(hidden_states.shape[-1], expert_width, *blocks)
+    gated = activation not in UNGATED
+    layout = fp8_layout(hidden_states.shape[-1], expert_width, *blocks, gated)
     _moe_grouped("fp8", layout, hidden_states, topk_ids, held, blocks, activation, out, biases)
 
 
@@ -112,7 +112,7 @@ def moe_grouped_mxfp4(
     `ops.moe_grouped`.
     """
     held = ScaledSlots(slot_table, slots, expert_width)
-    layout = mxfp4_layout(hidden_states.shape[-1], expert_width)
+    layout = mxfp4_layout(hidden_states.shape[-1], expert_width, activation not in UNGATED)
     _moe_grouped("mxfp4", layout, hidden_states, topk_ids, held, (), activation, out, biases)
 
 
@@ -134,7 +134,8 @@ def moe_grouped_int4(
     """
     held = ScaledSlots(slot_table, slots, expert_width)
     groups = group_size, has_zeros, has_halves
-    layout = int4_layout(hidden_states.shape[-1], expert_width, *groups)
+    gated = activation not in UNGATED
+    layout = int4_layout(hidden_states.shape[-1], expert_width, *groups, gated)
     _moe_grouped("int4", layout, hidden_states, topk_ids, held, groups, activation, out, biases)
 
 
@@ -153,7 +154,8 @@ def moe_grouped_nvfp4(
     `ops.moe_grouped`.
     """
     held = ScaledSlots(slot_table, slots, expert_width)
-    layout, own = nvfp4_layout(hidden_states.shape[-1], expert_width), (divides,)
+    layout = nvfp4_layout(hidden_states.shape[-1], expert_width, activation not in UNGATED)
+    own = (divides,)
     _moe_grouped("nvfp4", layout, hidden_states, topk_ids, held, own, activation, out, biases)
 
 
@@ -180,7 +182,8 @@ def _moe_grouped(
     check_rows(hidden_states, topk_ids, held.slot_table, out)
     _check_records("slots", held.slots, 2, layout)
     code = activation_code(activation)
-    added = pair_of(biases, hidden_states, held.slot_table, held.expert_width)
+    outputs = gate_up_rows(activation, held.expert_width)
+    added = pair_of(biases, hidden_states, held.slot_table, outputs)
     if hidden_states.dtype == torch.float64:
         REFERENCES[form](hidden_states, topk_ids, *held, *groups, activation, out, *added)
         return
@@ -189,7 +192,7 @@ def _moe_grouped(
 
 
 def fp8_layout(
-    hidden_size: int, expert_width: int, block_rows: int, block_columns: int
+    hidden_size: int, expert_width: int, block_rows: int, block_columns: int, gated: bool = True
 ) -> Fp8Layout:
     """Layout of FP8 experts. Raises ValueError for blocks that kernels do not know."""
     whole = block_rows >= 0 and block_columns >= 0 and block_columns % FP8_COLUMNS == 0
@@ -198,11 +201,16 @@ def fp8_layout(
             f"blocks of FP8 are {block_rows} by {block_columns}, and must be of 1 row or multiples "
             f"of {FP8_ROWS}, and of multiples of {FP8_COLUMNS} columns"
         )
-    return Fp8Layout(hidden_size, expert_width, block_rows, block_columns)
+    return Fp8Layout(hidden_size, expert_width, block_rows, block_columns, gated)
 
 
 def int4_layout(
-    hidden_size: int, expert_width: int, group_size: int, has_zeros: bool, has_halves: bool
+    hidden_size: int,
+    expert_width: int,
+    group_size: int,
+    has_zeros: bool,
+    has_halves: bool,
+    gated: bool = True,
 ) -> Int4GroupsLayout:
     """Layout of INT4 experts. Raises ValueError for groups that widths are no multiples of."""
     if group_size < 1 or any(
@@ -212,12 +220,16 @@ def int4_layout(
             f"experts are {hidden_size} by {expert_width} in groups of {group_size}; of INT4 both "
             f"are multiples of a group, and that is a multiple of {INT4_COLUMNS}"
         )
-    return Int4GroupsLayout(hidden_size, expert_width, group_size, has_zeros, has_halves)
+    return Int4GroupsLayout(hidden_size, expert_width, group_size, has_zeros, has_halves, gated)
 
 
-def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:
-    """Layout of MXFP4 experts. Raises ValueError for widths that are not whole blocks."""
+def mxfp4_layout(hidden_size: int, expert_width: int, gated: bool = True) -> Mxfp4Layout:
+    """Layout of MXFP4 experts. Raises ValueError for widths that are not whole blocks, and without
+    a gate, whose rows are in turns with those of up.
+    """
     block = Mxfp4Layout.block
+    if not gated:
+        raise ValueError("experts have no gate; those of MXFP4 must have one")
     if hidden_size % block or expert_width % block:
         raise ValueError(
             f"experts are {hidden_size} by {expert_width}; of MXFP4 both are multiples of {block}"
@@ -225,22 +237,14 @@ def mxfp4_layout(hidden_size: int, expert_width: int) -> Mxfp4Layout:
     return Mxfp4Layout(hidden_size, expert_width)
 
 
-def nvfp4_layout(hidden_size: int, expert_width: int) -> Nvfp4Layout:
+def nvfp4_layout(hidden_size: int, expert_width: int, gated: bool = True) -> Nvfp4Layout:
     """Layout of NVFP4 experts. Raises ValueError for widths that are not whole pairs of blocks."""
     if hidden_size % NVFP4_COLUMNS or expert_width % NVFP4_COLUMNS:
         raise ValueError(
             f"experts are {hidden_size} by {expert_width}; of NVFP4 both are multiples of "
             f"{NVFP4_COLUMNS}"
         )
-    return Nvfp4Layout(hidden_size, expert_width)
-
-
-def _sizes(gate_up_proj: Tensor, down_proj: Tensor) -> tuple[int, int]:
-    dtypes, device = (torch.bfloat16,), down_proj.device
-    check_tensor("down_proj", down_proj, (None, None), dtypes, device)
-    hidden_size, width = down_proj.shape
-    check_tensor("gate_up_proj", gate_up_proj, (2 * width, hidden_size), dtypes, device)
-    return hidden_size, width
+    return Nvfp4Layout(hidden_size, expert_width, gated)
 
 
 def _check_records(name: str, records: Tensor, dims: int, layout: ScaledLayout) -> None:

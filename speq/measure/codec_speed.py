@@ -32,7 +32,8 @@ def encode_bytes_per_s(codec: ExpertCodec, readers: int, clock: Clock) -> float:
     words = random_expert(shape, torch.Generator().manual_seed(1))
     base = None
     if codec.needs_draft:
-        base = Int4Expert.round(Int4Layout(shape.hidden_size, shape.expert_width), *words)
+        layout = Int4Layout(shape.hidden_size, shape.expert_width, gated=shape.gated)
+        base = Int4Expert.round(layout, *words)
     rooms = list(allocate_aligned(readers, codec.slot_bytes))
 
     def encode(room: Tensor) -> None:
@@ -54,7 +55,7 @@ def compute_bytes_per_s(
     """Speed of one token's experts in slots of a layer of the model's shape."""
     shape, top_k = codec.shape, model.top_k
     held = max(min(LAYER_BYTES // shape.nbytes, model.experts.num_experts), 2 * top_k)
-    layout = Int4Layout(shape.hidden_size, shape.expert_width)
+    layout = Int4Layout(shape.hidden_size, shape.expert_width, gated=shape.gated)
     arena = Int4Arena(layout, 1, held, device) if codec.needs_draft else None
     generator = torch.Generator().manual_seed(1)
 

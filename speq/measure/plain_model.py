@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from speq.errors import NoRoom
-from speq.experts.expert_names import Stacked
+from speq.experts.expert_names import GATE_UP, UNGATED_PROJECTIONS, Stacked
 from speq.experts.expert_store import ExpertStore, expert_slot, read_matrices
 from speq.files.checkpoint import Checkpoint
 from speq.files.published_format import MXFP4_DTYPE, WORDS
@@ -61,6 +61,7 @@ class StreamedExperts(nn.Module):
     own: ClassVar[type[nn.Module]]
     store: ClassVar[ExpertStore]
     family: ClassVar[Family]
+    up: ClassVar[str]
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class StreamedExperts(nn.Module):
             gate_up, down = read_matrices(self.store, self.layer, expert, slot)
             if self.family.stacked is Stacked.INTERLEAVED:
                 gate_up, down = torch.stack(gate_up.chunk(2), 1).flatten(0, 1).T, down.T
-            weights["gate_up_proj"][expert] = gate_up
+            weights[self.up][expert] = gate_up
             weights["down_proj"][expert] = down
         for name, parameter in self.named_parameters():
             weights[name].copy_(parameter)
@@ -114,7 +115,8 @@ def load_plain(opened: Opened, dtype: torch.dtype, device: torch.device) -> Plai
 
 def of_store(family: Family, own: type[nn.Module], store: ExpertStore) -> type[StreamedExperts]:
     """A class of experts that stands in for a family's own."""
-    parts = {"own": own, "store": store, "family": family}
+    up = GATE_UP if store.codec.shape.gated else UNGATED_PROJECTIONS[0]
+    parts = {"own": own, "store": store, "family": family, "up": up}
     return type(StreamedExperts.__name__, (StreamedExperts,), parts)
 
 

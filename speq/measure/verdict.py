@@ -137,7 +137,7 @@ def verdict_of(
     experts = spec.shape.experts
     missing = max(spec.count - best.slots, 0)
     loaded_s = missing * best.moved_bytes / made.assumptions.link.bandwidth_bytes_per_s
-    of_expert = 3 * experts.hidden_size * experts.expert_width
+    of_expert = experts.weights
     active = spec.shape.resident_weights + spec.num_layers * spec.shape.top_k * of_expert
     computed_s = 0.0 if flops_per_s is None else 2 * active * PROMPT_TOKENS / flops_per_s
     return Verdict(

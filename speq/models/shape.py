@@ -16,7 +16,7 @@ from speq.files.json_file import read_json
 from speq.kernels import library, many_rows
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.grouping import most_fused_rows
-from speq.kernels.ops import HIDDEN_ACTS
+from speq.kernels.ops import HIDDEN_ACTS, UNGATED
 from speq.models.attention import AttentionShape, KVShapes, elements
 from speq.models.bounds import MOST, check_sizes
 from speq.models.dense import packable_modules
@@ -155,7 +155,7 @@ class ModelShape:
         experts = self.experts
         float32_rows = rows * (self.top_k * experts.expert_width + experts.hidden_size)
         return max(
-            self._expert_weights * dtype.itemsize,
+            self.experts.weights * dtype.itemsize,
             float32_rows * 4,
             many_rows.scratch_bytes(rows, self.dense, dtype),
         )
@@ -181,14 +181,10 @@ class ModelShape:
         fused = positions * (4 * (hidden + width + positions) + POSITION_BYTES)
         if rows <= most_fused_rows(kernels, self.top_k):
             return fused
-        converted = 0 if dtype == words else self._expert_weights * dtype.itemsize
+        converted = 0 if dtype == words else self.experts.weights * dtype.itemsize
         index_bytes = 2 * 8 * rows * self.top_k
         gathered = 2 * rows * hidden * dtype.itemsize
         return max(fused, plain_bytes + converted + index_bytes + gathered)
-
-    @property
-    def _expert_weights(self) -> int:
-        return 3 * self.experts.hidden_size * self.experts.expert_width
 
     def activation_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
         """Upper estimate of the activations of one pass on a GPU.
@@ -313,6 +309,7 @@ def shape_of(
         raise UnsupportedError(
             f"{where} has the activation {hidden_act!r}; supported are {', '.join(HIDDEN_ACTS)}"
         )
+    activation = family.activation or hidden_act
     dense: dict[int, tuple[int, int]] = {}
     dense_names: dict[int, str] = {}
     for name, module in packable_modules(model, family.routers(model)):
@@ -335,9 +332,10 @@ def shape_of(
             family.stacked,
             family.biased,
             family.normed,
+            activation not in UNGATED,
         ),
         top_k=top_k,
-        activation=family.activation or hidden_act,
+        activation=activation,
         num_layers=config.num_hidden_layers if part is None else len(part.layers),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size if has_ends else 0,

@@ -82,7 +82,9 @@ class ModelSpec:
         sizes = experts.hidden_size, experts.expert_width
         packing, groups = published.packed or (None, None)
         divides, blocks = packing is not None and packing.divides, published.fp8.blocks
-        stored = ExpertShape(*sizes, words, published.name, groups, divides, blocks)
+        stored = ExpertShape(
+            *(*sizes, words, published.name, groups, divides, blocks, experts.gated)
+        )
         check_groups(stored, path)
         codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)
@@ -94,7 +96,7 @@ class ModelSpec:
             words=words,
             codec=codec,
             published=True,
-            draft=useful_draft(Int4Layout(*sizes), codec),
+            draft=useful_draft(Int4Layout(*sizes, gated=experts.gated), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
             reading_bytes=reading_bytes(stored, experts.stacked, packing),
             converted_bytes=0 if computed == words else stored_bytes,

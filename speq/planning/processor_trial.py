@@ -146,7 +146,7 @@ class ExpertTrial:
         words = random_expert(narrow, torch.Generator().manual_seed(1))
         layout = base = None
         if draft is not None:
-            layout = Int4Layout(narrow.hidden_size, narrow.expert_width)
+            layout = Int4Layout(narrow.hidden_size, narrow.expert_width, gated=narrow.gated)
             base = Int4Expert.round(layout, *words)
         return cls(words, base, layout, narrow, shape.nbytes / narrow.nbytes, model, dtype)
 

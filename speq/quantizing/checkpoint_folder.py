@@ -21,6 +21,7 @@ from torch import Tensor
 
 from speq.drafts.gptq_format import SYMMETRIC_ZERO, pack_codes, pack_zeros
 from speq.errors import FileError, SpeqError
+from speq.experts.expert_names import PROJECTIONS
 from speq.experts.expert_store import ExpertLayout
 from speq.experts.int4 import group_columns
 from speq.experts.pack import COPY_BYTES, copy_whole, replace_synced
@@ -98,11 +99,10 @@ class LayerShards:
         hidden, width = self.layout.hidden_size, self.layout.expert_width
         found: Entries = {}
         for expert in range(self.layout.num_experts):
-            for projection, inputs, outputs in (
-                ("gate_proj", hidden, width),
-                ("up_proj", hidden, width),
-                ("down_proj", width, hidden),
-            ):
+            for projection in self.layout.projections:
+                inputs, outputs = hidden, width
+                if projection == PROJECTIONS[-1]:
+                    inputs, outputs = width, hidden
                 module = self.layout.names.module(layer, expert, projection)
                 found |= self._module(module, inputs, outputs)
         return found
@@ -132,9 +132,9 @@ def nbytes_of(entries: Entries) -> int:
 
 def tensors_of(expert: QuantisedExpert) -> Iterator[Tensor]:
     """Yield an expert's tensors in the order of `LayerShards.entries`."""
-    width = expert.gate_up.codes.shape[1] // 2
-    for columns in (slice(0, width), slice(width, None)):
-        yield from pack_matrix(expert.gate_up, columns)
+    outputs, width = expert.gate_up.codes.shape[1], expert.down.codes.shape[0]
+    for first in range(0, outputs, width):
+        yield from pack_matrix(expert.gate_up, slice(first, first + width))
     yield from pack_matrix(expert.down, slice(None))
 
 

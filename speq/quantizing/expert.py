@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speq.errors import CheckpointError
 from speq.experts.int4 import group_columns
-from speq.kernels.ops import ACTIVATIONS
+from speq.kernels.ops import activate
 from speq.quantizing.activations import ActivationRows
 from speq.quantizing.gptq import QuantisedMatrix, factor_inverse, quantise, round_to_nearest
 from speq.quantizing.settings import QuantizeSettings
@@ -42,7 +42,7 @@ class FloatExpert:
     def inner(self, inputs: Tensor) -> Tensor:
         """Compute the input of down_proj: [T, H] to [T, F]."""
         gate_up = inputs @ self.gate_up_proj.t() + self.between.gate_up_bias
-        return ACTIVATIONS[self.between.activation](*gate_up.chunk(2, dim=-1))
+        return activate(self.between.activation, gate_up)
 
     def outer(self, inner: Tensor) -> Tensor:
         """Apply down_proj: [T, F] to [T, H]."""

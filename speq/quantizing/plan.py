@@ -49,7 +49,7 @@ def plan_of(
     Raises SpeqError, with the items, if the budget is too small even then.
     """
     hidden, width = shape.experts.hidden_size, shape.experts.expert_width
-    weights = 3 * hidden * width
+    weights = shape.experts.weights
     squares = hidden**2 + width**2 + FACTORING_MATRICES * max(hidden, width) ** 2
     length = lanes.length
     items = {

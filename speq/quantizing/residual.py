@@ -62,10 +62,9 @@ def residual_of(exact: FloatExpert, draft: QuantisedExpert) -> ResidualCount:
     width = exact.down_proj.shape[1]
     inner = draft.down.groups.argsort(stable=True)
     outputs = torch.arange(len(exact.down_proj))
-    counts = [
-        _count(exact.gate_up_proj, draft.gate_up, inner),
-        _count(exact.gate_up_proj, draft.gate_up, inner + width),
-        _count(exact.down_proj, draft.down, outputs),
+    counts = [_count(exact.down_proj, draft.down, outputs)] + [
+        _count(exact.gate_up_proj, draft.gate_up, inner + first)
+        for first in range(0, len(exact.gate_up_proj), width)
     ]
     end = ResidualCount(record_bytes=INDEX_BYTES)
     return sum(counts, start=end)

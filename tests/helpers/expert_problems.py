@@ -13,6 +13,7 @@ from torch import Tensor
 from speq.kernels import compact_ops, library, reference
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 from speq.kernels.scaled_words import fp8_codes, mxfp4_codes, part_of
+from tests.reference.experts import gate_up_rows
 
 SIZES = [(64, 32), (96, 48), (160, 72), (70, 38), (288, 33), (33, 34), (256, 100)]
 SIZES_OF_CODES = [(64, 64), (128, 192), (320, 64), (192, 128)]
@@ -53,19 +54,21 @@ class Problem:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator) * 0.1
 
+        activation = rng.choice(sorted(library.ACTIVATION_CODES))
+        of_up = gate_up_rows(activation, width)
         biases: tuple[Tensor, ...] = ()
         if rng.random() < 0.3:
             biases = (
-                normal(experts, 2 * width).to(dtype),
+                normal(experts, of_up).to(dtype),
                 normal(experts, hidden_size).to(dtype),
             )
         return cls(
             (10 * normal(rows, hidden_size)).to(dtype),
             ids,
             table,
-            normal(len(used), 2 * width, hidden_size).bfloat16(),
+            normal(len(used), of_up, hidden_size).bfloat16(),
             normal(len(used), hidden_size, width).bfloat16(),
-            rng.choice(sorted(library.ACTIVATION_CODES)),
+            activation,
             biases,
         )
 
@@ -91,11 +94,13 @@ class Problem:
         if not self.hidden.shape[1] % 2 and not width % 2:
             yield "moe_grouped_residual_out", self.residual()
         if not self.hidden.shape[1] % 64 and not width % 64:
-            layout = Fp8Layout(self.hidden.shape[1], width, BLOCK, BLOCK)
+            gated = self.gate_up.shape[1] != width
+            layout = Fp8Layout(self.hidden.shape[1], width, BLOCK, BLOCK, gated)
             fp8 = self._records(layout, lambda matrix: fp8_codes(matrix, BLOCK, BLOCK))
             yield "moe_grouped_fp8_out", (fp8, width, BLOCK, BLOCK)
-            mxfp4 = self._records(Mxfp4Layout(self.hidden.shape[1], width), mxfp4_codes)
-            yield "moe_grouped_mxfp4_out", (mxfp4, width)
+            if gated:
+                mxfp4 = self._records(Mxfp4Layout(self.hidden.shape[1], width), mxfp4_codes)
+                yield "moe_grouped_mxfp4_out", (mxfp4, width)
 
     def lossless(self) -> tuple[Tensor, int]:
         experts = zip(self.gate_up, self.down, strict=True)
@@ -121,8 +126,8 @@ class Problem:
         width = self.down.shape[2]
         records = []
         for gate_up, down in zip(self.gate_up, self.down, strict=True):
-            parted = [gate_up[:width], gate_up[width:], down]
-            of = parted if len(layout.matrices) == 3 else [gate_up, down]
+            in_turns = isinstance(layout, Mxfp4Layout)
+            of = [gate_up, down] if in_turns else [*gate_up.split(width), down]
             record = torch.zeros(layout.nbytes, dtype=torch.uint8)
             for matrix, sections in zip(of, layout.parts, strict=True):
                 for section, part in zip(sections, codes_of(matrix), strict=True):

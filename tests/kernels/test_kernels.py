@@ -22,6 +22,7 @@ from torch import Tensor
 from speq.kernels import library, reference
 from tests.helpers.backends import CPU_BACKENDS, CUDA_BACKENDS, Backend, backend_named
 from tests.helpers.pairwise import covering
+from tests.reference.experts import gate_up_rows
 
 POISON = float("nan")
 
@@ -191,10 +192,12 @@ def test_moe_int4_activations(backend: Backend, activation: str) -> None:
     may round it the other way, which moves outputs by one step of one input."""
     problem = int4_problem(4, 2)
     generator = torch.Generator().manual_seed(7)
+    of_up = slice(gate_up_rows(activation, 128))
     problem = replace(
         problem,
         hidden_states=torch.randn(4, 256, generator=generator),
-        gate_up_scales=problem.gate_up_scales / 64,
+        gate_up_qweight=problem.gate_up_qweight[:, of_up].contiguous(),
+        gate_up_scales=problem.gate_up_scales[:, of_up].contiguous() / 64,
         activation=activation,
     )
     ours, wanted = problem.by(backend), problem.wanted()
@@ -439,7 +442,8 @@ def test_moe_grouped_off_the_grid(backend: Backend, activation: str, words: torc
     """Against the reference in double precision."""
     generator = torch.Generator().manual_seed(8)
     problem = grouped_problem(7, 3, 200, 72, words=words)
-    gate_up = torch.randn(11, 144, 200, generator=generator).mul(0.1).to(words)
+    of_up = gate_up_rows(activation, 72)
+    gate_up = torch.randn(11, of_up, 200, generator=generator).mul(0.1).to(words)
     down = torch.randn(11, 200, 72, generator=generator).mul(0.1).to(words)
     problem = replace(
         problem,

@@ -49,8 +49,9 @@ def routed() -> tuple[Tensor, Tensor]:
 def test_grouped_experts(activation: str, biased: bool, random: Random) -> None:
     rows, (ids, slots) = random(ROWS, HIDDEN), routed()
     slots[0] = -1
-    gate_up, down = random(SLOTS, 2 * WIDTH, HIDDEN) * 0.3, random(SLOTS, HIDDEN, WIDTH) * 0.3
-    biases = (random(EXPERTS, 2 * WIDTH), random(EXPERTS, HIDDEN)) if biased else ()
+    outputs = experts.gate_up_rows(activation, WIDTH)
+    gate_up, down = random(SLOTS, outputs, HIDDEN) * 0.3, random(SLOTS, HIDDEN, WIDTH) * 0.3
+    biases = (random(EXPERTS, outputs), random(EXPERTS, HIDDEN)) if biased else ()
     out = torch.full((ROWS, TOP_K, HIDDEN), torch.nan)
     reference.moe_grouped_out(rows, ids, slots, gate_up, down, activation, out, *biases)
     for row in range(ROWS):
@@ -82,10 +83,11 @@ def test_int4_experts(activation: str, biased: bool, permuted: bool, random: Ran
         codes = torch.randint(256, (SLOTS, outputs, columns // 2), generator=generator)
         return codes.byte(), (0.05 * random(SLOTS, outputs, columns // group)).half()
 
-    gate_up, down = coded(2 * WIDTH, HIDDEN, 32), coded(HIDDEN, WIDTH, 8)
+    of_up = experts.gate_up_rows(activation, WIDTH)
+    gate_up, down = coded(of_up, HIDDEN, 32), coded(HIDDEN, WIDTH, 8)
     orders = [torch.randperm(HIDDEN, generator=generator) for _ in range(SLOTS)]
     order = torch.stack(orders).int() if permuted else None
-    biases = (random(EXPERTS, 2 * WIDTH), random(EXPERTS, HIDDEN)) if biased else ()
+    biases = (random(EXPERTS, of_up), random(EXPERTS, HIDDEN)) if biased else ()
     out = torch.full((ROWS, HIDDEN), torch.nan)
     reference.moe_int4_out(
         rows, ids, weights, slots, *gate_up, *down, order, activation, out, *biases

@@ -1,4 +1,6 @@
-"""Experts of a block: down(act(gate(x), up(x))), for each expert of a row's route."""
+"""Experts of a block: down(act(gate(x), up(x))), or down(act(up(x))), for each expert of a row's
+route.
+"""
 
 import math
 from collections.abc import Callable
@@ -7,7 +9,7 @@ import numpy as np
 
 from tests.reference.int4 import rounded
 
-Activation = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Activation = Callable[..., np.ndarray]
 erf = np.vectorize(math.erf, otypes=[float])
 
 
@@ -39,6 +41,11 @@ def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return (up + 1) * gate * sigmoid(1.702 * gate)
 
 
+def relu2(up: np.ndarray) -> np.ndarray:
+    """Nemotron's, without a gate."""
+    return np.maximum(up, 0) ** 2
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": silu,
     "swish": silu,
@@ -46,7 +53,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": relu,
     "clamped": clamped,
+    "relu2": relu2,
 }
+
+
+def gate_up_rows(activation: str, width: int) -> int:
+    """Rows of gate over up, or of up alone."""
+    return width if activation == "relu2" else 2 * width
 
 
 def expert(
@@ -58,12 +71,11 @@ def expert(
     down_bias: np.ndarray | None = None,
     int8: bool = False,
 ) -> np.ndarray:
-    """One row [H] through gate_up [2F, H], gate over up, and down [H, F].
+    """One row [H] through gate_up [2F, H], gate over up, or up [F, H], and down [H, F].
 
     int8  inputs of both products are rounded, as INT4 experts round them
     """
     seen = rounded if int8 else np.asarray
     both = gate_up @ seen(row) + (0 if gate_up_bias is None else gate_up_bias)
-    width = len(both) // 2
-    inner = act(both[:width], both[width:])
+    inner = act(*both.reshape(-1, down.shape[1]))
     return down @ seen(inner) + (0 if down_bias is None else down_bias)
