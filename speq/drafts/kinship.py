@@ -26,7 +26,7 @@ SIZES = (
     ("moe_intermediate_size",),
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
 )
-EMBEDDING = re.compile(r"(?:^|\.)embed_tokens\.weight$")
+EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|embeddings)\.weight$")
 # Elements compared of a tensor, and rows of each matrix of an expert.
 SAMPLE = 1 << 16
 SAMPLE_ROWS = 64

@@ -49,7 +49,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 # Those of experts without a gate.
 UNGATED = {"relu2"}
 # Activations that a config.json may name; the others belong to families.
-HIDDEN_ACTS = tuple(name for name in ACTIVATIONS if name != CLAMPED)
+HIDDEN_ACTS = tuple(name for name in ACTIVATIONS if name not in {CLAMPED, *UNGATED})
 
 
 def gate_up_rows(activation: str, expert_width: int) -> int:

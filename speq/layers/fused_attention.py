@@ -24,7 +24,7 @@ ATTENTIONS = frozenset(
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
         *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss", "Lfm2Moe", "Mellum", "HYV3"),
-        *("ExaoneMoe", "GraniteMoe", "GraniteMoeHybrid"),
+        *("ExaoneMoe", "GraniteMoe", "GraniteMoeHybrid", "NemotronH"),
     )
 )
 # Classes whose results are multiplied by gates that their queries' projection makes as well.

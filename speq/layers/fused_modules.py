@@ -34,6 +34,7 @@ NORMS_ROUNDED_ONCE = {
     "Qwen3NextRMSNorm": 1.0,
     "Qwen3_5MoeRMSNorm": 1.0,
     "Gemma4RMSNorm": 0.0,
+    "NemotronHRMSNorm": 0.0,
 }
 # Routers by the rule of their gate: dtype of their logits and of their weights; None: of the rows.
 ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -54,7 +55,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
         (
             *("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter"),
             *("Glm4MoeLiteTopkRouter", "Dots1TopkRouter", "SolarOpenTopkRouter", "HYV3TopKRouter"),
-            "ExaoneMoeTopkRouter",
+            *("ExaoneMoeTopkRouter", "NemotronHTopkRouter"),
         ),
         (torch.float32, torch.float32),
     ),

@@ -105,8 +105,8 @@ class OffloadedExperts(nn.Module):
         if backend is None:
             raise Broken("experts ran outside a pass")
         rows, logits = self._router_output.pop() if self._router_output else (None, None)
-        # Routers may see rows before a norm that precedes the experts.
-        asked = rows if rows is not None and rows.shape == hidden_states.shape else hidden_states
+        # Routers may see rows before a norm or a projection that precedes the experts.
+        asked = hidden_states if rows is None else rows.flatten(0, -2)
         following = partial(self._predict_next, asked) if self._next_logits else None
         route = Route(topk_ids, topk_weights, logits, following)
         return backend(self.layer, hidden_states, route)

@@ -98,6 +98,13 @@ def heads_by_layer(config: Any) -> AttentionShape:
     )
 
 
+def heads_of_some_layers(config: Any) -> AttentionShape:
+    """`cached_heads`, in models with layers that have neither KV nor a state."""
+    shape, nothing = cached_heads(config), ((0, 0), (0, 0))
+    attends = (kind == "full_attention" for kind in config.layer_types)
+    return replace(shape, by_layer=tuple(shape.kv_shapes if each else nothing for each in attends))
+
+
 def elements(kv_shapes: KVShapes) -> int:
     """Cached elements of one token in one layer."""
     return sum(heads * width for heads, width in kv_shapes)

@@ -37,7 +37,7 @@ MOST = {
     "max_position_embeddings": 1 << 40,
 }
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
-EMBEDDING = re.compile(r"(?:^|\.)embed_tokens\.weight$")
+EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|embeddings)\.weight$")
 
 
 def check_sizes(config: dict[str, Any], where: object) -> None:

@@ -14,6 +14,10 @@ ATTENTION, MLP, HEAD = "attention", "mlp", "head"
 # Expands latents to keys and values: the whole context in long passes, so reading its weights does
 # not bound their time.
 EXPANDING = "kv_b_proj"
+# What families with layers of one part call it.
+ONLY_PART = "mixer"
+# What mixes tokens in layers of one part, which share a name with feed-forwards.
+MIXING = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"})
 # Small matrices that say how fast states fade.
 DECAYING = ("in_proj_ba", "in_proj_a", "in_proj_b")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -58,7 +62,7 @@ def part_of(name: str, names: ExpertNames) -> str | None:
     *inside, own = name.split(".")
     if "linear_attn" in inside:
         return None if own in DECAYING else ATTENTION
-    if not {"conv", "mamba"}.isdisjoint(inside):
+    if not {"conv", "mamba"}.isdisjoint(inside) or (ONLY_PART in inside and own in MIXING):
         return ATTENTION
     if "self_attn" in inside:
         return None if own == EXPANDING else ATTENTION

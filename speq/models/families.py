@@ -25,6 +25,7 @@ from speq.models.attention import (
     gated_heads,
     heads_by_layer,
     heads_of_layers,
+    heads_of_some_layers,
     heads_with_sinks,
 )
 from speq.models.delta_net import delta_states
@@ -33,9 +34,10 @@ from speq.models.family_checks import (
     check_clamped,
     check_deepseek_v2,
     check_gemma4,
+    check_nemotron,
     check_pairs,
 )
-from speq.models.mamba import check_mamba, mamba_states
+from speq.models.mamba import check_mamba, mamba_states, nemotron_states
 from speq.models.mtp_layer import ERNIE, deepseek_layer, qwen3_next_layer
 from speq.models.short_conv import check_short_conv, conv_states
 
@@ -70,6 +72,7 @@ LAGUNA_RENAMED = (
 GRANITE_NAMES = ExpertNames(
     blocks=("block_sparse_moe",), routers=("router",), mlp="block_sparse_moe"
 )
+NEMOTRON_NAMES = ExpertNames(blocks=("mixer",), mlp="mixer")
 GRANITE_RENAMED = (
     (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
@@ -279,6 +282,23 @@ FAMILIES = {
             on_the_host="states of family granitemoehybrid are cut back by the host",
             states=mamba_states,
             text_part=TextModelPart("granitemoehybrid", renamed=GRANITE_RENAMED),
+        ),
+        Family(
+            "nemotron_h",
+            "NemotronHExperts",
+            names=NEMOTRON_NAMES,
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            hidden_act=None,
+            latent_size="moe_latent_size",
+            typed_masks=True,
+            attention=heads_of_some_layers,
+            activation="relu2",
+            check=check_nemotron,
+            on_the_host="states of family nemotron_h are cut back by the host",
+            states=nemotron_states,
+            last_norm="norm_f",
+            text_part=TextModelPart("nemotron_h", prefix="backbone."),
         ),
         Family(
             "gpt_oss",

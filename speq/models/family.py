@@ -102,6 +102,8 @@ class Family:
     logits_of     finds logits in what its routers return
     num_experts, expert_width, top_k, hidden_act   attributes of the config; no hidden_act: it has
                                                    none, and experts run with silu
+    latent_size   attribute of the config with the size of the experts' rows; None, there or here:
+                  the hidden size
     window        whether the model honours config.sliding_window in its mask
     typed_masks   whether the model wants one mask for each of config.layer_types
     attention     sizes of what its attention caches, from the config
@@ -119,7 +121,8 @@ class Family:
     since         first version of transformers with all that speq needs of it
     predictor     its MTP layer; None: speq reads none of this family
     states        which layers keep states in place of KV, from the config
-    last_norm, rotary   names of the norm after its layers and of its rotary embedding
+    last_norm, rotary   names of the norm after its layers and of its rotary embedding, if it has
+                  one
     text_part     place of the text model in multimodal checkpoints, or its names on disk; None:
                   they hold nothing else, by the names that transformers has
     built_as      the family whose classes run its text model, where transformers has no causal
@@ -137,6 +140,7 @@ class Family:
     expert_width: str = "moe_intermediate_size"
     top_k: str = "num_experts_per_tok"
     hidden_act: str | None = "hidden_act"
+    latent_size: str | None = None
     window: bool = False
     typed_masks: bool = False
     attention: Callable[[Any], AttentionShape] = cached_heads
@@ -169,6 +173,15 @@ class Family:
         name = self.model_type if self.built_as is None else self.built_as.model_type
         return f"transformers.models.{name}.modeling_{name}"
 
+    def rotary_of(self, body: Any) -> Any:
+        """The rotary embedding of a model without its head; None: it has none."""
+        return getattr(body, self.rotary, None)
+
+    def expert_columns(self, config: Any) -> int:
+        """Size of the rows that experts are given."""
+        latent = None if self.latent_size is None else getattr(config, self.latent_size)
+        return int(latent or config.hidden_size)
+
     def output_scale(self, config: Any) -> float:
         """What the sum of a layer's experts is multiplied by before it is added."""
         return 1.0 if self.scaled_by is None else float(getattr(config, self.scaled_by))
@@ -190,8 +203,9 @@ class Family:
 
     @staticmethod
     def _scale_embedding(body: Any, scale: float) -> None:
-        if isinstance(body.embed_tokens, nn.Embedding):
-            body.embed_tokens.embed_scale = scale  # type: ignore[assignment]
+        embedding = body.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding):
+            embedding.embed_scale = scale  # type: ignore[assignment]
 
     def check_installed(self, where: object) -> None:
         """Raise SpeqError where the installed transformers lacks the family, or has it in an older

@@ -38,6 +38,23 @@ def check_clamped(config: Any, num_experts: int, where: object) -> None:
             )
 
 
+def check_nemotron(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for groups as `check_pairs` does, and for what no published model of the
+    family has.
+    """
+    check_pairs(config, num_experts, where)
+    for name, wanted in (
+        *(("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")),
+        *(("mlp_bias", False), ("use_bias", False), ("attention_bias", False)),
+    ):
+        given = getattr(config, name)
+        if given != wanted:
+            raise UnsupportedError(
+                f"{where} has {name} {given!r}; speq knows models of family nemotron_h with "
+                f"{wanted!r}: give one that was published so"
+            )
+
+
 def check_gemma4(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for parts that other models of the family have, and speq does not run."""
     for name, what in (

@@ -30,6 +30,7 @@ from speq.layers.fused_attention import (
 from speq.layers.fused_modules import FusedNorm, fuse_norm, fuse_router, own_forward
 from speq.models.family import Family
 from speq.models.hidden_state_capture import HiddenStateCapture
+from speq.models.layer_parts import parts_of
 from speq.models.layer_range import next_stage_layer, own_layers
 from speq.models.packed_batch import BatchSpan, states_of
 from speq.models.states import StateShape
@@ -45,12 +46,13 @@ GEMMA_LAYERS = frozenset({"Gemma4TextDecoderLayer"})
 MULTIPLIED = frozenset({"GraniteMoeDecoderLayer", "GraniteMoeHybridDecoderLayer"})
 # Names of the norms behind a layer's mixer and behind its feed-forward, in layers that have both.
 NORMS_BEHIND = {"AfmoeDecoderLayer": ("post_attention_layernorm", "post_mlp_layernorm")}
-# Names of the norms before a layer's mixer and before its feed-forward.
+# Names of the norms before a layer's mixer and before its feed-forward, or before its only part.
 NORM_NAMES = (
     ("input_layernorm", "pre_mlp_layernorm"),
     ("input_layernorm", "pre_feedforward_layernorm"),
     ("input_layernorm", "post_attention_layernorm"),
     ("operator_norm", "ffn_norm"),
+    ("norm",),
 )
 NO_NORM = "a layer follows the last one"
 
@@ -178,6 +180,24 @@ class FusedLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedPart(FusedLayer):
+    """A layer of one part, which is its mixer and its feed-forward here.
+
+    mixes  whether it is a mixer
+    """
+
+    mixes: bool = field(kw_only=True)
+
+    def run(
+        self, hidden: Tensor, normed: Tensor, batches: Mapping[str, DecodeBatch], states: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        update = self.mix(normed, batches, states) if self.mixes else self.feed(normed)
+        if self.next_norm is None:
+            return hidden + update, None
+        return add_and_norm(hidden, update, self.next_norm)
+
+
+@dataclass(frozen=True, slots=True)
 class FusedNormedLayer(FusedLayer):
     """A layer whose parts' results are normed before they are added.
 
@@ -255,8 +275,8 @@ class FusedDecoder:
     ) -> None:
         self.capture: HiddenStateCapture | None = None
         self._forward, self._kinds = own_forward(body), frozenset(kinds)
-        self._embed = body.embed_tokens
-        turns = cos_and_sin(getattr(body, family.rotary), kinds)
+        self._embed = body.get_input_embeddings()
+        turns = cos_and_sin(family.rotary_of(body), kinds)
         self._new_tables = lambda: {kind: RotaryTable(turn, ahead) for kind, turn in turns.items()}
         # By KV slot: batched sequences differ in length.
         self._tables: dict[int, dict[str, RotaryTable]] = {}
@@ -264,15 +284,17 @@ class FusedDecoder:
         self._last_norm, self._next_stage = getattr(body, family.last_norm), next_stage_layer(body)
         whole = len(layers) == len(body.layers)
         own = [norms_of(layer) for layer in layers]
-        following = [*(first for first, _ in own[1:]), self._last_norm if whole else None]
+        following = [*(first for first, *_ in own[1:]), self._last_norm if whole else None]
         self._first_norm = own[0][0]
         self._layers: list[FusedLayer] = []
-        for kind, layer, (_, norm), next_norm in zip(kinds, layers, own, following, strict=True):
-            state = states.mixer(layer)
-            mixer = layer.self_attn if state is None else state
-            feed_forward = getattr(layer, family.names.mlp)
-            parts = (kind, mixer, state is not None, norm, feed_forward, next_norm)
-            self._layers.append(fused_layer(layer, parts))
+        for kind, layer, norms, next_norm in zip(kinds, layers, own, following, strict=True):
+            mixer, has_state, feed_forward = parts_of(layer, family, states)
+            both = mixer or feed_forward, feed_forward or mixer
+            parts = (kind, both[0], has_state, norms[-1], both[1], next_norm)
+            if mixer is None or feed_forward is None:
+                self._layers.append(FusedPart(*parts, mixes=mixer is not None))
+            else:
+                self._layers.append(fused_layer(layer, parts))
 
     def __call__(self, *args: Any, attention_mask: Any = None, **others: Any) -> Any:
         if not isinstance(attention_mask, AttentionWindows):
@@ -419,11 +441,13 @@ def fused_layer(layer: Any, parts: tuple[Any, ...]) -> FusedLayer:
     return FusedLayer(*parts)
 
 
-def norms_of(layer: Any) -> tuple[nn.Module, nn.Module]:
-    """The norms before a decoder layer's mixer and before its feed-forward."""
+def norms_of(layer: Any) -> tuple[nn.Module, ...]:
+    """The norms before a decoder layer's mixer and before its feed-forward, or before its only
+    part.
+    """
     for names in NORM_NAMES:
         if all(hasattr(layer, name) for name in names):
-            return getattr(layer, names[0]), getattr(layer, names[1])
+            return tuple(getattr(layer, name) for name in names)
     raise Broken(f"{type(layer).__name__} has norms of unknown names")
 
 
@@ -436,8 +460,9 @@ def install_fused_decoder(
     states, kinds, ahead  as FusedDecoder has them
     """
     own: list[Any] = own_layers(model.model)
-    attentions = [layer.self_attn for layer in own if states.mixer(layer) is None]
-    other = [attention for attention in attentions if not fuse_attention(attention)]
+    parts = [parts_of(layer, family, states) for layer in own]
+    attentions = [each.mixer for each in parts if not each.has_state]
+    other = [each for each in attentions if each is not None and not fuse_attention(each)]
     if other:
         logger.debug("%s runs as transformers has it", type(other[0]).__name__)
     else:

@@ -176,7 +176,7 @@ def leave_out(model: Any, part: LayerRange, last_norm: str) -> None:
             leaving = part.has_ends and index == part.last
             body.layers[index] = NextStageLayer() if leaving else MissingLayer()
     if not part.has_ends:
-        body.embed_tokens = StageInput()
+        body.set_input_embeddings(StageInput())
         setattr(body, last_norm, nn.Identity())
         model.lm_head = nn.Identity()
         model._tied_weights_keys = None

@@ -1,4 +1,5 @@
-"""The Mamba-2 layers of granitemoehybrid (arXiv:2405.21060) over a cache with rollback.
+"""The Mamba-2 layers of granitemoehybrid and nemotron_h (arXiv:2405.21060) over a cache with
+rollback.
 
 transformers runs one token by one rule and several by another, and cannot roll a state back. Here
 all tokens run one after another.
@@ -16,6 +17,7 @@ from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import RMSNorm
 from speq.kernels.recurrent import RecurrentSizes, mix_inputs, mix_one_by_one, selective_scan
 from speq.layers.arguments import find_cache
+from speq.models.dense_parts import ONLY_PART
 from speq.models.recurrent_cache import RecurrentMixer, RecurrentRows, RecurrentState
 from speq.models.states import StateShape, layers_of_kind
 
@@ -45,7 +47,9 @@ class Mamba(RecurrentMixer):
         width = sizes.value_heads * sizes.value_width
         projected = module.in_proj(hidden_states)[0]
         gate, inputs, step = projected.split([width, sizes.channels, sizes.value_heads], 1)
+        # Nemotron's have a least step, of which transformers' own steps of one token know nothing.
         steps = functional.softplus(step.float() + module.dt_bias.float())
+        steps = steps.clamp(*module.time_step_limit)
         rows = RecurrentRows(inputs, self.rates() * steps, steps)
         made = self.run(rows, cache)
         normed = self._gated_norm(made.flatten(1), gate).to(hidden_states.dtype)
@@ -90,7 +94,7 @@ class Mamba(RecurrentMixer):
 
 
 def mamba_states(config: Any) -> StateShape:
-    """States of the layers that a config calls linear attention."""
+    """States of the layers that a config of granitemoehybrid calls linear attention."""
     sizes = RecurrentSizes(
         config.mamba_n_groups,
         config.mamba_n_heads,
@@ -100,6 +104,20 @@ def mamba_states(config: Any) -> StateShape:
     )
     return StateShape(
         layers_of_kind(config, "linear_attention"), RecurrentState(sizes, "mamba", Mamba)
+    )
+
+
+def nemotron_states(config: Any) -> StateShape:
+    """States of the layers that a config of nemotron_h calls linear attention."""
+    sizes = RecurrentSizes(
+        config.n_groups,
+        config.mamba_num_heads,
+        config.ssm_state_size,
+        config.mamba_head_dim,
+        config.conv_kernel,
+    )
+    return StateShape(
+        layers_of_kind(config, "linear_attention"), RecurrentState(sizes, ONLY_PART, Mamba)
     )
 
 

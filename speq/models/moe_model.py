@@ -38,6 +38,7 @@ from speq.models.fused_decoder import (
 )
 from speq.models.hidden_state_capture import HiddenStateCapture
 from speq.models.kv_cache import KVCache, attention_mask, causal_mask
+from speq.models.layer_parts import parts_of
 from speq.models.layer_range import (
     LayerRange,
     RemoteStages,
@@ -216,10 +217,11 @@ class MoEModel:
         found["head"].append(self._hf_model.get_output_embeddings())
         blocks = self._family.moe_blocks(self._hf_model)
         for index, layer in enumerate(body.layers):
-            mixer = self._states.mixer(layer) or layer.self_attn
-            found.setdefault("attention", []).append(mixer)
+            parts = parts_of(layer, self._family, self._states)
             kind = "shared experts" if index in blocks else "dense layers"
-            found.setdefault(kind, []).append(getattr(layer, self._family.names.mlp))
+            for name, part in (("attention", parts.mixer), (kind, parts.feed_forward)):
+                if part is not None:
+                    found.setdefault(name, []).append(part)
         found[EXPERTS] = [block.experts for block in blocks.values()]
         found["router"] = [block.router for block in blocks.values()]
         for parent in (body, *body.layers):
@@ -278,7 +280,7 @@ class MoEModel:
         """Run the layers of a later stage over rows [T, H], in the order of `forward`. Return [T,
         H]. The token ids of the batch do not matter.
         """
-        embedding = self._hf_model.model.embed_tokens
+        embedding = self._hf_model.get_input_embeddings()
         if not isinstance(embedding, StageInput):
             raise Broken("rows were sent to a model that has the embedding itself")
         embedding.hidden_states = hidden_states
@@ -421,7 +423,7 @@ def windows_of(family: Family, config: Any) -> dict[str, int | None]:
 
 def host_rope(family: Family, body: Any) -> str | None:
     """Type of rotary embeddings that depend on all positions of a pass; None for others."""
-    given = getattr(getattr(body, family.rotary), "rope_type", None)
+    given = getattr(family.rotary_of(body), "rope_type", None)
     for kind in sorted(map(str, given.values() if isinstance(given, dict) else [given])):
         if kind == "longrope" or "dynamic" in kind:
             return kind
@@ -436,7 +438,7 @@ def rotary_by_sequence(family: Family, body: Any, spans: Sequence[BatchSpan]) ->
     if host_rope(family, body) is None:
         yield
         return
-    rotary = getattr(body, family.rotary)
+    rotary = family.rotary_of(body)
     own = rotary.forward
 
     def forward(hidden: Tensor, position_ids: Tensor, **others: Any) -> tuple[Tensor, ...]:

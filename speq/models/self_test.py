@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from speq.devices.device import Processor
 from speq.errors import UnsupportedError
-from speq.experts.expert_names import Stacked
+from speq.experts.expert_names import GATE_UP, Stacked
 from speq.kernels import decoder_ops, ops
 from speq.kernels.ops import MAX_LINEAR_ROWS, ExpertBiases
 from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
@@ -44,6 +44,12 @@ SIZES = {
     "mamba_n_heads": 4,
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "moe_latent_size": 32,
+    "moe_shared_expert_intermediate_size": 16,
     "kv_lora_rank": 32,
     "q_lora_rank": 32,
     "sliding_window": 8,
@@ -67,7 +73,7 @@ _passed: set[tuple[str, tuple[str, ...]]] = set()
 class PlainBackend:
     """Backend that runs the weights of transformers' own experts.
 
-    words  weights of each MoE layer: [E, 2F, H] and [E, H, F]
+    words  weights of each MoE layer: [E, 2F, H], or [E, F, H] without a gate, and [E, H, F]
     """
 
     drafts: ClassVar[bool] = False
@@ -183,7 +189,9 @@ def replace_experts(family: Family, block: Any, config: Any) -> tuple[Tensor, Te
     for name, _ in [*ours.named_parameters()]:
         setattr(ours, name, getattr(experts, name))
     setattr(block, family.names.experts, ours)
-    gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
+    gated = hasattr(experts, GATE_UP)
+    gate_up = (experts.gate_up_proj if gated else experts.up_proj).data
+    down = experts.down_proj.data
     if family.stacked is Stacked.INTERLEAVED:
         in_turns = gate_up.mT
         gate_up = torch.cat([in_turns[:, 0::2], in_turns[:, 1::2]], dim=1)
@@ -237,7 +245,7 @@ def token_ids() -> Tensor:
 def tiny_config(family: Family, config: Any, layers: int) -> Any:
     """Shrink a configuration: the same class, its first layers, and small sizes."""
     given: dict[str, Any] = config.to_dict()
-    heads, count = given["num_attention_heads"], given["num_hidden_layers"]
+    heads, count = given["num_attention_heads"], config.num_hidden_layers
     shared = (given.get("num_key_value_heads") or heads) < heads
     sizes = SIZES | {
         "hidden_size": HIDDEN_SIZE

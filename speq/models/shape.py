@@ -326,7 +326,7 @@ def shape_of(
         experts=ExpertLayout(
             layers,
             num_experts,
-            config.hidden_size,
+            family.expert_columns(config),
             expert_width,
             family.names,
             family.stacked,

@@ -89,7 +89,9 @@ class StateShape:
 
     def mixer(self, layer: nn.Module) -> nn.Module | None:
         """The module of a decoder layer that has a state; None: there is none."""
-        return None if self.kind is None else getattr(layer, self.kind.mixer, None)
+        found = None if self.kind is None else getattr(layer, self.kind.mixer, None)
+        # Layers of one part call each of them so. All that keep states have a convolution.
+        return found if hasattr(found, "conv1d") or hasattr(found, "conv") else None
 
     def hold(self, layers: Iterable[nn.Module]) -> None:
         """Make layers that keep states run over caches with rollback."""

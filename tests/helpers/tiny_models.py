@@ -332,6 +332,23 @@ FAMILY_OPTIONS["granitemoehybrid"] = {
     "mamba_d_state": 24,
     "mamba_chunk_size": 16,
 }
+FAMILY_OPTIONS["nemotron_h"] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+    "mamba_num_heads": 4,
+    "n_groups": 2,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 24,
+    "chunk_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
 FAMILY_OPTIONS["qwen3_vl_moe"] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -397,7 +414,7 @@ FAMILIES = tuple(
 # Families some of whose layers have no attention, and keep states.
 WITH_STATES = tuple(
     family
-    for family in ("qwen3_next", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid")
+    for family in ("qwen3_next", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid", "nemotron_h")
     if family in FAMILIES
 )
 # Families that are mostly built like another one here run in the wider checks, as do those whose
@@ -405,7 +422,7 @@ WITH_STATES = tuple(
 # differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
-    *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid"),
+    *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid", "nemotron_h"),
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
@@ -434,6 +451,13 @@ SPREAD = {
         "mamba.D": 1.0,
         "conv1d.bias": 0.5,
     },
+    "nemotron_h": {
+        "norm.weight": 3.0,
+        "dt_bias": 2.0,
+        "A_log": 1.0,
+        "mixer.D": 1.0,
+        "conv1d.bias": 0.5,
+    },
     "gpt_oss": {
         "gate_up_proj_bias": 4.0,
         "down_proj_bias": 0.5,
@@ -457,6 +481,7 @@ EXPERTS_BELOW = {
     "granitemoe": "model.layers.{}.block_sparse_moe.experts",
     "granitemoehybrid": "model.layers.{}.block_sparse_moe.experts",
     "gemma4": "model.layers.{}.experts",
+    "nemotron_h": "model.layers.{}.mixer.experts",
     "lfm2_moe": "model.layers.{}.feed_forward.experts",
 }
 # Families whose experts have biases, which no draft with desc_act fits.
@@ -607,16 +632,16 @@ def layers_of(model: Any) -> Any:
 
 def experts_of(layer: Any) -> Any:
     """All experts of a layer; None: it has none."""
-    names = ("mlp", "feed_forward", "block_sparse_moe")
+    names = ("mlp", "feed_forward", "block_sparse_moe", "mixer")
     holders = (layer, *(getattr(layer, name, None) for name in names))
     return next((each.experts for each in holders if hasattr(each, "experts")), None)
 
 
 def matrices_of(experts: Any, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up_proj [2F, H], gate over up, and down_proj [H, F] of one of a layer's experts, as
-    transformers holds them.
+    """gate_up_proj [2F, H], gate over up, or up_proj [F, H], and down_proj [H, F] of one of a
+    layer's experts, as transformers holds them.
     """
-    gate_up, down = experts.gate_up_proj[at].detach(), experts.down_proj[at].detach()
+    gate_up, down = up_of(experts)[at].detach(), experts.down_proj[at].detach()
     if type(experts).__name__ != "GptOssExperts":
         return gate_up, down
     return torch.cat([gate_up[:, 0::2].T, gate_up[:, 1::2].T]), down.T
@@ -626,14 +651,22 @@ def put_matrices(experts: Any, at: int, gate_up: torch.Tensor, down: torch.Tenso
     """Give transformers' experts one of other matrices, as `matrices_of` returns them."""
     if type(experts).__name__ == "GptOssExperts":
         gate_up, down = torch.stack(gate_up.chunk(2), 1).flatten(0, 1).T, down.T
-    experts.gate_up_proj.data[at], experts.down_proj.data[at] = gate_up, down
+    up_of(experts).data[at], experts.down_proj.data[at] = gate_up, down
+
+
+def up_of(experts: Any) -> torch.Tensor:
+    """What is before the activation of all of transformers' experts of a layer."""
+    up: torch.Tensor = getattr(experts, "gate_up_proj", None)
+    return experts.up_proj if up is None else up
 
 
 def model_name(stored: str) -> str:
-    """A tensor's name, where a checkpoint calls experts of a layer a linear layer."""
+    """A tensor's name, where a checkpoint calls experts of a layer a linear layer, or the model a
+    backbone.
+    """
     for on_disk, own in STACKED_LINEAR.items():
         stored = stored.replace(on_disk, own)
-    return stored
+    return re.sub("^backbone\\.", "model.", stored)
 
 
 def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
