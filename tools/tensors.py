@@ -17,7 +17,7 @@ from transformers.conversion_mapping import WeightRenaming, get_model_conversion
 from transformers.core_model_loading import rename_source_key
 
 from speq.errors import SpeqError
-from speq.experts.expert_names import FUSED, PROJECTIONS
+from speq.experts.expert_names import FUSED, PROJECTIONS, UNGATED_PROJECTIONS
 from speq.files.json_file import read_json
 from speq.files.published_format import words_name
 from speq.files.shards import INDEX, SINGLE, read_weight_map
@@ -89,7 +89,7 @@ def tensors_of(folder: Path) -> Tensors:
         for layer in blocks
         if not {(layer, None, each) for each in FUSED} <= experts
         for expert in range(number)
-        for projection in PROJECTIONS
+        for projection in (PROJECTIONS if family.gated else UNGATED_PROJECTIONS)
         if (layer, expert, projection) not in experts
     ]
     missing = (*sorted(wanted - seen), *lacking)

@@ -17,6 +17,7 @@ from transformers import __version__ as transformers_version
 from speq.errors import DependencyError
 from speq.experts.expert_names import USUAL_NAMES, ExpertNames, Stacked
 from speq.files.text_part import TextModelPart
+from speq.kernels.ops import UNGATED
 from speq.layers.gates import GateOf, RouterGate, softmax_gate
 from speq.layers.offloaded_experts import BiasedExperts, LogitsOf, OffloadedExperts, first_of
 from speq.models.attention import AttentionShape, cached_heads
@@ -172,6 +173,11 @@ class Family:
         """The module of transformers that has its classes."""
         name = self.model_type if self.built_as is None else self.built_as.model_type
         return f"transformers.models.{name}.modeling_{name}"
+
+    @property
+    def gated(self) -> bool:
+        """True if its experts have a gate."""
+        return self.activation not in UNGATED
 
     def rotary_of(self, body: Any) -> Any:
         """The rotary embedding of a model without its head; None: it has none."""

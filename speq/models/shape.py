@@ -16,7 +16,7 @@ from speq.files.json_file import read_json
 from speq.kernels import library, many_rows
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.grouping import most_fused_rows
-from speq.kernels.ops import HIDDEN_ACTS, UNGATED
+from speq.kernels.ops import HIDDEN_ACTS
 from speq.models.attention import AttentionShape, KVShapes, elements
 from speq.models.bounds import MOST, check_sizes
 from speq.models.dense import packable_modules
@@ -309,7 +309,6 @@ def shape_of(
         raise UnsupportedError(
             f"{where} has the activation {hidden_act!r}; supported are {', '.join(HIDDEN_ACTS)}"
         )
-    activation = family.activation or hidden_act
     dense: dict[int, tuple[int, int]] = {}
     dense_names: dict[int, str] = {}
     for name, module in packable_modules(model, family.routers(model)):
@@ -332,10 +331,10 @@ def shape_of(
             family.stacked,
             family.biased,
             family.normed,
-            activation not in UNGATED,
+            family.gated,
         ),
         top_k=top_k,
-        activation=activation,
+        activation=family.activation or hidden_act,
         num_layers=config.num_hidden_layers if part is None else len(part.layers),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size if has_ends else 0,

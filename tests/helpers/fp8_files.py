@@ -21,7 +21,8 @@ SETTINGS = {
 }
 # What publishers leave in 16 bits.
 LEFT = re.compile(
-    r"embed_tokens|lm_head|norm|\.gate\.weight$|\.bias$|router|correction|eh_proj|shared_head"
+    r"embed_tokens|embeddings|lm_head|norm|\.gate\.weight$|\.bias$|router|correction|eh_proj|"
+    r"shared_head"
 )
 
 

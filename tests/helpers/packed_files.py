@@ -16,7 +16,7 @@ from tests.reference.scaled import E2M1, NVFP4_BLOCK, bfloat16_bits, e4m3_values
 
 EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 # What quantisers leave as it is, routers among them.
-LEFT = re.compile(r"embed_tokens|lm_head|norm|\.gate\.|shared_expert_gate|bias$")
+LEFT = re.compile(r"embed_tokens|embeddings|lm_head|norm|\.gate\.|shared_expert_gate|bias$")
 
 
 @dataclass(frozen=True)

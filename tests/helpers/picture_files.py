@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 # Parts of names in a family's files, and what its model has in their place.
 RENAMED: dict[str, list[tuple[str, str]]] = {
+    "nemotron_h": [("backbone.", "model.")],
     "hy_v3": [(".shared_mlp.", ".shared_experts.")],
     "laguna": [
         (".shared_expert.", ".shared_experts."),

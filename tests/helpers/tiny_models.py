@@ -747,12 +747,16 @@ def greedy_tokens(
     model: Any, prompt_token_ids: list[int], count: int, processors: Any = None
 ) -> list[int]:
     """`count` greedy tokens of plain transformers' generate, an end of text not ending it."""
+    # Its own steps of one token leave out the least step of Nemotron's Mamba layers, which its
+    # passes over many tokens have.
+    whole = model.config.model_type == "nemotron_h"
     output = model.generate(
         torch.tensor([prompt_token_ids]),
         attention_mask=torch.ones(1, len(prompt_token_ids), dtype=torch.long),
         max_new_tokens=count,
         do_sample=False,
         logits_processor=processors,
+        use_cache=not whole,
         eos_token_id=None,
         pad_token_id=EOS if model.config.get_text_config().vocab_size > EOS else 0,
     )

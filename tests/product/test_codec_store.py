@@ -62,20 +62,21 @@ def published(model: Path, opened: Opened) -> list[Matrices]:
     for layer in opened.shape.experts.layers:
         for expert in range(opened.shape.experts.num_experts):
             parts = {}
-            for new, short in old.items():
+            gated = opened.shape.experts.gated
+            for new, short in [*old.items()][not gated :]:
                 prefix = f"model.layers.{layer}"
                 names = (
                     f"{prefix}.mlp.experts.{expert}.{new}.weight",
                     f"{prefix}.block_sparse_moe.experts.{expert}.{short}.weight",
                     *(
                         f"{EXPERTS_BELOW[each].format(layer)}.{expert}.{new}.weight"
-                        for each in ("gemma4", "granitemoe")
+                        for each in ("gemma4", "granitemoe", "nemotron_h")
                     ),
                     f"{EXPERTS_BELOW['lfm2_moe'].format(layer)}.{expert}.{short}.weight",
                 )
                 parts[new] = next(tensors[name] for name in names if name in tensors)
-            gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]])
-            found.append((gate_up, parts["down_proj"]))
+            *gate_up, down = parts.values()
+            found.append((torch.cat(gate_up), down))
     return found
 
 
@@ -83,11 +84,11 @@ def ordered(exact: Matrices, written: Written, key: tuple[int, int]) -> Matrices
     """An expert in the order of a GPTQ checkpoint's codes, inputs sorted by group."""
     inputs, inner = (
         np.argsort(written[(*key, projection)]["g_idx"], kind="stable")
-        for projection in ("gate_proj", "down_proj")
+        for projection in ("up_proj", "down_proj")
     )
-    width = len(inner)
     gate_up = exact[0].view(torch.int16).numpy()[:, inputs]
-    gate_up = np.concatenate([gate_up[:width][inner], gate_up[width:][inner]])
+    parts = np.split(gate_up, len(gate_up) // len(inner))
+    gate_up = np.concatenate([part[inner] for part in parts])
     down = exact[1].view(torch.int16).numpy()[:, inner]
     return torch.from_numpy(gate_up), torch.from_numpy(down)
 

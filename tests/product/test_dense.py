@@ -120,7 +120,11 @@ def test_every_matrix_of_a_family_is_held_as_what_takes_less(
     model = loaded_lossless(opened)
     shapes = [(matrix.outputs, matrix.columns) for matrix in matrices_in(model._hf_model)]
     assert tuple(shapes) == opened.shape.dense
-    others = {"lfm2_moe": "2.self_attn.out_proj", "granitemoehybrid": "2.self_attn.o_proj"}
+    others = {
+        "lfm2_moe": "2.self_attn.out_proj",
+        "granitemoehybrid": "2.self_attn.o_proj",
+        "nemotron_h": "2.mixer.o_proj",
+    }
     attention = others.get(family, "0.self_attn.o_proj")
     assert {"lm_head", f"model.layers.{attention}"} <= set(model.dense)
     for name, layer in model.dense.items():

@@ -152,6 +152,7 @@ DENSE = {
     "hunyuan_v1_moe": (ATTENTION, [f"mlp.shared_mlp.{name}" for name in MLP]),
     "gpt_oss": (ATTENTION, []),
     "granitemoe": (ATTENTION, []),
+    "nemotron_h": ([], [f"mixer.shared_experts.{name}" for name in MLP[1:]]),
     "granitemoehybrid": (
         ["mamba.in_proj", "mamba.out_proj"],
         ["shared_mlp.input_linear", "shared_mlp.output_linear"],

@@ -68,14 +68,15 @@ def unloaded(arena: Int4Arena, base_slot: int, down_order: np.ndarray) -> dict[s
         unpacked(codes[base_slot].numpy(), scales[base_slot].numpy())
         for codes, scales in (backend.gate_up, backend.down)
     )
-    width = len(down_order)
-    for half in (gate_up[:width], gate_up[width:]):
-        half[down_order] = half.copy()
+    parts = np.split(gate_up, len(gate_up) // len(down_order))
+    for part in parts:
+        part[down_order] = part.copy()
     if backend.input_perm is not None:
         perm = backend.input_perm[base_slot].numpy()
         gate_up[:, perm] = gate_up.copy()
     down[:, down_order] = down.copy()
-    whole = {"gate_proj": gate_up[:width], "up_proj": gate_up[width:], "down_proj": down}
+    names = ("gate_proj", "up_proj")[-len(parts) :]
+    whole = {**dict(zip(names, parts, strict=True)), "down_proj": down}
     return {name: np.ascontiguousarray(value.astype(np.float16)) for name, value in whole.items()}
 
 

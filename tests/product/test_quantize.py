@@ -48,6 +48,7 @@ from tests.helpers.tiny_models import (
     experts_of,
     layers_of,
     load_plain,
+    model_name,
     put_matrices,
     write_model,
 )
@@ -64,7 +65,8 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {name: load_file(folder / name) for name in set(index.values())}
     assert sum(map(len, files.values())) == len(index)
-    return {name.replace(PREFIX, "model."): files[file][name] for name, file in index.items()}
+    names = {name: model_name(name.replace(PREFIX, "model.")) for name in index}
+    return {names[name]: files[file][name] for name, file in index.items()}
 
 
 def unpacked(tensors: dict[str, Tensor], module: str) -> Tensor:
@@ -90,7 +92,8 @@ def draft_of(folder: Path, model: Path) -> Any:
     plain = load_plain(model)
     tensors = tensors_in(folder)
     below = EXPERTS_BELOW.get(plain.config.model_type, "model.layers.{}.mlp.experts")
-    names = {"lfm2_moe": ("w1", "w3", "w2")}.get(plain.config.model_type, PROJECTIONS)
+    others = {"lfm2_moe": ("w1", "w3", "w2"), "nemotron_h": PROJECTIONS[1:]}
+    names = others.get(plain.config.model_type, PROJECTIONS)
     with torch.no_grad():
         for index, layer in enumerate(layers_of(plain)):
             experts = experts_of(layer)
@@ -98,8 +101,8 @@ def draft_of(folder: Path, model: Path) -> Any:
                 continue
             for expert in range(len(experts.down_proj)):
                 module = f"{below.format(index)}.{expert}"
-                gate, up, down = (unpacked(tensors, f"{module}.{p}") for p in names)
-                put_matrices(experts, expert, torch.cat([gate, up]), down)
+                *gate_up, down = (unpacked(tensors, f"{module}.{p}") for p in names)
+                put_matrices(experts, expert, torch.cat(gate_up), down)
     return plain
 
 
@@ -119,15 +122,17 @@ class Entering:
 
 def check_hidden_states(plain: Any, windows: Tensor, left: list[Tensor]) -> None:
     """What layers left [windows, T, H], against a plain pass over each window."""
-    # Of layers with states a plain pass in float32 is 1.4e-4 off one in float64.
-    atol = (
-        4e-4 if "linear_attention" in (getattr(plain.config, "layer_types", None) or ()) else 1e-4
-    )
+    # Of layers with states a plain pass in float32 is 1.4e-4 off one in float64; of nemotron_h,
+    # whose values reach 270, it is 1.5e-3 off.
+    states = "linear_attention" in (getattr(plain.config, "layer_types", None) or ())
+    atol = 4e-4 if states else 1e-4
+    atol = 4e-3 if plain.config.model_type == "nemotron_h" else atol
     for window, ours in zip(windows, zip(*left, strict=True), strict=True):
         with torch.no_grad():
             theirs = plain(window[None], output_hidden_states=True).hidden_states
             body = getattr(plain.model, "language_model", plain.model)
-            norm = getattr(body, "norm", None) or body.embedding_norm
+            names = ("norm", "embedding_norm", "norm_f")
+            norm = next(getattr(body, name) for name in names if hasattr(body, name))
             normed = norm(ours[-1])
         for mine, expected in zip((*ours[:-1], normed), theirs[1:], strict=True):
             torch.testing.assert_close(mine, expected[0], rtol=1e-4, atol=atol)
@@ -852,6 +857,7 @@ import re, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
+from tests.helpers.picture_files import PREFIX
 from tests.helpers.quantising import quantise_to
 from speq.quantizing.settings import QuantizeSettings
 model, out, budget = sys.argv[1:]

@@ -206,6 +206,7 @@ OWN_NAMES = {
     "minimax_m2": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
     "gemma4": (f"{EXPERTS_BELOW['gemma4']}.{{}}.", ("gate_proj", "up_proj", "down_proj")),
     "lfm2_moe": (f"{EXPERTS_BELOW['lfm2_moe']}.{{}}.", ("w1", "w3", "w2")),
+    "nemotron_h": (f"{EXPERTS_BELOW['nemotron_h']}.{{}}.", ("up_proj", "down_proj")),
     **dict.fromkeys(
         ("granitemoe", "granitemoehybrid"),
         (f"{EXPERTS_BELOW['granitemoe']}.{{}}.", ("gate_proj", "up_proj", "down_proj")),
@@ -227,6 +228,7 @@ MOE_LAYERS = {
     "exaone_moe": (1, 2),
     "laguna": (1, 2),
     "lfm2_moe": (1, 2),
+    "nemotron_h": (1, 3),
 }
 
 
@@ -246,11 +248,11 @@ def test_records_are_the_experts_of_the_file(family: str, tiny: Folder) -> None:
                 f"{prefix.format(layer, expert)}{projection}.weight" for projection in projections
             ]
             seen.update(names)
-            gate, up, down = (alone[name] for name in names)
+            *gate_up, down = (alone[name] for name in names)
             record = torch.full_like(expert_slot(store), 255)
             store.read(at, expert, record)
             gate_up_proj, down_proj = store.codec.decode(record)
-            assert torch.equal(gate_up_proj, torch.cat([gate, up]))
+            assert torch.equal(gate_up_proj, torch.cat(gate_up))
             assert torch.equal(down_proj, down)
     # Nothing of the routed experts is left unread, and nothing else is taken for one.
     seen = (seen & stored.keys()) | (stored.keys() - alone.keys())
@@ -271,13 +273,13 @@ def plain_experts(path: Path) -> list[tuple[Tensor, Tensor]]:
         matrices_of(experts, at)
         for layer in layers_of(model)
         if (experts := experts_of(layer)) is not None
-        for at in range(experts.gate_up_proj.shape[0])
+        for at in range(len(experts.down_proj))
     ]
 
 
 def empty_arena(store: SafetensorsExpertStore) -> Int4Arena:
     shape = store.codec.shape
-    layout = Int4Layout(shape.hidden_size, shape.expert_width)
+    layout = Int4Layout(shape.hidden_size, shape.expert_width, gated=shape.gated)
     arena = Int4Arena(layout, store.num_layers, store.num_experts, CPU)
     for part in arena.parts.values():
         part.view(torch.uint8).fill_(255)

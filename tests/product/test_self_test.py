@@ -38,6 +38,7 @@ STAND_INS = {
     "qwen3_5_moe": (delta_net.DeltaNet, "cache_params"),
     "lfm2_moe": (short_conv.ShortConv, "past_key_values"),
     "granitemoehybrid": (mamba.Mamba, "cache_params"),
+    "nemotron_h": (mamba.Mamba, "cache_params"),
 }
 Folder = Callable[[str], Path]
 

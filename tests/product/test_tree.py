@@ -66,7 +66,8 @@ def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], P
     assert length == len(PROMPT) + 39
     generator.generate(PROMPT + result.token_ids[:39], max_new_tokens=1, ignore_eos=True)
     # Norms behind attention and experts enlarge what passes of other shapes differ by.
-    close = {"rtol": 1e-4, "atol": 5e-5} if family in ("gemma4", "granitemoehybrid") else {}
+    far = family in ("gemma4", "granitemoehybrid", "nemotron_h")
+    close = {"rtol": 1e-4, "atol": 5e-5} if far else {}
     for (keys, values), layer in zip(kept, with_entries, strict=True):
         for ours, theirs in ((keys, layer.keys), (values, layer.values)):
             torch.testing.assert_close(ours[:, :, :length], theirs[:, :, :length], **close)
