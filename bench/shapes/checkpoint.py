@@ -70,11 +70,8 @@ class ShapedModel:
     def parameters(self) -> int:
         """Weights, whatever bits each takes."""
         experts = self.model_spec.shape.experts
-        of_expert = 3 * experts.hidden_size * experts.expert_width
-        return (
-            self.model_spec.shape.resident_weights
-            + len(experts.layers) * experts.num_experts * of_expert
-        )
+        of_experts = len(experts.layers) * experts.num_experts * experts.weights
+        return self.model_spec.shape.resident_weights + of_experts
 
     @property
     def text(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from speq.kernels.many_rows import has_native_product
 from speq.measure.link import link_bytes_per_s
 from speq.measure.memory_read import READ_BYTES, MemoryRead, step_times
 from speq.models.attention import elements
+from speq.models.bounds import EMBEDDING
 from speq.models.opened import Opened
 
 # Routes that a clairvoyant cache is tried on.
@@ -82,7 +83,7 @@ def floor_of(model: ShapedModel, rates: MeasuredRates, budget_bytes: int, contex
 
     embedding = shape.embedding[0] * shape.embedding[1]
     of_token = shape.resident_weights - embedding * (1 if shape.tied else 2)
-    of_token += layers * shape.top_k * 3 * experts.hidden_size * experts.expert_width
+    of_token += layers * shape.top_k * experts.weights
     flops = 2 * of_token * context + sum(
         2 * attended_pairs(context, window) * attention_width(model) for window in windows(model)
     )
@@ -121,18 +122,21 @@ class HeldBytes:
                 of_experts += held
                 continue
             dense += held
-            if tensor.name.endswith("embed_tokens.weight") and not tied:
+            if EMBEDDING.search(tensor.name) and not tied:
                 rows += held
         return cls(of_experts / len(experts.layers) / experts.num_experts, dense, dense - rows)
 
 
 def windows(model: ShapedModel) -> list[float]:
     """Tokens that each layer with KV attends over at most."""
-    states, window = model.model_spec.shape.states.layers, model.text.get("sliding_window")
+    shape, window = model.model_spec.shape, model.text.get("sliding_window")
+    kinds = (
+        kind for layer, kind in enumerate(model.layer_types) if layer not in shape.states.layers
+    )
     return [
         window if window and kind == "sliding_attention" else float("inf")
-        for layer, kind in enumerate(model.layer_types)
-        if layer not in states
+        for kind, kv_shapes in zip(kinds, shape.kv_layers, strict=True)
+        if elements(kv_shapes)
     ]
 
 

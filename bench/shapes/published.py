@@ -41,6 +41,9 @@ LATENTS = """
 "n_routed_experts": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 "tie_word_embeddings": false
 """
+# Kinds of its layers, by the letters of its publisher.
+NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+NEMOTRON_LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 LATENTS_16 = f"""{LATENTS}, "num_hidden_layers": 27, "num_attention_heads": 16,
 "num_key_value_heads": 16, "q_lora_rank": null, "qk_nope_head_dim": 128, "v_head_dim": 128,
 "n_shared_experts": 2, "moe_intermediate_size": 1408, "num_experts_per_tok": 6
@@ -166,6 +169,19 @@ ROWS = (
 "vocab_size": 154880, "rope_theta": 1000000.0, "norm_topk_prob": true,
 "routed_scaling_factor": 1.8, "eos_token_id": 154820, "max_position_embeddings": 202752
 """,
+    ),
+    PublishedShape(
+        *("Nemotron-3-Nano-30B-A3B", BY_HAND, 31.6, (BF16, FP8, NVFP4)),
+        """
+"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hidden_size": 2688,
+"num_hidden_layers": 52, "layers_block_type": KINDS, "num_attention_heads": 32,
+"num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 1856, "mamba_num_heads": 64,
+"mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "chunk_size": 128,
+"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+"moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1,
+"norm_topk_prob": true, "routed_scaling_factor": 2.5, "vocab_size": 131072,
+"max_position_embeddings": 262144, "eos_token_id": 2, "tie_word_embeddings": false
+""".replace("KINDS", json.dumps([NEMOTRON_KINDS[each] for each in NEMOTRON_LAYERS])),
     ),
     PublishedShape(
         *("Gemma-4-26B-A4B", f"{PUBLISHED}, without pictures", 25.2, (BF16,)),

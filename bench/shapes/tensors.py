@@ -20,7 +20,7 @@ from speq.experts.expert_names import FUSED, PROJECTIONS, Stacked
 from speq.files import published_format as form
 from speq.files.fp8_settings import INVERSE, SQUARES
 from speq.files.packing import COMPRESSED, MODELOPT, NVFP4_BLOCK
-from speq.models.bounds import LAYER
+from speq.models.bounds import EMBEDDING, LAYER
 from speq.models.family import Family
 from speq.models.shape import SKELETON_DTYPE, ModelShape, skeleton
 
@@ -38,7 +38,7 @@ MXFP4_SPREAD = 2.93
 INT4_SPREAD, INT4_ZEROS = 4.64, -0x77777778
 # Publishers leave these in 16 bits.
 PLAIN = re.compile(
-    r"embed_tokens|lm_head|norm|router|\.gate\.|_gate\.|in_proj_[ab]\.|conv1d|\.bias$"
+    r"embed_tokens|embeddings|lm_head|norm|router|\.gate\.|_gate\.|in_proj_[ab]\.|conv1d|\.bias$"
 )
 # What layers end with, and what experts of all kinds do.
 ENDS = re.compile(r"\.(o_proj|out_proj|down_proj)(\.weight|_blocks)?$")
@@ -136,7 +136,7 @@ def tensors_of(family: Family, config: Any, shape: ModelShape, weights: str) -> 
 def _order(tensor: RandomTensor) -> tuple[int, int]:
     """Sort layers in order, the embedding before and the rest behind them."""
     layer = LAYER.search(tensor.name)
-    return (2 * ("embed_tokens" not in tensor.name), 0) if layer is None else (1, int(layer[1]))
+    return (2 * (EMBEDDING.search(tensor.name) is None), 0) if layer is None else (1, int(layer[1]))
 
 
 def _dense(tensor: RandomTensor, family: Family, shape: ModelShape) -> RandomTensor:
@@ -146,7 +146,7 @@ def _dense(tensor: RandomTensor, family: Family, shape: ModelShape) -> RandomTen
         unit = (1 + SAME**2) ** 0.5 / hidden**0.5
         chosen = shape.experts.num_experts, shape.top_k
         return replace(tensor, spread=unit * ROUTED, mean=unit * ROUTED / SAME, router=chosen)
-    if name.endswith("embed_tokens.weight"):
+    if EMBEDDING.search(name):
         return replace(tensor, spread=EMBEDDED, column=EMBEDDED * SAME * hidden**0.5)
     if name == "lm_head.weight":
         return replace(tensor, spread=SCORED * hidden**-0.5, column=0.0)
@@ -174,10 +174,10 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
     count, hidden, width = experts.num_experts, experts.hidden_size, experts.expert_width
     spreads = dict(zip(PROJECTIONS, (hidden**-0.5,) * 2 + (width**-0.5,), strict=True))
     spreads["down_proj"] *= ADDED * EMBEDDED
-    prefix = names.module(layer, 0, PROJECTIONS[0]).removesuffix(f"0.{names.projections[0][0]}")
+    prefix = names.module(layer, 0, PROJECTIONS[1]).removesuffix(f"0.{names.projections[0][1]}")
     fused = {FUSED[0]: (2 * width, hidden), FUSED[1]: (hidden, width)}
     fuses = family.text_part is not None or family.biased or weights == form.MXFP4
-    together = fuses and weights != form.FP8
+    together = fuses and weights != form.FP8 and experts.gated
     for name, (rows, columns) in fused.items() if together else ():
         spread = spreads.get(name, spreads["up_proj"])
         zero = 0.0 if name == FUSED[1] else None
@@ -195,6 +195,8 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
         return
     for expert in range(count):
         for name, projection in zip(names.projections[-1], PROJECTIONS, strict=True):
+            if projection not in experts.projections:
+                continue
             down = projection == "down_proj"
             sizes = (hidden, width) if down else (width, hidden)
             plain = RandomTensor(f"{prefix}{expert}.{name}.weight", sizes)

@@ -291,6 +291,7 @@ FAMILIES = {
             num_experts="n_routed_experts",
             hidden_act=None,
             latent_size="moe_latent_size",
+            since="5.23",
             typed_masks=True,
             attention=heads_of_some_layers,
             activation="relu2",
