@@ -289,8 +289,8 @@ class FusedDecoder:
         self._layers: list[FusedLayer] = []
         for kind, layer, norms, next_norm in zip(kinds, layers, own, following, strict=True):
             mixer, has_state, feed_forward = parts_of(layer, family, states)
-            both = mixer or feed_forward, feed_forward or mixer
-            parts = (kind, both[0], has_state, norms[-1], both[1], next_norm)
+            part = present(mixer or feed_forward, "a layer has no part")
+            parts = (kind, mixer or part, has_state, norms[-1], feed_forward or part, next_norm)
             if mixer is None or feed_forward is None:
                 self._layers.append(FusedPart(*parts, mixes=mixer is not None))
             else:
