@@ -11,7 +11,7 @@ using namespace speq::cpu;
 void run(const Tensor &mixed, const Tensor &decays, const Tensor &betas, const char *of_betas,
          std::optional<float> eps, const Tensor &state, const Tensor &out) {
   check(mixed, "mixed", 2, ScalarType::Float);
-  check(decays, "decays", 2, ScalarType::Float);
+  check(decays, "decays", decays.dim() == 3 ? 3 : 2, ScalarType::Float);
   check(betas, of_betas, 2, ScalarType::Float);
   check(state, "state", 3, ScalarType::Float);
   check(out, "out", 3, ScalarType::Float);
@@ -29,6 +29,8 @@ void run(const Tensor &mixed, const Tensor &decays, const Tensor &betas, const c
     STD_TORCH_CHECK(tensor->size(0) == tokens && tensor->size(1) == heads, "decays and ", of_betas,
                     " must have a row for each of mixed, and a column for each head of state");
   }
+  STD_TORCH_CHECK(decays.dim() == 2 || decays.size(2) == key_width,
+                  "decays of rows must be [T, heads, key width]");
   STD_TORCH_CHECK(out.size(0) == tokens && out.size(1) == heads && out.size(2) == value_width,
                   "out must be [T, heads, value width] of mixed's tokens and of state");
   if (tokens == 0) {
@@ -45,8 +47,9 @@ void run(const Tensor &mixed, const Tensor &decays, const Tensor &betas, const c
       value_width,
       eps,
       floats(mixed),
-      floats(decays),
       floats(betas),
+      floats(decays),
+      decays.dim() == 3 ? key_width : 1,
       static_cast<float *>(state.mutable_data_ptr()),
       static_cast<float *>(out.mutable_data_ptr()),
   });

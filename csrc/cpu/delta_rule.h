@@ -13,11 +13,14 @@ namespace speq::cpu {
 struct DeltaProblem {
   std::int64_t tokens, key_heads, heads; // each head of keys serves neighbouring heads
   std::int64_t key_width, value_width;
-  std::optional<float> eps;    // of the norms of queries and keys; the scan has none
-  const float *mixed;          // [tokens, channels()]: queries, keys and values, head by head
-  const float *decays, *betas; // [tokens, heads]
-  float *state;                // [heads, key_width, value_width]
-  float *out;                  // [tokens, heads, value_width]
+  std::optional<float> eps; // of the norms of queries and keys; the scan has none
+  const float *mixed;       // [tokens, channels()]: queries, keys and values, head by head
+  // [tokens, heads], the logarithms of decays [tokens, heads, decay_width]: of each row of a state,
+  // or one for all of them.
+  const float *betas, *decays;
+  std::int64_t decay_width;
+  float *state; // [heads, key_width, value_width]
+  float *out;   // [tokens, heads, value_width]
 
   std::int64_t keys() const { return key_heads * key_width; }
   std::int64_t channels() const { return 2 * keys() + heads * value_width; }

@@ -37,7 +37,7 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
   }
   const float *from = state + first;
   for (std::int64_t row = 0; token.takes_back && row < rows; ++row, from += columns) {
-    const auto key = V::all(token.key[row]);
+    const auto key = V::all(token.key[row] * token.decays[row]);
     SPEQ_UNROLL
     for (int n = 0; n < N; ++n) {
       if (n * V::kLanes % kLine == 0) {
@@ -46,7 +46,7 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
       change[n] = V::fmadd(key, vectors.load(from + n * V::kLanes), change[n]);
     }
   }
-  const auto decay = V::all(token.decay), less = V::all(-token.decay), beta = V::all(token.beta);
+  const auto beta = V::all(token.beta), less = V::all(-1.0f);
   SPEQ_UNROLL
   for (int n = 0; n < N; ++n) {
     const auto value = vectors.load(token.value + first + n * V::kLanes);
@@ -55,6 +55,7 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
   float *to = state + first;
   for (std::int64_t row = 0; row < rows; ++row, to += columns) {
     const auto key = V::all(token.key[row]), query = V::all(token.query[row]);
+    const auto decay = V::all(token.decays[row]);
     SPEQ_UNROLL
     for (int n = 0; n < N; ++n) {
       float *at = to + n * V::kLanes;

@@ -93,12 +93,12 @@ struct SoftmaxSum {
   float most, sum;
 };
 
-// A token of a head with a state: a decay between 0 and 1, a query and a key of the state's rows, a
+// A token of a head with a state: a query, a key and decays between 0 and 1 of the state's rows, a
 // value and an output of its columns. The gated delta rule takes back what the key finds in the
 // state, the selective scan of Mamba-2 does not.
 struct DeltaToken {
-  const float *query, *key, *value;
-  float decay, beta;
+  const float *query, *key, *decays, *value;
+  float beta;
   float *out;
   bool takes_back;
 };

@@ -114,17 +114,17 @@ void delta_step(float *state, std::int64_t rows, std::int64_t columns, const Del
     const float *from = state + first;
     for (std::int64_t row = 0; token.takes_back && row < rows; ++row, from += columns) {
       for (std::int64_t k = 0; k < present; ++k) {
-        change[k] += token.key[row] * from[k];
+        change[k] += token.key[row] * token.decays[row] * from[k];
       }
     }
     for (std::int64_t k = 0; k < present; ++k) {
       const float value = token.value[first + k];
-      change[k] = token.beta * (token.takes_back ? value - token.decay * change[k] : value);
+      change[k] = token.beta * (token.takes_back ? value - change[k] : value);
     }
     float *to = state + first;
     for (std::int64_t row = 0; row < rows; ++row, to += columns) {
       for (std::int64_t k = 0; k < present; ++k) {
-        to[k] = token.decay * to[k] + token.key[row] * change[k];
+        to[k] = token.decays[row] * to[k] + token.key[row] * change[k];
         sums[k] += token.query[row] * to[k];
       }
     }

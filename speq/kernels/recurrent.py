@@ -1,8 +1,9 @@
 """Rules of layers that keep states, one token after another.
 
-They are the gated delta rule (arXiv:2412.06464) and the selective scan of Mamba-2
-(arXiv:2405.21060); `speq.kernels.reference_recurrent` defines a token's step. Tokens go through the
-same operations in the same order whether run alone or together, so results are bit-identical.
+They are the gated delta rule (arXiv:2412.06464), also with decays of channels as Kimi has them
+(arXiv:2510.26692), and the selective scan of Mamba-2 (arXiv:2405.21060);
+`speq.kernels.reference_recurrent` defines a token's step. Tokens go through the same operations in
+the same order whether run alone or together, so results are bit-identical.
 """
 
 from typing import NamedTuple
@@ -18,13 +19,23 @@ NORM_EPSILON = 1e-6
 
 
 class RecurrentSizes(NamedTuple):
-    """Sizes of one layer. taps: inputs of a channel's convolution, its own token's included."""
+    """Sizes of one layer.
+
+    taps        inputs of a channel's convolution, its own token's included
+    by_channel  whether each channel of a key has a decay of its own, not each head
+    """
 
     key_heads: int
     value_heads: int
     key_width: int
     value_width: int
     taps: int
+    by_channel: bool = False
+
+    @property
+    def decays(self) -> tuple[int, ...]:
+        """Shape of a token's decays."""
+        return (self.value_heads, self.key_width) if self.by_channel else (self.value_heads,)
 
     @property
     def channels(self) -> int:
@@ -54,7 +65,7 @@ def delta_steps(state: Tensor, mixed: Tensor, decays: Tensor, betas: Tensor) -> 
 
     state    [value heads, key width, value width] float32, updated in place
     mixed    [T, channels], the output of `mix_inputs`
-    decays, betas  [T, value heads] float32
+    decays   [T, value heads] float32, or [T, value heads, key width]; betas [T, value heads]
     returns  [T, value heads, value width] float32
     """
     out = state.new_empty(len(mixed), state.shape[0], state.shape[2])

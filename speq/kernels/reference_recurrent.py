@@ -1,6 +1,7 @@
 """Plain torch versions of the ops of layers that keep states.
 
-The gated delta rule (arXiv:2412.06464):
+The gated delta rule (arXiv:2412.06464), and that of Kimi (arXiv:2510.26692), whose decays are of
+each row of a state:
 
 A head has a state S [key width, value width]. A token with decay g, strength b, key k, value v and
 query q does
@@ -27,7 +28,8 @@ def delta_rule_out(
 
     mixed          [T, 2 * key_heads * D + heads * V] float32: queries, keys and values, head by
                    head, not normed yet. Neighbouring heads share a head of keys
-    decays, betas  [T, heads] float32: g and b
+    decays         [T, heads] float32: g, or [T, heads, D] of each row of a state
+    betas          [T, heads] float32: b
     eps            epsilon of the norms
     state          [heads, D, V] float32, updated in place
     out            [T, heads, V] float32
@@ -43,7 +45,7 @@ def delta_rule_out(
             for part in (queries, keys)
         )
         query = query / key_width**0.5
-        state *= decay.exp()[:, None, None]
+        state *= decay.exp().view(heads, -1, 1)
         seen = (state * key[:, :, None]).sum(1)
         change = (values.reshape(heads, -1) - seen) * beta[:, None]
         state += key[:, :, None] * change[:, None]

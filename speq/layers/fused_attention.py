@@ -38,10 +38,15 @@ ROTATED_FIRST = {"HunYuanMoEV1Attention": False, "Ernie4_5_MoeAttention": True}
 NORMED_VALUES = frozenset({"Gemma4TextAttention"})
 # Classes with latent attention.
 LATENT_ATTENTIONS = frozenset(
-    {"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"}
+    {
+        *("DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"),
+        *("KimiLinearAttention", "BailingHybridAttention"),
+    }
 )
 # They always rotate neighbouring columns together; the configuration of the others says so.
-INTERLEAVED = frozenset({"DeepseekV2Attention"})
+INTERLEAVED = frozenset({"DeepseekV2Attention", "BailingHybridAttention"})
+# What makes queries of latent attention where these have latents too.
+LOW_RANK = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 # Their cos and sin are for half a head; the other half uses the same ones.
 HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
 # They take positions [3, 1, P] in time, height and width, which are alike in text.
@@ -263,12 +268,14 @@ class FusedLatentAttention(FusedMixer):
     queries      modules that make queries of the rows, one after the other
     compress     makes latents and the key columns that are rotated
     value_width  columns of all heads' results
+    gates        makes what heads' results are multiplied by the sigmoid of; None: nothing
     """
 
     queries: tuple[nn.Module, ...]
     compress: nn.Module
     latents: Latents
     value_width: int
+    gates: nn.Module | None = None
 
     def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
         queries, latents = hidden_states, self.compress(hidden_states)
@@ -285,7 +292,10 @@ class FusedLatentAttention(FusedMixer):
                 sequence.layers[self.layer].row,
                 mixed[sequence.rows],
             )
-        return mixed
+        if self.gates is None:
+            return mixed
+        gates = self.gates(hidden_states).float().sigmoid().to(mixed.dtype)
+        return (mixed.view(*gates.shape, -1) * gates.unsqueeze(-1)).flatten(1)
 
 
 # Usual names of the norms of queries and keys.
@@ -401,13 +411,14 @@ def fused_normed_attention(module: Any) -> FusedNormedAttention:
 
 
 def fused_latent_attention(module: Any) -> FusedLatentAttention:
-    low_rank = (module.q_a_proj, module.q_a_layernorm, module.q_b_proj)
-    interleaved = type(module).__name__ in INTERLEAVED or bool(module.config.rope_interleave)
+    names = ("q_proj",) if getattr(module, "q_proj", None) is not None else LOW_RANK
+    interleaved = type(module).__name__ in INTERLEAVED
+    interleaved = interleaved or bool(getattr(module.config, "rope_interleave", False))
     return FusedLatentAttention(
         module.o_proj,
         module.layer_idx,
         own_forward(module),
-        low_rank if module.q_proj is None else (module.q_proj,),
+        tuple(getattr(module, name) for name in names),
         module.kv_a_proj_with_mqa,
         Latents(
             rms_norm_of(module.kv_a_layernorm),
@@ -416,6 +427,7 @@ def fused_latent_attention(module: Any) -> FusedLatentAttention:
             interleaved,
         ),
         module.num_heads * module.v_head_dim,
+        getattr(module, "g_proj", None),
     )
 
 

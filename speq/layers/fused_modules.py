@@ -26,6 +26,7 @@ NORMS = frozenset(
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
         *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3"),
         *("ExaoneMoe", "Laguna", "Afmoe", "GraniteMoe", "GraniteMoeHybrid"),
+        *("KimiLinear", "BailingHybrid"),
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -55,7 +56,8 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
         (
             *("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter"),
             *("Glm4MoeLiteTopkRouter", "Dots1TopkRouter", "SolarOpenTopkRouter", "HYV3TopKRouter"),
-            *("ExaoneMoeTopkRouter", "NemotronHTopkRouter"),
+            *("ExaoneMoeTopkRouter", "NemotronHTopkRouter", "KimiLinearTopkRouter"),
+            "BailingHybridTopkRouter",
         ),
         (torch.float32, torch.float32),
     ),

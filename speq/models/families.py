@@ -37,6 +37,7 @@ from speq.models.family_checks import (
     check_nemotron,
     check_pairs,
 )
+from speq.models.kimi_delta import kimi_states
 from speq.models.mamba import check_mamba, mamba_states, nemotron_states
 from speq.models.mtp_layer import ERNIE, deepseek_layer, qwen3_next_layer
 from speq.models.short_conv import check_short_conv, conv_states
@@ -77,6 +78,23 @@ GRANITE_RENAMED = (
     (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
     (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
+)
+KIMI_RENAMED = (
+    (".block_sparse_moe.", ".mlp."),
+    *(
+        (f".self_attn.{each}", f".self_attn.forget_gate.{each}")
+        for each in ("f_a_proj.", "f_b_proj.", "dt_bias", "A_log")
+    ),
+)
+BAILING_RENAMED = (
+    (".word_embeddings.", ".embed_tokens."),
+    (".attention.dense.", ".self_attn.o_proj."),
+    *(
+        (f".attention.{each}", f".self_attn.forget_gate.{each}")
+        for each in ("f_proj.", "dt_bias", "A_log")
+    ),
+    (".attention.", ".self_attn."),
+    (".mlp.gate.expert_bias", f".mlp.gate.{CORRECTION}"),
 )
 # Parts for images and audio.
 GEMMA4_BESIDE = tuple(
@@ -300,6 +318,30 @@ FAMILIES = {
             states=nemotron_states,
             last_norm="norm_f",
             text_part=TextModelPart("nemotron_h", prefix="backbone."),
+        ),
+        Family(
+            "kimi_linear",
+            "KimiLinearExperts",
+            names=MIXTRAL_NAMES,
+            gate=deepseek_v3_gate,
+            typed_masks=True,
+            attention=cached_latents,
+            check=check_pairs,
+            on_the_host="states of family kimi_linear are cut back by the host",
+            states=kimi_states,
+            text_part=TextModelPart("kimi_linear", renamed=KIMI_RENAMED),
+        ),
+        Family(
+            "bailing_hybrid",
+            "BailingHybridExperts",
+            gate=deepseek_v3_gate,
+            since="5.23",
+            typed_masks=True,
+            attention=cached_latents,
+            check=check_pairs,
+            on_the_host="states of family bailing_hybrid are cut back by the host",
+            states=kimi_states,
+            text_part=TextModelPart("bailing_hybrid", renamed=BAILING_RENAMED),
         ),
         Family(
             "gpt_oss",

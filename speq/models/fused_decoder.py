@@ -276,7 +276,8 @@ class FusedDecoder:
         self.capture: HiddenStateCapture | None = None
         self._forward, self._kinds = own_forward(body), frozenset(kinds)
         self._embed = body.get_input_embeddings()
-        turns = cos_and_sin(family.rotary_of(body), kinds)
+        width = getattr(body.config, "qk_rope_head_dim", 0)
+        turns = cos_and_sin(family.rotary_of(body), kinds, width)
         self._new_tables = lambda: {kind: RotaryTable(turn, ahead) for kind, turn in turns.items()}
         # By KV slot: batched sequences differ in length.
         self._tables: dict[int, dict[str, RotaryTable]] = {}
@@ -366,19 +367,20 @@ class FusedDecoder:
 Turns = Callable[..., tuple[Tensor, Tensor]]
 
 
-def cos_and_sin(rotary_emb: Any, kinds: Sequence[str]) -> dict[str, Turns]:
+def cos_and_sin(rotary_emb: Any, kinds: Sequence[str], width: int = 0) -> dict[str, Turns]:
     """Wrap a rotary embedding to return cos and sin as `decoder_ops` takes them, by kind of layer
     where they differ, or of ANY_KIND.
 
     rotary_emb  None in a model without positions
+    width       columns that latent attention would rotate with positions
     """
     name = type(rotary_emb).__name__
     if name in TURNS_BY_KIND:
         return {kind: partial(rotary_emb, layer_type=kind) for kind in sorted(set(kinds))}
 
     def of_none(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        none = like.new_empty(1, position_ids.shape[-1], 0)
-        return none, none
+        sin = like.new_zeros(1, position_ids.shape[-1], width)
+        return sin + 1, sin
 
     def of_whole_heads(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary_emb(like, position_ids=position_ids)

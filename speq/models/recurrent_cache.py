@@ -26,7 +26,8 @@ class RecurrentRows(NamedTuple):
     """Outputs of a layer's projections for the tokens of a pass.
 
     inputs  [T, channels] of the convolution
-    decays  [T, value heads] float32: logarithms of what stays of the state
+    decays  [T, value heads] float32: logarithms of what stays of the state; or of each of its rows,
+            [T, value heads, key width]
     betas   [T, value heads] float32: strengths of what is added
     """
 
@@ -74,7 +75,7 @@ class RecurrentLayer:
         self._base = torch.zeros(sizes.state, device=device)
         self._tip = torch.zeros(sizes.state, device=device)
         self._inputs = ConvInputs(sizes.taps, sizes.channels, dtype, device, length)
-        self._decays = torch.zeros(PENDING, sizes.value_heads, device=device)
+        self._decays = torch.zeros(PENDING, *sizes.decays, device=device)
         self._betas = torch.zeros(PENDING, sizes.value_heads, device=device)
         self._tip_at = -1
         # Of the last pass: what is settled after it is run when a state is copied.
@@ -256,7 +257,7 @@ class RecurrentState(NamedTuple):
         state = 4 * math.prod(sizes.state)
         inputs = ConvInputs.nbytes(sizes.taps, sizes.channels, dtype)
         strengths = PENDING * 4 * sizes.value_heads
-        return [state, state, inputs, strengths, strengths]
+        return [state, state, inputs, PENDING * 4 * math.prod(sizes.decays), strengths]
 
     def snapshot_sizes(self, dtype: torch.dtype) -> list[int]:
         inputs = (self.sizes.taps - 1) * self.sizes.channels * dtype.itemsize

@@ -41,6 +41,8 @@ SIZES = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
     "mamba_n_heads": 4,
     "mamba_n_groups": 2,
     "mamba_d_state": 16,

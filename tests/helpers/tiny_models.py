@@ -349,6 +349,33 @@ FAMILY_OPTIONS["nemotron_h"] = {
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
 }
+FAMILY_OPTIONS["kimi_linear"] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+}
+FAMILY_OPTIONS["bailing_hybrid"] = {
+    **{
+        name: value
+        for name, value in FAMILY_OPTIONS["kimi_linear"].items()
+        if not name.startswith("linear_")
+    },
+    "head_dim": 16,
+    "num_nextn_predict_layers": 0,
+}
 FAMILY_OPTIONS["qwen3_vl_moe"] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -414,7 +441,10 @@ FAMILIES = tuple(
 # Families some of whose layers have no attention, and keep states.
 WITH_STATES = tuple(
     family
-    for family in ("qwen3_next", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid", "nemotron_h")
+    for family in (
+        *("qwen3_next", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid", "nemotron_h"),
+        *("kimi_linear", "bailing_hybrid"),
+    )
     if family in FAMILIES
 )
 # Families that are mostly built like another one here run in the wider checks, as do those whose
@@ -423,11 +453,12 @@ WITH_STATES = tuple(
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
     *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid", "nemotron_h"),
+    "kimi_linear",
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe"),
-    *("qwen3_vl_moe", "glm4v_moe", "granitemoe"),
+    *("qwen3_vl_moe", "glm4v_moe", "granitemoe", "bailing_hybrid"),
 )
 # One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer.
 UNLIKE_IN_CACHES = ("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4")
@@ -440,6 +471,7 @@ BY_FAMILY = [
 IN_FLOAT32 = {
     "ernie4_5_moe": ("e_score_correction_bias", ".mlp.gate.weight"),
     "hunyuan_v1_moe": (".mlp.gate.wg.weight",),
+    "bailing_hybrid": ("e_score_correction_bias", "conv1d.weight", "dt_bias", "A_log"),
 }
 # Ends of names of what transformers leaves at 0, and how far it is spread. Some gates and ups come
 # to lie beyond where the clamped activation ends.
@@ -458,6 +490,10 @@ SPREAD = {
         "mixer.D": 1.0,
         "conv1d.bias": 0.5,
     },
+    **dict.fromkeys(
+        ("kimi_linear", "bailing_hybrid"),
+        {"layernorm.weight": 2.0, "o_norm.weight": 1.0, "dt_bias": 1.0, "A_log": 1.0},
+    ),
     "gpt_oss": {
         "gate_up_proj_bias": 4.0,
         "down_proj_bias": 0.5,

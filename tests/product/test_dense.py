@@ -124,6 +124,8 @@ def test_every_matrix_of_a_family_is_held_as_what_takes_less(
         "lfm2_moe": "2.self_attn.out_proj",
         "granitemoehybrid": "2.self_attn.o_proj",
         "nemotron_h": "2.mixer.o_proj",
+        "kimi_linear": "2.self_attn.o_proj",
+        "bailing_hybrid": "2.self_attn.o_proj",
     }
     attention = others.get(family, "0.self_attn.o_proj")
     assert {"lm_head", f"model.layers.{attention}"} <= set(model.dense)

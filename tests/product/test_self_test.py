@@ -20,7 +20,7 @@ from speq.layers import arguments
 from speq.layers.arguments import cache_name
 from speq.layers.fused_attention import DecodeBatch, FusedAttention
 from speq.layers.offloaded_experts import OffloadedExperts
-from speq.models import delta_net, mamba, self_test, short_conv
+from speq.models import delta_net, kimi_delta, mamba, self_test, short_conv
 from speq.models.attention import attend_in_blocks
 from speq.models.families import FAMILIES
 from speq.models.kv_cache import KVCache
@@ -39,6 +39,8 @@ STAND_INS = {
     "lfm2_moe": (short_conv.ShortConv, "past_key_values"),
     "granitemoehybrid": (mamba.Mamba, "cache_params"),
     "nemotron_h": (mamba.Mamba, "cache_params"),
+    "kimi_linear": (kimi_delta.KimiDelta, "cache_params"),
+    "bailing_hybrid": (kimi_delta.KimiDelta, "cache_params"),
 }
 Folder = Callable[[str], Path]
 
