@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import safe_open
 from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
-from transformers.core_model_loading import rename_source_key
+from transformers.core_model_loading import WeightConverter, rename_source_key
 
 from speq.errors import SpeqError
 from speq.experts.expert_names import FUSED, PROJECTIONS, UNGATED_PROJECTIONS
@@ -107,15 +107,20 @@ def stored_names(folder: Path) -> list[str]:
 def own_names(stored: Iterable[str], family: Family, model: Any) -> dict[str, str]:
     """What speq and transformers' loader make of names on disk; experts keep theirs."""
     part = family.text_part
-    renamings = [
-        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    joined = [
+        each
+        for each in mapping
+        if isinstance(each, WeightConverter)
+        and not any("experts" in n for n in each.source_patterns)
     ]
     made = {}
     for name in stored:
         own = name if part is None else part.called(name)
         taken = own if part is None else part.published(own)
         is_expert = family.names.is_expert(own)
-        made[name] = own if is_expert else rename_source_key(taken, renamings, [])[0]
+        made[name] = own if is_expert else rename_source_key(taken, renamings, joined)[0]
     return made
 
 

@@ -67,7 +67,7 @@ def selective_scan_out(
             part.reshape(-1, key_width).repeat_interleave(heads * key_width // keys_width, 0)
             for part in (queries, keys)
         )
-        state *= decay.exp()[:, None, None]
+        state *= decay.exp().view(heads, -1, 1)
         state += key[:, :, None] * (values.reshape(heads, -1) * step[:, None])[:, None]
         made.copy_((state * query[:, :, None]).sum(1))
 

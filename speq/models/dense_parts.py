@@ -19,7 +19,7 @@ ONLY_PART = "mixer"
 # What mixes tokens in layers of one part, which share a name with feed-forwards.
 MIXING = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"})
 # Small matrices that say how fast states fade.
-DECAYING = ("in_proj_ba", "in_proj_a", "in_proj_b")
+DECAYING = ("in_proj_ba", "in_proj_a", "in_proj_b", "f_proj", "f_a_proj", "f_b_proj", "b_proj")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -60,8 +60,10 @@ def dense_shapes(model: Any, names: ExpertNames) -> tuple[DenseShape, ...]:
 def part_of(name: str, names: ExpertNames) -> str | None:
     """The part of a module inside a layer; None if drafts run the exact one."""
     *inside, own = name.split(".")
+    if own in DECAYING:
+        return None
     if "linear_attn" in inside:
-        return None if own in DECAYING else ATTENTION
+        return ATTENTION
     if not {"conv", "mamba"}.isdisjoint(inside) or (ONLY_PART in inside and own in MIXING):
         return ATTENTION
     if "self_attn" in inside:

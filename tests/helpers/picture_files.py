@@ -12,8 +12,14 @@ from safetensors.torch import load_file, save_file
 # Parts of names in a family's files, and what its model has in their place.
 RENAMED: dict[str, list[tuple[str, str]]] = {
     "nemotron_h": [("backbone.", "model.")],
-    "kimi_linear": [(".block_sparse_moe.", ".mlp.")],
-    "bailing_hybrid": [(".attention.dense.", ".self_attn.o_proj."), (".attention.", ".self_attn.")],
+    "kimi_linear": [
+        *((".block_sparse_moe.", ".mlp."), (".self_attn.f_", ".self_attn.forget_gate.f_")),
+    ],
+    "bailing_hybrid": [
+        (".attention.dense.", ".self_attn.o_proj."),
+        (".attention.f_proj.", ".self_attn.forget_gate.f_proj."),
+        (".attention.", ".self_attn."),
+    ],
     "hy_v3": [(".shared_mlp.", ".shared_experts.")],
     "laguna": [
         (".shared_expert.", ".shared_experts."),

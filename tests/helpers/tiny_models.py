@@ -490,10 +490,10 @@ SPREAD = {
         "mixer.D": 1.0,
         "conv1d.bias": 0.5,
     },
-    **dict.fromkeys(
-        ("kimi_linear", "bailing_hybrid"),
-        {"layernorm.weight": 2.0, "o_norm.weight": 1.0, "dt_bias": 1.0, "A_log": 1.0},
-    ),
+    **{
+        each: {"layernorm.weight": 2.0, "o_norm.weight": 1.0, "dt_bias": 1.0, "A_log": 1.0}
+        for each in ("kimi_linear", "bailing_hybrid")
+    },
     "gpt_oss": {
         "gate_up_proj_bias": 4.0,
         "down_proj_bias": 0.5,

@@ -612,6 +612,7 @@ def raw_arguments(op: str) -> list[Any]:
         ("delta_rule", 0, torch.zeros(3, 44).double()),
         ("delta_rule", 1, torch.zeros(2, 4)),
         ("delta_rule", 1, torch.zeros(3, 4).half()),
+        ("delta_rule", 1, torch.zeros(3, 4, 7)),  # decays of more rows than states have
         ("delta_rule", 2, torch.zeros(3, 5)),
         ("delta_rule", 2, torch.zeros(12)),
         ("delta_rule", 4, torch.zeros(4, 5, 6).mT),

@@ -22,6 +22,8 @@ SIZES = [
     RecurrentSizes(2, 2, 7, 77, 4),
     RecurrentSizes(1, 2, 128, 128, 4),
     RecurrentSizes(1, 1, 3, 245, 4),
+    RecurrentSizes(2, 4, 20, 21, 4, by_channel=True),
+    RecurrentSizes(1, 2, 128, 128, 4, by_channel=True),
 ]
 # So many that regions of even one token have threads.
 MANY = RecurrentSizes(6, 12, 64, 130, 4)
@@ -44,7 +46,7 @@ class Tokens(NamedTuple):
         generator = torch.Generator().manual_seed(count)
         return cls(
             torch.randn(count, sizes.channels, generator=generator),
-            -torch.rand(count, sizes.value_heads, generator=generator),
+            -torch.rand(count, *sizes.decays, generator=generator),
             torch.rand(count, sizes.value_heads, generator=generator),
         )
 
@@ -86,7 +88,7 @@ def test_rule_is_torchs(sizes: RecurrentSizes, count: int, rule: Rule) -> None:
     assert_close(ours, wanted)
 
 
-@pytest.mark.parametrize("sizes", [*SIZES[1:5], MANY], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES[1:5], SIZES[-1], MANY], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
 @of_rules
 def test_tokens_together_are_bit_for_bit_those_alone(

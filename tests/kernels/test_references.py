@@ -289,11 +289,13 @@ def test_outputs_are_combined(random: Random) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_delta_rule(random: Random) -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_delta_rule(by_channel: bool, random: Random) -> None:
     """Two heads of keys for four of values."""
     tokens, keys, heads, width, values = 5, 2, 4, 6, 10
     mixed = random(tokens, 2 * keys * width + heads * values)
-    decays, betas = -random(tokens, heads).abs(), random(tokens, heads).sigmoid()
+    of_token = (heads, width) if by_channel else (heads,)
+    decays, betas = -random(tokens, *of_token).abs(), random(tokens, heads).sigmoid()
     state, out = random(heads, width, values), torch.empty(tokens, heads, values)
     states = numbers(state)
     reference_recurrent.delta_rule_out(mixed, decays, betas, 1e-6, state, out)
@@ -304,7 +306,7 @@ def test_delta_rule(random: Random) -> None:
         value = row[2 * keys * width :].reshape(heads, values)
         for head in range(heads):
             query, key = (part[head * keys // heads] for part in by_head)
-            given = float(decays[token, head]), float(betas[token, head])
+            given = numbers(decays[token, head]), float(betas[token, head])
             states[head], wanted = decoder.delta_step(
                 states[head], query, key, value[head], *given, 1e-6
             )

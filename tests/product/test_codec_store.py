@@ -67,6 +67,7 @@ def published(model: Path, opened: Opened) -> list[Matrices]:
                 prefix = f"model.layers.{layer}"
                 names = (
                     f"{prefix}.mlp.experts.{expert}.{new}.weight",
+                    f"{prefix}.mlp.experts.{expert}.{short}.weight",
                     f"{prefix}.block_sparse_moe.experts.{expert}.{short}.weight",
                     *(
                         f"{EXPERTS_BELOW[each].format(layer)}.{expert}.{new}.weight"

@@ -126,11 +126,8 @@ ATTENTION_OUT = "model.layers.3.self_attn.o_proj"
 # What drafts of each family run on codes in layer 1, beside the experts.
 ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
 LATENT = [f"self_attn.{name}" for name in ("kv_a_proj_with_mqa", "o_proj")]
-KIMI = (
-    *("q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj", "forget_gate.f_b_proj"),
-    *("b_proj", "g_a_proj", "g_b_proj", "o_proj"),
-)
-BAILING = ("q_proj", "k_proj", "v_proj", "forget_gate.f_proj", "b_proj", "g_proj", "o_proj")
+KIMI = ("q_proj", "k_proj", "v_proj", "g_a_proj", "g_b_proj", "o_proj")
+BAILING = ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 SHARED = [f"mlp.shared_experts.{name}" for name in MLP]
 DENSE = {

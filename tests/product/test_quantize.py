@@ -92,6 +92,8 @@ def draft_of(folder: Path, model: Path) -> Any:
     plain = load_plain(model)
     tensors = tensors_in(folder)
     below = EXPERTS_BELOW.get(plain.config.model_type, "model.layers.{}.mlp.experts")
+    if plain.config.model_type == "kimi_linear":
+        below = "model.layers.{}.block_sparse_moe.experts"
     others = {"lfm2_moe": ("w1", "w3", "w2"), "nemotron_h": PROJECTIONS[1:]}
     names = others.get(plain.config.model_type, PROJECTIONS)
     with torch.no_grad():

@@ -65,8 +65,10 @@ def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], P
     length = cache.length
     assert length == len(PROMPT) + 39
     generator.generate(PROMPT + result.token_ids[:39], max_new_tokens=1, ignore_eos=True)
-    # Norms behind attention and experts enlarge what passes of other shapes differ by.
-    far = family in ("gemma4", "granitemoehybrid", "nemotron_h")
+    # Norms behind attention and experts, or wide ones before them, enlarge what passes of other
+    # shapes differ by.
+    states = ("granitemoehybrid", "nemotron_h", "kimi_linear", "bailing_hybrid")
+    far = family in ("gemma4", *states)
     close = {"rtol": 1e-4, "atol": 5e-5} if far else {}
     for (keys, values), layer in zip(kept, with_entries, strict=True):
         for ours, theirs in ((keys, layer.keys), (values, layer.values)):

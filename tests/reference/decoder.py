@@ -51,17 +51,18 @@ def delta_step(
     query: np.ndarray,
     key: np.ndarray,
     value: np.ndarray,
-    decay: float,
+    decay: np.ndarray,
     strength: float,
     eps: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One token and one head (arXiv:2412.06464, Eq. 10): the state [D, V] behind it, and what it
     gives [V]. Keys and queries have length 1, and queries are divided by the root of their width.
+    The decay is one number, or one of each row of the state (arXiv:2510.26692, Eq. 1).
     """
     key = key / np.sqrt(key @ key + eps)
     query = query / np.sqrt(query @ query + eps) / np.sqrt(len(query))
     width = len(key)
-    forgetting = np.exp(decay) * (np.eye(width) - strength * np.outer(key, key))
+    forgetting = (np.eye(width) - strength * np.outer(key, key)) * np.exp(decay)
     state = forgetting @ state + strength * np.outer(key, value)
     return state, query @ state
 
