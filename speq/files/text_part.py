@@ -34,7 +34,7 @@ class TextModelPart:
         Raises SpeqError if there is none.
         """
         if config.get("model_type") == self.model_type:
-            return config
+            return with_layer_count(config)
         found = config.get(self.field)
         if not isinstance(found, dict):
             raise CheckpointError(
@@ -71,3 +71,13 @@ class TextModelPart:
     def is_beside(self, name: str) -> bool:
         """True if a tensor is of another part."""
         return name.startswith(self.beside)
+
+
+def with_layer_count(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with `num_hidden_layers`, which transformers leaves out where it writes a
+    list of the layers' kinds.
+    """
+    kinds = config.get("layers_block_type")
+    if "num_hidden_layers" in config or not isinstance(kinds, list):
+        return config
+    return config | {"num_hidden_layers": len(kinds)}

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from speq.config import RunConfig, SamplingParams
 from speq.devices.device import Processor
@@ -77,6 +78,11 @@ def logits_of(generator: Generator) -> list[torch.Tensor]:
     return found
 
 
+def hf_layers(model: Path) -> int:
+    layers: int = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
+    return layers
+
+
 def check_passes(model: Path, stages: str, dtype: str, **more: Any) -> None:
     options: dict[str, Any] = {"dtype": dtype, "drafter": "none", "codec": "raw", "dense": "raw"}
     options |= {"context_length": 128, "profile": "none"} | more
@@ -86,7 +92,7 @@ def check_passes(model: Path, stages: str, dtype: str, **more: Any) -> None:
         wanted = logits_of(whole)
     finally:
         whole.close()
-    budgets = ["64MiB"] * len(counts_of(stages, 3))
+    budgets = ["64MiB"] * len(counts_of(stages, hf_layers(model)))
     with in_threads(model, stages, budgets, **options) as generator:
         found = logits_of(generator)
     assert wanted[0].dtype == DTYPES[dtype]
@@ -111,6 +117,9 @@ def test_passes_are_those_of_one_machine(tiny: Callable[[str], Path]) -> None:
         ("gemma4", "1,1,1", "float32"),
         ("afmoe", "2,1", "float32"),
         ("lfm2_moe", "2,1", "float32"),
+        ("granitemoehybrid", "1,2", "bfloat16"),
+        ("nemotron_h", "2,3", "float32"),
+        ("kimi_linear", "2,1", "float32"),
     ],
 )
 def test_passes_of_other_families(
