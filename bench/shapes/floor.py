@@ -70,9 +70,10 @@ def floor_of(model: ShapedModel, rates: MeasuredRates, budget_bytes: int, contex
     shape = model.model_spec.shape
     experts, layers = shape.experts, len(shape.experts.layers)
     held = HeldBytes.of(model)
+    kept = [each for each in map(elements, shape.kv_layers) if each]
     kv_bytes = sum(
-        elements(kv) * min(context, window) * WORD_BYTES
-        for kv, window in zip(shape.kv_layers, windows(model), strict=True)
+        each * min(context, window) * WORD_BYTES
+        for each, window in zip(kept, windows(model), strict=True)
     )
     slots = max((budget_bytes - held.dense - kv_bytes) / held.expert, 0.0)
     read_bytes = held.read_dense + layers * shape.top_k * held.expert + kv_bytes

@@ -170,6 +170,10 @@ def test_floors_are_those_computed_by_hand() -> None:
     assert least.tpot_s == pytest.approx(least.moved_bytes / 5e9)
     sliding = windows(ShapedModel.of(SHAPES["gpt-oss-20b"], None, None, seed=0))
     assert sliding == [128, float("inf")] * 12
+    nemotron = ShapedModel.of(SHAPES["Nemotron-3-Nano-30B-A3B"], None, None, seed=0)
+    assert windows(nemotron) == [float("inf")] * 6  # of 52 layers; the others have no KV
+    grown = floor_of(nemotron, rates, 1 << 40, 8193).read_bytes
+    assert grown - floor_of(nemotron, rates, 1 << 40, 8192).read_bytes == 6 * 2 * 2 * 128 * 2
     assert attended_pairs(5, 2) == 1 + 2 + 2 + 2 + 2
 
 
