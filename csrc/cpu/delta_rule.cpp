@@ -1,6 +1,5 @@
 #include "cpu/delta_rule.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "cpu/isa.h"
@@ -36,7 +35,7 @@ DeltaRule::DeltaRule(const DeltaProblem &problem)
 
 void DeltaRule::run(std::int64_t begin, std::int64_t end) const {
   const DeltaProblem &p = problem_;
-  Buffer<float> decays(p.key_width);
+  Buffer<float> decays(p.decay_width);
   for (std::int64_t head = begin; head < end; ++head) {
     const std::int64_t key_head = head / (p.heads / p.key_heads);
     float *state = p.state + head * p.key_width * p.value_width;
@@ -46,11 +45,10 @@ void DeltaRule::run(std::int64_t begin, std::int64_t end) const {
       for (std::int64_t k = 0; k < p.decay_width; ++k) {
         decays[k] = std::exp(p.decays[of_head * p.decay_width + k]);
       }
-      std::fill(decays.data() + p.decay_width, decays.data() + p.key_width, decays[0]);
       step_(state, p.key_width, p.value_width,
             {query, query + p.keys(), decays.data(),
              p.mixed + token * p.channels() + 2 * p.keys() + head * p.value_width, p.betas[of_head],
-             p.out + of_head * p.value_width, p.eps.has_value()});
+             p.out + of_head * p.value_width, p.eps.has_value(), p.decay_width > 1});
     }
   }
 }

@@ -25,7 +25,7 @@ template <typename V> struct PartOfVector {
 
 // N vectors of columns, over all rows of a state. The state is read once for what the key finds in
 // it, and once more to be changed and asked.
-template <typename V, int N, typename Vectors>
+template <typename V, int N, bool kByRow, typename Vectors>
 static inline void delta_columns(float *state, std::int64_t rows, std::int64_t columns,
                                  std::int64_t first, const DeltaToken &token,
                                  const Vectors &vectors) {
@@ -37,7 +37,7 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
   }
   const float *from = state + first;
   for (std::int64_t row = 0; token.takes_back && row < rows; ++row, from += columns) {
-    const auto key = V::all(token.key[row] * token.decays[row]);
+    const auto key = V::all(kByRow ? token.key[row] * token.decays[row] : token.key[row]);
     SPEQ_UNROLL
     for (int n = 0; n < N; ++n) {
       if (n * V::kLanes % kLine == 0) {
@@ -46,7 +46,8 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
       change[n] = V::fmadd(key, vectors.load(from + n * V::kLanes), change[n]);
     }
   }
-  const auto beta = V::all(token.beta), less = V::all(-1.0f);
+  const float of_all = token.decays[0];
+  const auto beta = V::all(token.beta), less = V::all(kByRow ? -1.0f : -of_all);
   SPEQ_UNROLL
   for (int n = 0; n < N; ++n) {
     const auto value = vectors.load(token.value + first + n * V::kLanes);
@@ -55,7 +56,7 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
   float *to = state + first;
   for (std::int64_t row = 0; row < rows; ++row, to += columns) {
     const auto key = V::all(token.key[row]), query = V::all(token.query[row]);
-    const auto decay = V::all(token.decays[row]);
+    const auto decay = V::all(kByRow ? token.decays[row] : of_all);
     SPEQ_UNROLL
     for (int n = 0; n < N; ++n) {
       float *at = to + n * V::kLanes;
@@ -70,24 +71,32 @@ static inline void delta_columns(float *state, std::int64_t rows, std::int64_t c
   }
 }
 
-template <typename V>
-static inline void delta_step(float *state, std::int64_t rows, std::int64_t columns,
-                              const DeltaToken &token) {
+template <typename V, bool kByRow>
+static inline void delta_step_of(float *state, std::int64_t rows, std::int64_t columns,
+                                 const DeltaToken &token) {
   // Changes and sums stay in registers.
   constexpr int kVectors = V::kRegisters >= 32 ? 8 : 4;
   std::int64_t first = 0;
   const auto step = [&](auto vectors) {
     constexpr int N = decltype(vectors)::value;
     for (; first + N * V::kLanes <= columns; first += N * V::kLanes) {
-      delta_columns<V, N>(state, rows, columns, first, token, WholeVector<V>{});
+      delta_columns<V, N, kByRow>(state, rows, columns, first, token, WholeVector<V>{});
     }
   };
   step(std::integral_constant<int, kVectors>{});
   step(std::integral_constant<int, kVectors / 2>{});
   step(std::integral_constant<int, 1>{});
   if (first < columns) {
-    delta_columns<V, 1>(state, rows, columns, first, token, PartOfVector<V>{columns - first});
+    delta_columns<V, 1, kByRow>(state, rows, columns, first, token,
+                                PartOfVector<V>{columns - first});
   }
+}
+
+template <typename V>
+static inline void delta_step(float *state, std::int64_t rows, std::int64_t columns,
+                              const DeltaToken &token) {
+  token.by_row ? delta_step_of<V, true>(state, rows, columns, token)
+               : delta_step_of<V, false>(state, rows, columns, token);
 }
 
 } // namespace speq::cpu

@@ -100,7 +100,7 @@ struct DeltaToken {
   const float *query, *key, *decays, *value;
   float beta;
   float *out;
-  bool takes_back;
+  bool takes_back, by_row; // whether decays are one of each row, or one in all
 };
 
 // The token over a state [rows, columns], which it changes. A column's sums are added up row by

@@ -114,7 +114,7 @@ void delta_step(float *state, std::int64_t rows, std::int64_t columns, const Del
     const float *from = state + first;
     for (std::int64_t row = 0; token.takes_back && row < rows; ++row, from += columns) {
       for (std::int64_t k = 0; k < present; ++k) {
-        change[k] += token.key[row] * token.decays[row] * from[k];
+        change[k] += token.key[row] * token.decays[token.by_row ? row : 0] * from[k];
       }
     }
     for (std::int64_t k = 0; k < present; ++k) {
@@ -124,7 +124,7 @@ void delta_step(float *state, std::int64_t rows, std::int64_t columns, const Del
     float *to = state + first;
     for (std::int64_t row = 0; row < rows; ++row, to += columns) {
       for (std::int64_t k = 0; k < present; ++k) {
-        to[k] = token.decays[row] * to[k] + token.key[row] * change[k];
+        to[k] = token.decays[token.by_row ? row : 0] * to[k] + token.key[row] * change[k];
         sums[k] += token.query[row] * to[k];
       }
     }
