@@ -1,7 +1,10 @@
 """Writes the table of docs/models.md of what fits which memory: `python -m tools.memory_table`."""
 
+import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from speq.bench.shapes.published import ROWS
 from speq.files.published_format import WORDS
 from speq.planning.assumptions import Assumptions
 from speq.planning.budget_plan import plan_budget
@@ -13,7 +16,7 @@ from speq.planning.model_spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (ROOT / "tests/data/configs", ROOT / "tests/data/published")
-BUDGETS_GIB = (16, 32, 64, 128)
+BUDGETS_GIB = (8, 16, 32, 64)
 CONTEXT = 4096
 GIB = 1 << 30
 # Times do not matter here.
@@ -21,9 +24,17 @@ ACCEPTANCE = 0.9
 
 
 def model_specs() -> list[ModelSpec]:
-    """Read every config.json; the smallest experts come first."""
-    configs = [path for folder in FOLDERS for path in folder.glob("*/config.json")]
-    found = [ModelSpec.of_config(each.parent.name, each.parent, "auto") for each in sorted(configs)]
+    """Read every config.json, and the shapes that `speq bench shapes` has of other models; the
+    smallest experts come first.
+    """
+    folders = {path.parent.name: path.parent for at in FOLDERS for path in at.glob("*/config.json")}
+    with TemporaryDirectory(prefix="speq-") as temporary:
+        for shape in ROWS:
+            if not any(name.lower().startswith(shape.name.lower()) for name in folders):
+                folders[shape.name] = folder = Path(temporary) / shape.name
+                folder.mkdir()
+                (folder / "config.json").write_text(json.dumps(shape.content(None, None)))
+        found = [ModelSpec.of_config(name, folder, "auto") for name, folder in folders.items()]
     return sorted(found, key=experts_bytes)
 
 
