@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kThreads, kInt4Blocks) moe_int4_gate_up(const 
   const int local = int(threadIdx.x) / kRowLanes, column = tile * kInnerTile + local;
   const int row = column < width ? column : width - 1;
   // Without a gate, both are up's: what is read twice is in the cache.
-  const int up_row = p.gate_up.rows - width + row;
-  const Int4Row weights[2] = {int4_row(p.gate_up, slot, row), int4_row(p.gate_up, slot, up_row)};
+  const Int4Row weights[2] = {int4_row(p.gate_up, slot, row),
+                              int4_row(p.gate_up, slot, p.gate_up.rows - width + row)};
   prefetch_row(weights[0], 0, blocks);
   prefetch_row(weights[1], 0, blocks);
   const std::int32_t *perm =
@@ -102,9 +102,9 @@ __global__ void __launch_bounds__(kThreads, kInt4Blocks) moe_int4_gate_up(const 
         if (lane_id() % kRowLanes == r) {
           float gate = sums[0][r], up = sums[1][r];
           if (p.biases.gate_up != nullptr) {
-            const std::int64_t of_expert = p.route.topk_ids[leader] * p.gate_up.rows;
-            gate += load_value(p.biases.gate_up, p.biases.dtype, of_expert + row);
-            up += load_value(p.biases.gate_up, p.biases.dtype, of_expert + up_row);
+            const std::int64_t id = p.route.topk_ids[leader], rows_of = p.gate_up.rows;
+            gate += load_value(p.biases.gate_up, p.biases.dtype, id * rows_of + row);
+            up += load_value(p.biases.gate_up, p.biases.dtype, (id + 1) * rows_of - width + row);
           }
           const float inner = activate(p.activation, gate, up, AsIs());
           shared.inner[r][local] = column < width ? inner : 0.0f;
