@@ -174,14 +174,13 @@ class StreamTransfer:
 
     @contextmanager
     def lend_records(self, layer: int, experts: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Yield the records of experts that host memory holds, [record_bytes] uint8 each, and keep
-        them there inside the block.
+        """Yield the records of experts that host memory held when they were chosen, [record_bytes]
+        uint8 each, and keep them there inside the block.
         """
         lent: dict[int, int] = {}
         try:
             for expert in experts:
-                at = self._records.take(ExpertKey(layer, expert))
-                lent[expert] = present(at, f"host memory has no expert {expert} of layer {layer}")
+                lent[expert] = self._held(ExpertKey(layer, expert))
             yield {
                 expert: self._tier.record(at)[: self._tier.record_bytes(layer, expert)]
                 for expert, at in lent.items()
@@ -189,6 +188,25 @@ class StreamTransfer:
         finally:
             for at in lent.values():
                 self._records.give_back(at)
+
+    def _held(self, key: ExpertKey) -> int:
+        """Pin the record of an expert. It is read again if others that came through host memory
+        since it was chosen took its place.
+        """
+        while (at := self._records.take(key)) is None:
+            at = self._records.claim()
+            if at is None:  # until a copy or a read gives a record back
+                self._bring_any()
+                continue
+            try:
+                read_bytes = self._tier.read(*key, self._tier.record(at))
+            except BaseException:
+                self._records.give_back(at)
+                raise
+            self._recorder.step.read_bytes += read_bytes
+            self._records.publish(at, key)
+            break
+        return at
 
     def drain(self) -> None:
         self._quiet = True
@@ -241,10 +259,16 @@ class StreamTransfer:
             self._copy(ticket)  # right after those under way, however many
         elif ticket.read is not None:
             until_finished(ticket.read)
-        elif self._copies:  # all records are in use, this one until its copy has ended
+        else:  # all records are in use
+            self._bring_any()
+
+    def _bring_any(self) -> None:
+        """Wait for a part of what is under way, and collect it."""
+        if self._copies:  # each keeps its record until it has ended
             present(self._copies[0].copied, "a copy is under way that never began").wait()
         else:
             until_finished(next(iter(self._reads)))
+        self._land()
 
     def _read(self, ticket: StreamTicket, at: int) -> None:
         ticket.at, ticket.state = at, State.RUNNING

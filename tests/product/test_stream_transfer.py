@@ -13,7 +13,16 @@ from speq.scheduler.stream_transfer import MOST_COPIES
 from speq.scheduler.transfer import Priority, State
 from tests.helpers.host_device import HostDevice, Race
 from tests.helpers.host_tensors import host_tensors
-from tests.helpers.stream_rig import EXPERTS, LAYERS, SLOTS, FakeTier, Rig, any_calls, record_bytes
+from tests.helpers.stream_rig import (
+    EXPERTS,
+    LAYERS,
+    SLOTS,
+    FakeTier,
+    Rig,
+    any_calls,
+    record_bytes,
+    words,
+)
 
 
 class HostRig(Rig):
@@ -69,6 +78,30 @@ def test_two_copies_at_most_are_given_to_the_stream(
     assert not rig.engine.cancel(tickets[0])
     assert rig.engine.cancel(tickets[2])
     assert tickets[2].state is State.CANCELLED
+
+
+@pytest.mark.parametrize("rig", [{"num_records": 4}], indirect=True)
+def test_lent_records_are_read_again_where_others_took_their_place(rig: HostRig) -> None:
+    """As when an expert was chosen, and then others of its layer came through host memory."""
+    assert rig.engine.holds(ExpertKey(0, 0))
+    for expert in (3, 4, 5, 6):
+        rig.engine.wait(rig.demand(1, expert, slot=expert - 3))
+    assert not rig.engine.holds(ExpertKey(0, 0))
+    read_bytes = rig.step.read_bytes
+    with rig.engine.lend_records(0, [0, 1]) as records:
+        for expert, record in records.items():
+            assert record.tolist() == words(ExpertKey(0, expert))
+    assert rig.tier.reads.count(ExpertKey(0, 0)) == 1
+    assert rig.step.read_bytes - read_bytes in (512, 1024)
+    # What cannot be read keeps no record.
+    rig.tier.failing.add(ExpertKey(2, 0))
+    for _ in range(5):
+        with pytest.raises(OSError, match="cannot be read"), rig.engine.lend_records(2, [0]):
+            pass
+    with rig.engine.lend_records(2, [1, 2, 3, 4]) as records:
+        assert [record.tolist() for record in records.values()] == [
+            words(ExpertKey(2, expert)) for expert in (1, 2, 3, 4)
+        ]
 
 
 def test_demands_go_first(rig: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
