@@ -207,7 +207,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "config without family": (write("config.json", b"{}"), "is of family None, which is not supp"),
     "unknown family": (
         config(model_type="llama"),
-        "is of family 'llama', which is not supported; supported are afmoe, deepseek_v2, deeps",
+        "is of family 'llama', which is not supported; supported are afmoe, bailing_hybrid, ",
     ),
     "family is a list": (config(model_type=["qwen2_moe"]), r"is of family \['qwen2_moe'\]"),
     "no experts": (config(num_experts=0), "has 0 experts a layer; it must be at least 1"),
