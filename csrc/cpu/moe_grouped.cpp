@@ -142,11 +142,11 @@ void MoeGrouped::gate_up(std::int64_t begin, std::int64_t end) {
       up_rows[r] = &ups[r * width_tile_];
     }
     const Inputs multiplied{inputs.data(), count, inputs_.stored()};
-    constexpr Projection kBoth[] = {Projection::up, Projection::gate};
-    float *const *const outs[] = {up_rows.data(), gate_rows.data()};
+    constexpr Projection kBoth[] = {Projection::gate, Projection::up};
+    float *const *const outs[] = {gate_rows.data(), up_rows.data()};
     const std::size_t projections = gated ? 2 : 1;
-    dot(std::span(kBoth).first(projections), group, first, rows, multiplied,
-        std::span(outs).first(projections));
+    dot(std::span(kBoth).last(projections), group, first, rows, multiplied,
+        std::span(outs).last(projections));
     with_type(problem_.dtype, [&](auto type) {
       using Type = decltype(type);
       const auto round = [](float value) { return rounded_to<Type>(value); };
