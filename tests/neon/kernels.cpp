@@ -294,11 +294,15 @@ void check_delta(const char *isa, const MicroKernels &kernels) {
   for (std::vector<float> *each : {&state, &query, &key, &value}) {
     std::generate(each->begin(), each->end(), normal);
   }
-  std::vector<float> changed = state, other(columns);
-  kernels.delta_step(state.data(), rows, columns,
-                     {query.data(), key.data(), value.data(), 0.9f, 0.5f, out.data()});
-  portable_kernels.delta_step(changed.data(), rows, columns,
-                              {query.data(), key.data(), value.data(), 0.9f, 0.5f, other.data()});
+  std::vector<float> changed = state, other(columns), decays(rows);
+  for (float &decay : decays) {
+    decay = float(drawn(0, 100)) / 100;
+  }
+  DeltaToken token{query.data(), key.data(), decays.data(), value.data(), 0.5f, out.data()};
+  token.takes_back = drawn(0, 3) > 0, token.by_row = drawn(0, 1) > 0;
+  kernels.delta_step(state.data(), rows, columns, token);
+  token.out = other.data();
+  portable_kernels.delta_step(changed.data(), rows, columns, token);
   const double magnitude = 8.0 * rows * rows;
   for (std::int64_t k = 0; k < columns; ++k) {
     require(is_near(out[k], other[k], magnitude, 8), isa, "delta rule: output");
