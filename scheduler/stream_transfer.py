@@ -194,19 +194,21 @@ class StreamTransfer:
         since it was chosen took its place.
         """
         while (at := self._records.take(key)) is None:
-            at = self._records.claim()
-            if at is None:  # until a copy or a read gives a record back
-                self._bring_any()
-                continue
-            try:
-                read_bytes = self._tier.read(*key, self._tier.record(at))
-            except BaseException:
-                self._records.give_back(at)
-                raise
-            self._recorder.step.read_bytes += read_bytes
-            self._records.publish(at, key)
-            break
+            if (at := self._records.claim()) is not None:
+                self._read_into(at, key)
+                return at
+            self._bring_any()  # until a copy or a read gives a record back
         return at
+
+    def _read_into(self, at: int, key: ExpertKey) -> None:
+        """Read an expert into a claimed record and publish it; given back if the read fails."""
+        try:
+            read_bytes = self._tier.read(*key, self._tier.record(at))
+        except BaseException:
+            self._records.give_back(at)
+            raise
+        self._recorder.step.read_bytes += read_bytes
+        self._records.publish(at, key)
 
     def drain(self) -> None:
         self._quiet = True

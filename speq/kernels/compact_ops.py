@@ -130,11 +130,10 @@ def moe_grouped_residual(
     `ops.moe_grouped`.
     """
     code, gated = activation_code(activation), activation not in UNGATED
-    width = experts.down[0].shape[2] * 2
-    outputs = gate_up_rows(activation, width)
-    if experts.gate_up[0].shape[1] != outputs:
-        raise ValueError(f"activation {activation!r} is not of experts of that shape")
-    layout = CompactLayout.of_expert(experts.hidden_size, width, lossless=False, gated=gated)
+    outputs = experts.gate_up_rows(activation)
+    layout = CompactLayout.of_expert(
+        experts.hidden_size, experts.expert_width, lossless=False, gated=gated
+    )
     check_rows(hidden_states, topk_ids, slot_table, out)
     if hidden_states.shape[1] != experts.hidden_size:
         raise ValueError(

@@ -114,6 +114,17 @@ class Int4Slots:
     def hidden_size(self) -> int:
         return self.down[0].shape[1]
 
+    @property
+    def expert_width(self) -> int:
+        return self.down[0].shape[2] * 2
+
+    def gate_up_rows(self, activation: str) -> int:
+        """Rows of gate_up. Raises ValueError if an activation is of experts with other rows."""
+        rows = self.gate_up[0].shape[1]
+        if rows != gate_up_rows(activation, self.expert_width):
+            raise ValueError(f"activation {activation!r} is not of experts of that shape")
+        return rows
+
     def expert(self, base_slot: int) -> tuple[Int4Pair, Int4Pair, Tensor | None]:
         """View gate_up, down and input_perm of one base slot."""
         gate_up, down = ((q[base_slot], s[base_slot]) for q, s in (self.gate_up, self.down))
@@ -280,10 +291,8 @@ def moe_int4(
     if experts.device != device:
         raise ValueError(f"the INT4 experts are on {experts.device} and hidden_states on {device}")
     code = activation_code(activation)
-    rows_wanted = gate_up_rows(activation, experts.down[0].shape[2] * 2)
-    if experts.gate_up[0].shape[1] != rows_wanted:
-        raise ValueError(f"activation {activation!r} is not of experts of that shape")
-    added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, rows_wanted)
+    outputs = experts.gate_up_rows(activation)
+    added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, outputs)
     if hidden_states.dtype == torch.float64:
         added = tuple(bias.float() for bias in added)
     weights = topk_weights.float()
