@@ -22,7 +22,7 @@ from speq.bench.shapes.llama_cpp import llama_cpp_rows
 from speq.bench.shapes.prompts import random_tokens
 from speq.bench.shapes.published import shape_named
 from speq.bench.shapes.routes import CURVE, SOURCE, Routes, lru_hits, most_used_hits
-from speq.errors import OptionError
+from speq.errors import OptionError, present
 from speq.files.cache_folder import cache_folder
 from speq.files.heap import give_back
 from speq.generator import Generator
@@ -31,7 +31,7 @@ from speq.measure.plan import plan_of
 from speq.measure.report import Column, Report
 from speq.measure.settings import PlanSettings
 from speq.models.opened import open_model
-from speq.planning.cost.presets import MEMORY_SHARE
+from speq.planning.forecasts import SteadyTime
 from speq.stats import ratio
 from speq.units import Progress, format_bytes, parse_bytes, track
 
@@ -42,6 +42,7 @@ COLUMNS: dict[str, Column] = {
     "spread": ("tpot_spread", "{:.0%}"),
     "floor": ("tpot_floor_ms", "{:.1f}"),
     "of floor": ("tpot_ratio", "{:.2f}"),
+    "steady ms": ("steady_ms", "{:.1f}"),
     "plan ms": ("forecast_ms", "{:.1f}"),
     "plan err": ("forecast_error", "{:+.0%}"),
     "TTFT s": ("ttft_s", "{:.2f}"),
@@ -151,22 +152,19 @@ def bounds_of(
 ) -> dict[str, Any]:
     """Say before the run what it takes at least, and what `plan` expects of it."""
     floor = floor_of(model, rates, parse_bytes(budget), context)
+    length = context + settings.max_new_tokens
     planned = plan_of(
-        folder,
-        PlanSettings(
-            parse_bytes(budget),
-            context_length=context + settings.max_new_tokens,
-            link=rates.link_bytes_per_s,
-            memory_bandwidth=MEMORY_SHARE * rates.memory_bytes_per_s,
-            profile="none",
-        ),
+        folder, PlanSettings(parse_bytes(budget), context_length=length, profile="none")
     )
-    plain = [each.tpot_s for each in planned.candidates if not each.drafts]
     return {
         "budget": budget,
         "budget_bytes": parse_bytes(budget),
         "context": context,
-        "forecast_ms": min(plain) * 1e3 if plain else None,
+        "forecasts": {
+            (each.codec, each.encoded): each.tpot_s * 1e3
+            for each in planned.candidates
+            if not each.drafts
+        },
         "tpot_floor_ms": floor.tpot_s * 1e3,
         "ttft_floor_s": floor.ttft_s,
         "floor_read_bytes": floor.read_bytes,
@@ -193,17 +191,20 @@ def measure(
     found = []
     with closing(generator):
         for context in settings.contexts:
-            samples = [
-                generator.generate(
-                    prompt_of(generator, context, seed),
-                    max_new_tokens=settings.max_new_tokens,
-                    seed=seed,
-                    **SAMPLED,
-                ).stats
-                for seed in range(settings.seed, settings.seed + settings.rounds)
-            ]
-            peak = peak_rss_bytes() - before
-            found.append({"samples": samples, "peak_bytes": peak, **starts})
+            samples = []
+            for seed in range(settings.seed, settings.seed + settings.rounds):
+                prompt = prompt_of(generator, context, seed)
+                made = generator.generate(
+                    prompt, max_new_tokens=settings.max_new_tokens, seed=seed, **SAMPLED
+                )
+                steady = SteadyTime()
+                steady.add(present(generator.last_run, "a run has no record"))
+                samples.append(
+                    made.stats | {"steady_ms": ratio(steady.seconds, steady.tokens) * 1e3}
+                )
+            peak, held = peak_rss_bytes() - before, generator.runtime.residency_plan
+            way = held.codec, held.encoded
+            found.append({"samples": samples, "way": way, "peak_bytes": peak, **starts})
         layers = routes_of(generator, settings.seed)
     return found, layers
 
@@ -252,14 +253,14 @@ def curve_of(layers: Sequence[Routes], num_experts: int) -> list[dict[str, Any]]
 
 def summarise(bounds: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """One row: medians over rounds, beside what was said before."""
-    samples = found.pop("samples")
+    samples, forecast = found.pop("samples"), bounds.pop("forecasts").get(found.pop("way"))
 
     def middle(name: str) -> float:
         return float(median(sample[name] for sample in samples))
 
     times = [sample["tpot_ms"] for sample in samples]
     tpot_ms, ttft_s = middle("tpot_ms"), middle("ttft_ms") / 1e3
-    moved, forecast = middle("moved_bytes_per_token"), bounds["forecast_ms"]
+    moved, steady_ms = middle("moved_bytes_per_token"), middle("steady_ms")
     return {
         **bounds,
         **found,
@@ -270,7 +271,9 @@ def summarise(bounds: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "tpot_ms": tpot_ms,
         "tpot_spread": (max(times) - min(times)) / tpot_ms,
         "tpot_ratio": tpot_ms / bounds["tpot_floor_ms"],
-        "forecast_error": None if forecast is None else forecast / tpot_ms - 1,
+        "steady_ms": steady_ms,
+        "forecast_ms": forecast,
+        "forecast_error": None if forecast is None else forecast / steady_ms - 1,
         "ttft_s": ttft_s,
         "ttft_ratio": ttft_s / bounds["ttft_floor_s"],
         "prefill_tokens_per_s": bounds["context"] / middle("prefill_s"),

@@ -1,7 +1,6 @@
 """`plan`: estimates what fits a memory budget and how fast it runs, before anything is loaded."""
 
 import contextlib
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Unpack
 
 import torch
 
-from speq.config import COUNTS_ALONE, DEFAULT_READER_THREADS, SamplingParams
+from speq.config import COUNTS_ALONE, SamplingParams
 from speq.devices.allocator import overhead_bytes
+from speq.devices.device import Processor
 from speq.devices.named import find_device
 from speq.errors import OptionError, SpeqError
 from speq.files.checkpoint import has_weights, locate_config
@@ -20,8 +20,6 @@ from speq.governor.profile import Profile
 from speq.heads.head_file import HeadLabel, head_path, model_digest, read_label
 from speq.heads.predicted_experts import AUTO, open_head
 from speq.machine import default_host_bytes
-from speq.measure.link import link_bytes_per_s
-from speq.measure.memory_read import MemoryRead, read_gb_per_s
 from speq.measure.route_trace import RouteTrace
 from speq.measure.routes import acceptance_of, curve_of
 from speq.measure.settings import PlanSettings
@@ -35,16 +33,16 @@ from speq.planning.budget_plan import BudgetPlan, plan_budget
 from speq.planning.candidates import candidates_of, check_parts
 from speq.planning.cost import presets
 from speq.planning.cost.locality import CURVES, Locality, nearest_curve
-from speq.planning.cost.presets import MEMORY_SHARE, Rates
+from speq.planning.cost.presets import Rates
+from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget, DeviceOverhead
 from speq.planning.dense import DenseTrial, MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
 from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
+from speq.planning.trials import survey_trial
 from speq.planning.used_experts import DraftPart, used_experts, warn_without_counts
-from speq.units import Progress, no_progress
+from speq.units import Progress
 
-# Reads that measure this machine's memory in seconds.
-MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
 # Context of a run whose prompt has up to CONTEXT_STEP tokens.
 DEFAULT_CONTEXT = CONTEXT_STEP + SamplingParams().max_new_tokens
 
@@ -80,7 +78,7 @@ class PlannedModel:
     """
 
     model_spec: ModelSpec
-    machine: Rates | Profile
+    machine: Rates | Profile | Survey
     settings: PlanSettings
     flops_per_s: float | None
     is_here: bool
@@ -93,7 +91,7 @@ class PlannedModel:
         check_exclusions(settings)
         model_spec, opened = model_spec_of(str(model), settings.dtype, settings.head)
         with contextlib.closing(opened) if opened else contextlib.nullcontext():
-            machine, flops_per_s = machine_of(opened, settings, progress)
+            machine, flops_per_s = machine_of(model_spec, opened, settings, progress)
             parts = parts_of(model_spec, opened, settings)
             planned = cls(
                 replace(model_spec, draft_parts=parts),
@@ -131,7 +129,7 @@ class PlannedModel:
                     model_spec = self.model_spec.published_as(published)
                     found[name] = replace(self, model_spec=model_spec)
         machine, link = self.machine, self.settings.link
-        if self.on_cpu and isinstance(machine, Rates):
+        if self.on_cpu and not isinstance(machine, Profile):
             twice = replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s)
             settings = replace(self.settings, link=None if link is None else 2 * link)
             found["two disks"] = replace(self, machine=twice, settings=settings)
@@ -243,12 +241,16 @@ def head_beside_model(opened: Opened) -> HeadLabel | None:
 
 
 def machine_of(
-    opened: Opened | None, settings: PlanSettings, progress: Progress | None = None
-) -> tuple[Rates | Profile, float | None]:
+    model_spec: ModelSpec,
+    opened: Opened | None,
+    settings: PlanSettings,
+    progress: Progress | None = None,
+) -> tuple[Rates | Profile | Survey, float | None]:
     """Choose the rates to plan with: given ones, a tuned profile, measured ones, or a preset; and
     the rate of products, where it is known.
 
-    The disk of the model's files is measured if they are here, or else that of the cache folder.
+    A model whose files are here is surveyed as a load does it. Of others the disk of the cache
+    folder is measured.
     """
     link, memory = settings.link, settings.memory_bandwidth
     if settings.profile not in ("auto", "none"):
@@ -270,29 +272,32 @@ def machine_of(
         found = machine_rates(progress)
         return found.rates.but(link, memory), found.flops_per_s
     flops_per_s = None
-    with contextlib.suppress(SpeqError):  # the model's own disk counts here, not the cache folder's
+    with contextlib.suppress(SpeqError):  # of the cache folder's disk nothing is asked
         flops_per_s = machine_rates(progress).flops_per_s
-    return measure_machine(opened, progress).but(link, memory), flops_per_s
+    survey = survey_of(model_spec, opened, settings.memory_budget)
+    return (
+        replace(
+            survey,
+            link_bytes_per_s=link or survey.link_bytes_per_s,
+            memory_bytes_per_s=memory or survey.memory_bytes_per_s,
+        ),
+        flops_per_s,
+    )
 
 
-def measure_machine(opened: Opened, progress: Progress | None = None) -> Rates:
-    """Measure this machine's memory and the experts' disk in a few seconds."""
-    device = torch.device("cpu")
-    read = MemoryRead(MEMORY_BYTES, device)
-    memory = read_gb_per_s(read, device, MEMORY_READS, time.perf_counter, progress) * 1e9
-    report = progress or no_progress
-    report("measuring the link", 0, 1)
-    link = link_bytes_per_s(opened.store, DEFAULT_READER_THREADS)
-    report("measuring the link", 1, 1)
-    return Rates("measured on this machine just now", "cpu", link, MEMORY_SHARE * memory)
+def survey_of(model_spec: ModelSpec, opened: Opened, budget_bytes: int) -> Survey:
+    """Measure what a load of the model would, of every way to hold its experts."""
+    names = dict.fromkeys(way.codec for way in candidates_of(model_spec, on_cpu=True))
+    budget = Budget.of(budget_bytes, None, True, model_spec.shape)
+    return survey_trial(opened, Processor(), model_spec, budget).survey(tuple(names))
 
 
-def device_of(machine: Rates | Profile) -> str:
-    return machine.device if isinstance(machine, Rates) else machine.key.device
+def device_of(machine: Rates | Profile | Survey) -> str:
+    return machine.key.device if isinstance(machine, Profile) else machine.device
 
 
 def assumptions(
-    model_spec: ModelSpec, machine: Rates | Profile, settings: PlanSettings
+    model_spec: ModelSpec, machine: Rates | Profile | Survey, settings: PlanSettings
 ) -> Assumptions:
     """Collect the assumptions about the machine, the routes and the draft."""
     experts, top_k = model_spec.shape.experts, model_spec.shape.top_k

@@ -63,7 +63,7 @@ class Assumptions:
         if isinstance(machine, Rates):
             return machine.source
         if isinstance(machine, Survey):
-            return f"measured at load; acceptance {self.acceptance:.0%} assumed"
+            return f"measured on this machine just now; acceptance {self.acceptance:.0%} assumed"
         given = "" if self.link_bytes_per_s is None else ", link as given"
         return f"profile measured on {machine.key.device}{given}"
 

@@ -400,7 +400,10 @@ def test_drafts_that_were_not_timed_leave_all_to_a_survey(
     settled = planned(model, profile(model, draft_token_s=0.0), WINS, codec="raw")
     assert settled.reason is not None and settled.residency_plan.drafts
     assert "the profile was measured without one" in caplog.text
-    assert "(measured at load; acceptance 90% assumed; routes of DeepSeek" in settled.reason
+    assert (
+        "(measured on this machine just now; acceptance 90% assumed; routes of DeepSeek"
+        in settled.reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -533,7 +536,7 @@ def test_a_draft_that_fetches_ahead_is_expected_to_be_faster(model: Path) -> Non
         found = re.search(r"raw with a draft(?:, k=\d+:)? ([\d.]+)", settled.reason)
         assert found is not None
         token_ms.append(float(found[1]))
-    assert token_ms[0] < 0.95 * token_ms[1]
+    assert token_ms[0] < 0.97 * token_ms[1]
 
 
 @pytest.mark.parametrize(

@@ -353,8 +353,14 @@ def test_a_step_by_hand() -> None:
     # 12 slots of 32 a layer: each of the 32 requests misses with 20 / 32.
     assert step.moved_bytes == pytest.approx(32 * 20 / 32 * 1000)
     assert step.new_s == pytest.approx(0.02)
-    # The longer of 13.2 and 20 ms, and three quarters of what is between that and their sum.
-    assert of.with_estimate(PLAIN).tpot_s == pytest.approx(0.02 + 0.75 * 0.0132)
+    # A layer with m late experts of four waits m ms, less what the three others compute meanwhile.
+    chances = [math.comb(4, late) * 0.625**late * 0.375 ** (4 - late) for late in range(5)]
+    waits_s = [0, 1e-3 - 3e-4, 2e-3 - 3e-4, 3e-3 - 3e-4, 4e-3 - 3e-4]
+    on_demand_s = 0.0132 + 8 * sum(c * w for c, w in zip(chances, waits_s, strict=True))
+    # Of what is beyond the link's 20 ms, prefetching leaves seven tenths.
+    assert of.with_estimate(PLAIN).tpot_s == pytest.approx(0.02 + 0.7 * (on_demand_s - 0.02))
+    on_demand = replace(of, ahead=False).with_estimate(PLAIN)
+    assert on_demand.tpot_s == pytest.approx(on_demand_s)
     drafted = of.step_estimate(DRAFT, 2)
     assert drafted.tokens == pytest.approx(1 + 0.5 + 0.25)
     assert drafted.draft_s == pytest.approx(8e-3)
@@ -549,7 +555,10 @@ def test_a_head_is_weighed_by_how_far_its_tokens_stood() -> None:
     assert step.tokens == pytest.approx(1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.25)
     assert step.draft_s == pytest.approx(3e-3)
     assert step.verify_s == of.verify_s(HEAD, 4)
-    assert step.exposed == of.step_estimate(PLAIN, 0).exposed  # it names no experts
+    # It names no experts: prefetching hides as much as without a draft.
+    assert step.exposed == pytest.approx(
+        0.7 * replace(of, ahead=False).step_estimate(HEAD, 3).exposed
+    )
     prior = of.prior(of.with_estimate(HEAD))
     assert (prior.draft_token_s, prior.acceptance) == (1e-3, drafts.acceptance)
     chosen, reason = choose(of, [PLAIN, HEAD])

@@ -22,11 +22,8 @@ from speq.planning.cost.locality import Locality
 from speq.planning.cost.presets import Rates
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.cost.survey import Survey
+from speq.planning.cost.waiting import DRAFT_LEAVES, ROUTER_LEAVES, exposed_share, waiting_s
 
-# The share of transfers that computation might hide and does not: on demand, and with three-phase
-# prefetching along a draft. Both are of the widened model (bench/results/schedule-*.json), f = 0.5
-# and 0.7, as (TPOT - floor) / the shorter of link and computation.
-EXPOSED_ON_DEMAND, EXPOSED_AHEAD = 0.75, 0.4
 # What was planned weighs as much as so many steps of the run, and an assumed acceptance as much as
 # so many tokens.
 PLANNED, PLANNED_TOKENS = 1.0, 4.0
@@ -118,7 +115,8 @@ class Speeds:
             + sizes.layers * drafted_s
             + sizes.draft_fixed_bytes / memory
             + draft_experts_s,
-            {h.codec: max(survey.expert_s[h.codec], h.read_bytes / memory) for h in plans},
+            # Of a form that this model is not published in, nothing was timed.
+            {h.codec: max(survey.expert_s.get(h.codec, 0.0), h.read_bytes / memory) for h in plans},
             survey.row_s,
             survey.miss_s,
             HEAD_LAYERS * survey.layer_s + sizes.head_bytes / memory,
@@ -210,7 +208,7 @@ class Outlook:
     num_layers  number of layers with experts
     acceptance  probability that an INT4 draft's token is accepted if those before it are
     lengths     draft lengths to choose from
-    ahead       whether experts move while the draft that named them goes on
+    ahead       whether experts move before they are asked for, as drafts and routers name them
     head_acceptance  the same probability of a head's tokens by depth; empty: it was not measured
     host_bytes_per_s  of the host's memory, whose processor computes missing experts for a card; 0:
                       it computes none
@@ -284,21 +282,29 @@ class Outlook:
         on_host_s = -(missed - moved) * speeds.expert_s[plan.codec]
         if copied < 1:
             on_host_s += min(missed, self.num_layers) * ROUND_TRIP_S
-        tokens, draft_s, exposed = 1.0, 0.0, EXPOSED_ON_DEMAND
+        tokens, draft_s, leaves = 1.0, 0.0, ROUTER_LEAVES if self.ahead else 1.0
         if draft_length:
             drafts = self._known_drafts(plan)
             tokens += accepted_tokens(drafts.accept_probs(draft_length))
             draft_s = drafts.base_s + draft_length * drafts.token_s
-            exposed = EXPOSED_AHEAD if drafts.ahead else exposed
+            leaves = DRAFT_LEAVES if drafts.ahead else leaves
+        verify_s = self.verify_s(plan, rows) + moved * (speeds.miss_s + plan.encode_s) + on_host_s
+        new_s, asked = self.link.transfer_s(moved_bytes), self.asked(rows)
+        wait_s = self.num_layers * waiting_s(
+            asked / self.num_layers,
+            moved / asked,
+            speeds.expert_s[plan.codec],
+            new_s / moved if moved else 0.0,
+        )
         return StepEstimate(
             draft_length,
             tokens,
             draft_s,
-            self.verify_s(plan, rows) + moved * (speeds.miss_s + plan.encode_s) + on_host_s,
-            self.link.transfer_s(moved_bytes),
+            verify_s,
+            new_s,
             moved_bytes,
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
-            exposed,
+            exposed_share(draft_s + verify_s, new_s, wait_s, leaves),
         )
 
     def prior(self, plan: ResidencyPlan) -> Prior:
@@ -322,7 +328,7 @@ class Outlook:
                 self.missed(plan, 1) / self.asked(1),
                 self.missed(plan, best) / self.asked(best),
             ),
-            exposed=(EXPOSED_ON_DEMAND, EXPOSED_AHEAD if drafts.ahead else EXPOSED_ON_DEMAND),
+            exposed=(self.step_estimate(plan, 0).exposed, plan.step.exposed),
             acceptance=drafts.acceptance,
             tokens=PLANNED_TOKENS,
         )
