@@ -220,7 +220,7 @@ def test_thin_model_is_measured_from_end_to_end(
     assert [(row["context"], row["samples"]) for row in report.rows] == [(4, 2), (24, 2)]
     for row in report.rows:
         assert row["tpot_ratio"] == row["tpot_ms"] / row["tpot_floor_ms"]
-            assert row["forecast_error"] == row["forecast_ms"] / row["steady_ms"] - 1
+        assert row["forecast_error"] == row["forecast_ms"] / row["steady_ms"] - 1
         assert row["first_run_s"] > row["load_s"] > 0
         assert row["peak_bytes"] > 0
     shares = [line["most_used"] for line in report.curve]
