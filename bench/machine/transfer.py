@@ -17,7 +17,8 @@ from speq.bench.settings import TransferSettings as Settings
 from speq.errors import OptionError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.files.alignment import ALIGNMENT
-from speq.measure.link import LinkSample, arena_for, expert_reads, plain_reads
+from speq.files.plain_reads import LinkSample, arena_for, plain_reads
+from speq.measure.link import expert_reads
 from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report
 from speq.models.opened import Opened, open_model

@@ -20,6 +20,10 @@ def pack(
     with output.progress() as progress:
         manifest = pack_with(model, settings, progress)
     output.note(
-        f"{settings.out}: {len(manifest.records)} experts, {format_bytes(manifest.end)}; codec "
-        f"{manifest.codec}, {manifest.bits_per_weight:.2f} bits a weight"
+        f"{settings.out}: {len(manifest.records)} experts, {format_bytes(sum(manifest.ends))}; "
+        f"codec {manifest.codec}, {manifest.bits_per_weight:.2f} bits a weight"
     )
+    if manifest.stripe is not None:
+        there = sum(record.disk for record in manifest.records)
+        size = format_bytes(manifest.ends[1])
+        output.note(f"{manifest.stripe.folder}: {there} of them, {size}")

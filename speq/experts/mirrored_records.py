@@ -113,7 +113,9 @@ class MirroredRecords:
     def __init__(self, files: Sequence[RangeFile]) -> None:
         self.files, self.loads = files, DiskLoads(len(files))
 
-    def read(self, offset: int, nbytes: int, slot: Tensor, check: Callable[[int], None]) -> int:
+    def read(
+        self, offset: int, nbytes: int, slot: Tensor, check: Callable[[RangeFile], None]
+    ) -> int:
         """Read a record into `slot`, as `RangeFile.read_aligned`. Return the bytes read.
 
         check  told which file it was read from; raises SpeqError if it is not what was packed
@@ -122,7 +124,7 @@ class MirroredRecords:
             at = self.loads.begin(nbytes)
             try:
                 read_bytes = self.files[at].read_aligned(offset, nbytes, slot)
-                check(at)
+                check(self.files[at])
                 return read_bytes
             except SpeqError as error:
                 known = at in self.loads.lost

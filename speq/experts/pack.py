@@ -23,7 +23,8 @@ from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.packed_dense import DENSE_FILE, names_in, write_dense
 from speq.experts.packed_draft import DRAFT_FILE
 from speq.experts.packed_store import RECORDS_FILE, Manifest, dtype_name
-from speq.experts.record_writer import Packing, write_records
+from speq.experts.record_writer import RESUMES, Packing, write_records
+from speq.experts.striped_records import WHOLE, Stripe, check_empty, measured_rates, share_of
 from speq.files.alignment import align
 from speq.files.alone import lock_folder
 from speq.files.atomic_file import make_folder, remove_abandoned, replacing, writing
@@ -64,8 +65,7 @@ def pack(
     codec = packing.codec
     make_folder(out)
     another = f"another process packs to {out}; wait for its end, or give another folder"
-    remedy = "packed experts are kept: run the same command to continue"
-    with lock_folder(out, another), writing(out, remedy):
+    with lock_folder(out, another), writing(out, RESUMES):
         # Checked under the lock: another process may have completed the model.
         begun = (out / EXPERTS_JOURNAL).exists()
         if (out / "config.json").exists() and not begun:
@@ -75,6 +75,12 @@ def pack(
             raise FileError(
                 f"{out} exists and holds other files; give a folder that is not there yet"
             )
+        if packing.stripe is not None:
+            if packing.stripe.resolve() == out.resolve():
+                raise FileError(f"{out} is the pack's own folder; give one on another disk")
+            make_folder(packing.stripe)
+            if not begun:
+                check_empty(packing.stripe)
         source, before = checkpoint.fingerprint(), stamp(checkpoint)
         ours = written_names(checkpoint)
         if packing.draft_folder is not None:
@@ -82,6 +88,12 @@ def pack(
         journal = Journal(out / EXPERTS_JOURNAL, packing.header(source), ours.__contains__)
         packing.check_header(journal.header, source, out)
         left = max(store.num_layers * store.num_experts - len(journal.entries), 0)
+        stripe, share = None, 0
+        if packing.stripe is not None:
+            stripe = Stripe.of(journal.header["stripe"])
+            stripe.claim()
+            record_bytes = left * align(codec.shape.nbytes)
+            share = share_of(measured_rates([out, stripe.folder], record_bytes))
         dense = names_in(checkpoint, packing.dense)
         dense_bytes = sum(align(checkpoint.tensors[name][1].nbytes) for name in dense)
         folder = packing.draft_folder
@@ -90,10 +102,18 @@ def pack(
         copied = copied_files(checkpoint.path) + draft_files
         copied_bytes = sum(each.stat().st_size for each in copied)
         records_bytes = packing.most_bytes(left)
-        check_room(checkpoint, store.names, records_bytes + dense_bytes + copied_bytes, out)
+        if stripe is not None:
+            there = record_bytes * share // WHOLE
+            check_room(there, stripe.folder)
+            records_bytes -= there
+        tensors = checkpoint.tensors.items()
+        others = sum(info.nbytes for name, (_, info) in tensors if not store.names.is_expert(name))
+        check_room(records_bytes + others + dense_bytes + copied_bytes, out)
         threads = torch.get_num_threads()
         experts = partial(progress, "packing experts")
-        written, draft = write_records(store, packing, out, journal, before, experts, threads)
+        written, draft = write_records(
+            store, packing, out, journal, before, experts, threads, share
+        )
         dense_records = write_dense(checkpoint, dense, out, threads, progress) if dense else {}
         checksums = write_non_experts(checkpoint, store.names, out, progress)
         for name in read_names(checkpoint.path):
@@ -114,6 +134,7 @@ def pack(
             divides=codec.shape.divides,
             blocks=codec.shape.blocks,
             gated=codec.shape.gated,
+            stripe=stripe,
         )
         manifest.check(out / EXPERTS_MANIFEST)
         check_unchanged(checkpoint, before)
@@ -138,11 +159,8 @@ def packed_from(checkpoint: Checkpoint, codec: str, out: Path) -> Manifest | Non
     return found if (found.codec, found.source) == (codec, checkpoint.fingerprint()) else None
 
 
-def check_room(checkpoint: Checkpoint, names: ExpertNames, records_bytes: int, out: Path) -> None:
-    """Raise SpeqError if the disk has too little room for the packed model."""
-    tensors = checkpoint.tensors.items()
-    others = sum(info.nbytes for name, (_, info) in tensors if not names.is_expert(name))
-    needed = records_bytes + others
+def check_room(needed: int, out: Path) -> None:
+    """Raise SpeqError if the disk has too little room for what is packed to it."""
     free = shutil.disk_usage(out).free
     if needed > free:
         raise NoRoom(

@@ -1,7 +1,8 @@
 """Experts as `speq pack` writes them: each packed contiguously, aligned and with a checksum.
 
 experts.json  the manifest: form and places of the packed experts
-experts.bin   the packed experts, layer by layer, each at a multiple of 4,096 bytes
+experts.bin   the packed experts, layer by layer, each at a multiple of 4,096 bytes; a part of them
+              may be in a file of the same name on a second disk (`striped_records`)
 draft.bin     with the residual codec: the draft that it needs (`packed_draft`)
 dense.bin     with compact codecs: packed dense matrices (`packed_dense`)
 """
@@ -10,20 +11,21 @@ import json
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from speq.errors import FileError
+from speq.errors import FileError, SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, codec_of
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
 from speq.experts.mirrored_records import MirroredRecords, open_mirror
 from speq.experts.packed_draft import TiedDraft
+from speq.experts.striped_records import Stripe
 from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.checksums import PACK_AGAIN, Checksums, check_seal, seal
@@ -40,16 +42,29 @@ RECORDS_FILE = "experts.bin"
 FORMAT = "speq-experts-2"
 # Of packs in FP8 with other blocks than 128 by 128, whose scales earlier versions would misread.
 BLOCKS_FORMAT = "speq-experts-3"
+# Of packs on two disks, whose second one earlier versions would not look for.
+STRIPED_FORMAT = "speq-experts-4"
+FORMATS_READ = (FORMAT, BLOCKS_FORMAT, STRIPED_FORMAT)
 SIZES = ("hidden_size", "expert_width", "num_layers", "num_experts", "alignment")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Offset, size and CRC-32 of a packed expert or matrix."""
+    """Offset, size and CRC-32 of a packed expert or matrix; disk: 1 if its file is the stripe's."""
 
     offset: int
     nbytes: int
     crc32: int
+    disk: int = 0
+
+    def entry(self) -> list[int]:
+        """As manifests have it. Records of the first disk name none, as in earlier versions."""
+        return [self.offset, self.nbytes, self.crc32, *([self.disk] if self.disk else [])]
+
+    @classmethod
+    def of(cls, entry: Any) -> "Record":
+        """Raises ValueError for an entry that is none."""
+        return cls(*_sizes(entry, 4 if isinstance(entry, list) and len(entry) == 4 else 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,7 @@ class Manifest:
     gated   whether experts have a gate
     dense   records in dense.bin, by tensor name; None for a matrix that packing would not make
             smaller
+    stripe  the folder on a second disk that has some of the records; None: it has none
     """
 
     codec: str
@@ -82,12 +98,16 @@ class Manifest:
     blocks: Fp8Blocks = SQUARES
     gated: bool = True
     alignment: int = ALIGNMENT
+    stripe: Stripe | None = None
 
     def to_json(self) -> str:
         entries = {field.name: getattr(self, field.name) for field in fields(self)}
         entries["format"] = FORMAT if self.blocks == SQUARES else BLOCKS_FORMAT
-        entries["records"] = [astuple(record) for record in self.records]
-        entries["dense"] = {name: each and astuple(each) for name, each in self.dense.items()}
+        del entries["stripe"]
+        if self.stripe is not None:
+            entries |= {"format": STRIPED_FORMAT, "stripe": self.stripe.entry()}
+        entries["records"] = [record.entry() for record in self.records]
+        entries["dense"] = {name: each and each.entry() for name, each in self.dense.items()}
         entries["draft"] = self.draft and self.draft.entry()
         entries["checksums"] = self.checksums and self.checksums.entry()
         return json.dumps(seal(entries)) + "\n"
@@ -109,22 +129,29 @@ class Manifest:
         )
 
     @property
-    def end(self) -> int:
-        """Size of experts.bin in bytes."""
-        return end_of(self.records)
+    def ends(self) -> tuple[int, ...]:
+        """Size of experts.bin in bytes, on each disk."""
+        return tuple(end_of(r for r in self.records if r.disk == disk) for disk in self.disks)
+
+    @property
+    def disks(self) -> range:
+        return range(1 if self.stripe is None else 2)
 
     @classmethod
     def of(cls, path: Path) -> "Manifest":
         """Read a manifest. Raises SpeqError if it is damaged or of another version."""
         entries = read_json(path, "pack the model again")
-        if entries.get("format") not in (FORMAT, BLOCKS_FORMAT):
+        if entries.get("format") not in FORMATS_READ:
             raise FileError(
-                f"{path} has format {entries.get('format')!r}; this version reads {FORMAT} and "
-                f"{BLOCKS_FORMAT}: pack the model again"
+                f"{path} has format {entries.get('format')!r}; this version reads "
+                f"{', '.join(FORMATS_READ)}: pack the model again"
             )
         check_seal(path, entries)
         try:
-            records = tuple(Record(*_sizes(entry, 3)) for entry in entries["records"])
+            records = tuple(map(Record.of, entries["records"]))
+            stripe = entries.get("stripe")
+            if stripe is not None:
+                stripe = Stripe.of(stripe)
             texts = {name: _text(entries[name]) for name in ("codec", "dtype", "source")}
             sizes = {name: _sizes([entries[name]], 1)[0] for name in SIZES}
             gated = bool(entries.get("gated", True))  # packs of earlier versions have no entry
@@ -135,7 +162,7 @@ class Manifest:
             if checksums is not None:
                 checksums = Checksums.of(checksums)
             dense = {
-                name: None if entry is None else Record(*_sizes(entry, 3))
+                name: None if entry is None else Record.of(entry)
                 for name, entry in entries.get("dense", {}).items()
             }
             groups = None
@@ -158,6 +185,7 @@ class Manifest:
             divides=bool(entries.get("divides")),
             blocks=blocks,
             gated=gated,
+            stripe=stripe,
             **texts,  # type: ignore[arg-type]
             **sizes,  # type: ignore[arg-type]
         )
@@ -166,7 +194,10 @@ class Manifest:
 
     def check(self, path: Path) -> None:
         """Raise SpeqError unless all records are there, consecutive and aligned."""
-        for records in (self.records, self.dense.values()):
+        on_disks = ([r for r in self.records if r.disk == disk] for disk in self.disks)
+        if any(record.disk not in self.disks for record in self.records):
+            raise FileError(f"{path} has records on a disk that it does not name; {PACK_AGAIN}")
+        for records in (*on_disks, self.dense.values()):
             end = 0
             for record in records:
                 if record is None:
@@ -251,18 +282,26 @@ class PackedExpertStore:
             )
         self._codec = codec.with_slot_bytes(max(self.record_bytes(*each) for each in self._own()))
         self._file = RangeFile(folder / RECORDS_FILE)
-        files = [self._file]
-        if self._file.size != self.manifest.end:
+        size, *others = self.manifest.ends
+        if self._file.size != size:
             self._file.close()
             raise FileError(
                 f"{self._file.path} has {self._file.size} bytes and its manifest says "
-                f"{self.manifest.end}; pack the model again"
+                f"{size}; pack the model again"
             )
-        if (mirror := open_mirror(folder, self._file.size)) is not None:
-            files.append(mirror)
-        self._records = MirroredRecords(files)
+        # By disk: files that have its records.
+        disks = [[self._file]]
+        if self.manifest.stripe is not None:
+            try:
+                disks.append([self.manifest.stripe.open(RECORDS_FILE, *others)])
+            except SpeqError:
+                self._file.close()
+                raise
+        elif (mirror := open_mirror(folder, size)) is not None:
+            disks[0].append(mirror)
+        self._records = [MirroredRecords(files) for files in disks]
         # By file and record, 1: verified.
-        self._sound = [bytearray(len(self.manifest.records)) for _ in files]
+        self._sound = {file: bytearray(len(self.manifest.records)) for file in chain(*disks)}
 
     @property
     def codec(self) -> ExpertCodec:
@@ -274,7 +313,7 @@ class PackedExpertStore:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return tuple(file.path for file in self._records.files)
+        return tuple(file.path for file in self._sound)
 
     @property
     def tied_draft(self) -> TiedDraft | None:
@@ -297,9 +336,9 @@ class PackedExpertStore:
         at = self._at(layer, expert)
         wanted = self.manifest.records[at]
         verify = partial(self._verify, at, slot)
-        return self._records.read(wanted.offset, wanted.nbytes, slot, verify)
+        return self._records[wanted.disk].read(wanted.offset, wanted.nbytes, slot, verify)
 
-    def _verify(self, at: int, slot: Tensor, file: int) -> None:
+    def _verify(self, at: int, slot: Tensor, file: RangeFile) -> None:
         """Compare a record that was read from one of the files with its checksum."""
         if self._sound[file][at] and not self.verify_reads:
             return
@@ -309,18 +348,20 @@ class PackedExpertStore:
         self.verified.add(wanted.nbytes, time.perf_counter() - begun_s)
         if not sound:
             raise FileError(
-                f"{self.files[file]}: the record of {self._describe(at)}, {wanted.nbytes} bytes at "
+                f"{file.path}: the record of {self._describe(at)}, {wanted.nbytes} bytes at "
                 f"{wanted.offset}, is not what was packed; {PACK_AGAIN}"
             )
         self._sound[file][at] = 1
 
     def compare(self, layer: int, expert: int, slot: Tensor) -> None:
-        """Read an expert from each file. Raises SpeqError where one is not what was packed."""
+        """Read an expert from each file that has it. Raises SpeqError where one is not what was
+        packed.
+        """
         at = self._at(layer, expert)
         wanted = self.manifest.records[at]
-        for number, file in enumerate(self._records.files):
+        for file in self._records[wanted.disk].files:
             file.read_aligned(wanted.offset, wanted.nbytes, slot)
-            self._verify(at, slot, number)
+            self._verify(at, slot, file)
 
     def _describe(self, at: int) -> str:
         """Name of an expert in messages."""
@@ -328,7 +369,8 @@ class PackedExpertStore:
         return f"expert {expert} in MoE layer {layer}"
 
     def close(self) -> None:
-        self._records.close()
+        for records in self._records:
+            records.close()
 
 
 def open_experts(

@@ -9,8 +9,9 @@ read again and compared, so no pack mixes two versions of a model.
 import hashlib
 import logging
 import os
-from contextlib import ExitStack, closing
-from dataclasses import astuple, dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
@@ -26,7 +27,9 @@ from speq.experts.int4 import Int4Expert, Int4Layout, record_of
 from speq.experts.packed_draft import DRAFT_FILE, TiedDraft
 from speq.experts.packed_store import RECORDS_FILE, Record
 from speq.experts.passes import map_in_order, results_in_flight
+from speq.experts.striped_records import Stripe, disk_of
 from speq.files.alignment import align, allocate_aligned
+from speq.files.atomic_file import writing
 from speq.files.journal import Journal
 from speq.files.range_file import RangeFile, bytes_of, read_at
 from speq.kernels.checksum import crc32_of
@@ -34,11 +37,13 @@ from speq.units import Done
 
 logger = logging.getLogger("speq")
 
+RESUMES = "packed experts are kept: run the same command to continue"
 # Bytes between two syncs, which an interruption may cost.
 BATCH_BYTES = 256 << 20
 # Fields of a journal's line: offset, bytes and CRC-32 of a packed expert, CRC-32 of its draft's
-# codes (or null), CRC-32 of its weights, and the stamp of the model's files.
-ENTRY_FIELDS = 6
+# codes (or null), CRC-32 of its weights, the stamp of the model's files, and its disk if that is
+# the second one.
+ENTRY_FIELDS = (6, 7)
 # Bytes of an earlier run's codes that are read at a time.
 HASHED_BYTES = 16 << 20
 
@@ -50,17 +55,20 @@ class Packing:
     draft         source of the codes that experts are decoded with, for a codec that needs one
     dense         names of dense tensors to pack as well
     draft_folder  folder, in the model's, of a draft's checkpoint that is copied along
+    stripe        folder on a second disk that gets a part of the experts
     """
 
     codec: ExpertCodec
     draft: DraftSource | None = None
     dense: tuple[str, ...] = ()
     draft_folder: Path | None = None
+    stripe: Path | None = None
 
-    def header(self, source: str) -> dict[str, str | None]:
+    def header(self, source: str) -> dict[str, str | list[str] | None]:
         """Header of a journal: only the same packing of the same model may continue it."""
         draft = None if self.draft is None else self.draft.fingerprint
-        return {"source": source, "codec": self.codec.name, "draft": draft}
+        stripe = None if self.stripe is None else Stripe.to(self.stripe).entry()
+        return {"source": source, "codec": self.codec.name, "draft": draft, "stripe": stripe}
 
     def check_header(self, header: dict[str, Any], source: str, out: Path) -> None:
         """Raise SpeqError if a journal's header is of another packing."""
@@ -68,6 +76,11 @@ class Packing:
         for name, what in (("source", "model"), ("codec", "kind"), ("draft", "draft")):
             if header.get(name, ...) != wanted[name]:
                 raise FileError(f"{out} holds an unfinished pack of another {what}; remove it")
+        # Journals of earlier versions have no stripe.
+        begun, asked = header.get("stripe"), wanted["stripe"]
+        if (begun and begun[0]) != (asked and asked[0]):
+            found = f"with the stripe {begun[0]}" if begun else "without a stripe"
+            raise FileError(f"{out} holds an unfinished pack {found}; give the same, or remove it")
 
     def base(self, at: int) -> Int4Expert | None:
         """Codes that expert `at` is encoded over, if any."""
@@ -91,7 +104,7 @@ class WrittenRecords:
 
 
 def verify_journal(
-    out: Path,
+    folders: Sequence[Path],
     packing: Packing,
     entries: list[Any],
     words: "PublishedWeights",
@@ -102,14 +115,16 @@ def verify_journal(
 
     Packed experts and the draft's codes are read again, and the model's weights if its files were
     touched since.
+
+    folders  the pack's own, and its stripe's
     """
-    written, total = WrittenRecords(), words.total
+    out, written, total = folders[0], WrittenRecords(), words.total
     records = written.records
     if not entries:
         return written
     with ExitStack() as stack:
         try:
-            data = stack.enter_context(RangeFile(out / RECORDS_FILE))
+            data = [stack.enter_context(RangeFile(each / RECORDS_FILE)) for each in folders]
             codes = None
             if packing.draft is not None:
                 codes = stack.enter_context(RangeFile(out / DRAFT_FILE))
@@ -154,7 +169,7 @@ class PublishedWeights:
 
     def check(self, entry: list[Any], at: int) -> None:
         """Raise ValueError unless a journal's entry was made from these weights."""
-        if len(entry) != ENTRY_FIELDS or type(entry[4]) is not int:
+        if len(entry) not in ENTRY_FIELDS or type(entry[4]) is not int:
             raise ValueError("it has no checksum of its weights")
         if entry[5] != self.stamp and self.crc32(at) != entry[4]:
             raise ValueError("it was made from other weights")
@@ -173,23 +188,30 @@ def read_words(store: SafetensorsExpertStore, at: int, slot: Tensor) -> int:
 
 
 def verify_record(
-    entry: Any, packing: Packing, before: list[Record], data: RangeFile, room: Tensor
+    entry: Any, packing: Packing, before: list[Record], data: Sequence[RangeFile], room: Tensor
 ) -> Record:
     """Verify the packed expert of a journal's entry. Raises ValueError or SpeqError if it differs.
 
+    data  its file on each disk
     room  buffer for the largest packed expert
     """
-    end = align(before[-1].offset + before[-1].nbytes) if before else 0
-    if not isinstance(entry, list) or [type(each) for each in entry[:3]] != [int] * 3:
+    if not isinstance(entry, list):
         raise ValueError("its line is not a record")
-    offset, nbytes, crc32 = entry[:3]
+    record = Record.of(entry[:3] + entry[6:])
+    offset, nbytes, disk = record.offset, record.nbytes, record.disk
     fewest, most = packing.codec.record_range
-    if offset != end or not fewest <= nbytes <= most:
-        raise ValueError(f"{nbytes} bytes at {offset}")
-    data.read_aligned(offset, align(nbytes), room)
-    if crc32_of(room[:nbytes]) != crc32 or bool(room[nbytes : align(nbytes)].any()):
+    if disk >= len(data) or offset != end_on(disk, before) or not fewest <= nbytes <= most:
+        raise ValueError(f"{nbytes} bytes at {offset} of disk {disk}")
+    data[disk].read_aligned(offset, align(nbytes), room)
+    if crc32_of(room[:nbytes]) != record.crc32 or bool(room[nbytes : align(nbytes)].any()):
         raise ValueError("its bytes are others")
-    return Record(offset, nbytes, crc32)
+    return record
+
+
+def end_on(disk: int, records: list[Record]) -> int:
+    """Where a disk's file of consecutive records ends."""
+    last = next((each for each in reversed(records) if each.disk == disk), None)
+    return 0 if last is None else align(last.offset + last.nbytes)
 
 
 def check_codes(entry: list[Any], packing: Packing, at: int, codes: RangeFile) -> None:
@@ -197,7 +219,7 @@ def check_codes(entry: list[Any], packing: Packing, at: int, codes: RangeFile) -
     nbytes = present(packing.draft, "codes are compared of a pack without a draft").layout.nbytes
     found = torch.empty(nbytes, dtype=torch.uint8)
     codes.read_into(at * nbytes, found)
-    if len(entry) != ENTRY_FIELDS or crc32_of(found) != entry[3]:
+    if len(entry) not in ENTRY_FIELDS or crc32_of(found) != entry[3]:
         raise ValueError("its draft's codes are others")
 
 
@@ -279,6 +301,41 @@ class RecordMaker:
         self._rooms.put(made.room)
 
 
+class RecordFiles:
+    """The file of packed experts on each disk, written at its end. Raises SpeqError where that of
+    the stripe cannot be written, and OSError of the pack's own.
+    """
+
+    def __init__(self, folders: Sequence[Path], written: list[Record]) -> None:
+        self._folders = folders
+        self._ends = [end_on(disk, written) for disk in range(len(folders))]
+        self._files: list[BinaryIO] = []
+        for disk, folder in enumerate(folders):
+            with self._writing(disk):
+                self._files.append(open_at(folder / RECORDS_FILE, self._ends[disk]))
+
+    def _writing(self, disk: int) -> AbstractContextManager[None]:
+        return writing(self._folders[disk], RESUMES) if disk else nullcontext()
+
+    def add(self, made: "EncodedExpert", disk: int) -> Record:
+        record = Record(self._ends[disk], made.record.nbytes, made.crc32, disk)
+        self._ends[disk] = end = align(record.offset + record.nbytes)
+        with self._writing(disk):
+            self._files[disk].write(bytes_of(made.record))
+            self._files[disk].write(bytes(end - record.offset - record.nbytes))
+        return record
+
+    def sync(self) -> None:
+        for disk, file in enumerate(self._files):
+            with self._writing(disk):
+                sync(file)
+
+    def close(self) -> None:
+        for disk, file in reversed([*enumerate(self._files)]):
+            with self._writing(disk):
+                file.close()
+
+
 def write_records(
     store: SafetensorsExpertStore,
     packing: Packing,
@@ -287,21 +344,23 @@ def write_records(
     stamp: str,
     progress: Done | None,
     threads: int = 1,
+    share: int = 0,
 ) -> tuple[WrittenRecords, TiedDraft | None]:
     """Write the missing packed experts. Return all of them, and their draft.
 
     stamp    of the model's files, before the first of them is read
     threads  that read and encode; one is the caller's own
+    share    thousandths of the experts that the stripe gets
     """
     words = PublishedWeights(store, stamp)
     total = words.total
-    written = verify_journal(out, packing, journal.entries, words, progress)
+    folders = [out] if packing.stripe is None else [out, packing.stripe]
+    written = verify_journal(folders, packing, journal.entries, words, progress)
     records = written.records
     journal.forget(len(records))
     maker = RecordMaker(store, packing, threads)
-    end = align(records[-1].offset + records[-1].nbytes) if records else 0
     with ExitStack() as stack:
-        data = stack.enter_context(open_at(out / RECORDS_FILE, end))
+        data = stack.enter_context(closing(RecordFiles(folders, records)))
         draft: DraftWriter | None = None
         if packing.draft is not None:
             draft = DraftWriter(out, packing.draft.layout, len(records))
@@ -310,18 +369,18 @@ def write_records(
         batch_bytes = 0
         making = map_in_order(maker.make, range(len(records), total), threads)
         for made in stack.enter_context(closing(making)):
-            data.write(bytes_of(made.record))
-            records.append(Record(end, made.record.nbytes, made.crc32))
-            end = align(end + made.record.nbytes)
-            data.write(bytes(end - records[-1].offset - made.record.nbytes))
+            record = data.add(made, disk_of(len(records), share))
+            records.append(record)
             if draft is not None and made.codes is not None:
                 draft.add(made.codes)
             written.words_crc32s.append(made.words_crc32)
-            lines.append([*astuple(records[-1]), made.codes_crc32, made.words_crc32, stamp])
+            offset, nbytes, crc32, *disk = record.entry()
+            crc32s = made.codes_crc32, made.words_crc32
+            lines.append([offset, nbytes, crc32, *crc32s, stamp, *disk])
             batch_bytes += made.record.nbytes
             maker.recycle(made)
             if batch_bytes >= BATCH_BYTES or len(records) == total:
-                sync(data)
+                data.sync()
                 if draft is not None:
                     draft.sync()
                 journal.add(*lines)

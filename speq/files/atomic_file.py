@@ -33,7 +33,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     remove_abandoned(path.parent, path.name)
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        with _create_locked(partial) as file:
+        with create_locked(partial) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _create_locked(partial: Path) -> Iterator[BinaryIO]:
+def create_locked(partial: Path) -> Iterator[BinaryIO]:
     """Create a file, locked for the duration of the block."""
     while True:
         with partial.open("wb") as file:

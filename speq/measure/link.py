@@ -5,100 +5,28 @@ engine into slots. "Link" always means the latter.
 """
 
 import random
-import threading
 import time
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
-from queue import Empty, SimpleQueue
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from speq.engine.offload import fetch_from, moved_from
-from speq.errors import OptionError
 from speq.experts.expert_store import ExpertStore, mean_moved_bytes
-from speq.files.alignment import allocate_aligned
-from speq.files.range_file import RangeFile
+from speq.files.plain_reads import LinkSample, arena_for, plain_reads
 from speq.governor.roofline import Points
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.transfer import Priority, TransferTicket
 from speq.stats import Recorder
-from speq.units import Clock, Progress, format_bytes, track
+from speq.units import Clock, Progress, track
 
 # Bytes read for one figure by default.
 LINK_BYTES = 256 << 20
 # Sizes of plain reads and copies; an expert's own follows.
 READ_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 FIRST_FETCHES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSample:
-    """Bytes and time of one measurement. payload_bytes: without the rest of whole blocks"""
-
-    payload_bytes: int
-    read_bytes: int
-    seconds: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.payload_bytes / self.seconds
-
-
-def arena_for(rows: int, *sizes: int) -> Tensor:
-    """Allocate rows as long as the longest read, and write to them: fresh memory is slower."""
-    return allocate_aligned(rows, max(sizes)).zero_()
-
-
-def plain_reads(
-    paths: list[Path],
-    size: int,
-    arena: Tensor,
-    readers: int,
-    volume: int,
-    seed: int = 0,
-    clock: Clock = time.perf_counter,
-) -> LinkSample:
-    """Read blocks of `size`, spread at random over files, into the first rows of `arena`."""
-    files = [RangeFile(path) for path in paths]
-    try:
-        blocks = [(f, at) for f in files for at in range(0, f.size - size + 1, size)]
-        if not blocks:
-            raise OptionError(f"{paths[0]} is smaller than a read of {format_bytes(size)}")
-        wanted = max(volume // size, readers)
-        blocks = random.Random(seed).sample(blocks, min(wanted, len(blocks)))
-        todo: SimpleQueue[tuple[RangeFile, int]] = SimpleQueue()
-        for block in blocks:
-            todo.put(block)
-        failed: list[BaseException] = []
-
-        def work(buffer: Tensor) -> None:
-            try:
-                while True:
-                    file, at = todo.get_nowait()
-                    file.read_aligned(at, size, buffer)
-            except Empty:
-                pass
-            except BaseException as error:
-                failed.append(error)
-
-        buffers = arena[:readers, :size]
-        threads = [threading.Thread(target=work, args=(buffer,)) for buffer in buffers]
-        start_s = clock()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seconds = clock() - start_s
-        if failed:
-            raise failed[0]
-        return LinkSample(len(blocks) * size, len(blocks) * size, seconds)
-    finally:
-        for file in files:
-            file.close()
 
 
 def expert_reads(

@@ -7,7 +7,6 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -20,8 +19,8 @@ from speq.errors import SpeqError
 from speq.files.atomic_file import write_whole
 from speq.files.cache_folder import cache_folder
 from speq.files.json_file import read_json
+from speq.files.plain_reads import bytes_per_s_of
 from speq.kernels.many_rows import has_native_product
-from speq.measure.link import arena_for, plain_reads
 from speq.measure.memory_read import MemoryRead, read_gb_per_s, step_times
 from speq.planning.cost.presets import MEMORY_SHARE, Rates
 from speq.units import Progress, no_progress
@@ -34,7 +33,7 @@ KEPT_DAYS = 30
 CPU = torch.device("cpu")
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
 # The file that is read, past the page cache, and a read of it.
-DISK_BYTES, READ_BYTES, WRITE_BYTES = 512 << 20, 8 << 20, 16 << 20
+DISK_BYTES, READ_BYTES = 512 << 20, 8 << 20
 MATRIX, PRODUCTS = 2048, 3
 
 
@@ -119,26 +118,8 @@ def measure(folder: Path, progress: Progress | None = None) -> MachineRates:
 
 def disk_bytes_per_s(folder: Path) -> float:
     """Rate of large reads past the page cache, several at a time as runs have them."""
-    with scratch_file(folder) as path:
-        arena = arena_for(DEFAULT_READER_THREADS, READ_BYTES)
-        return plain_reads(
-            [path], READ_BYTES, arena, DEFAULT_READER_THREADS, DISK_BYTES
-        ).bytes_per_s
-
-
-@contextlib.contextmanager
-def scratch_file(folder: Path) -> Iterator[Path]:
-    """A file of bytes that no disk compresses, on the disk and not in the page cache."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="probe-") as file:
-            for _ in range(DISK_BYTES // WRITE_BYTES):
-                file.write(os.urandom(WRITE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            yield Path(file.name)
+        return bytes_per_s_of(folder, DISK_BYTES, READ_BYTES, DEFAULT_READER_THREADS)
     except OSError as error:
         raise SpeqError(
             f"the disk of {folder} cannot be measured: {error.strerror}; give --link and "

@@ -202,6 +202,10 @@ class PackOptions(_RunPackTune, total=False):
     """
     mirror: str | Path | None
     """Folder on another disk that gets the experts too; runs read from both."""
+    stripe: str | Path | None
+    """Folder on another disk that gets a part of the experts, by how fast both disks read; runs
+    need both.
+    """
 
 
 class QuantizeOptions(TypedDict, total=False):

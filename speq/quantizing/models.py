@@ -1,7 +1,7 @@
 """`pack` and `quantize`: conversion of a model, from its name to a folder."""
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Unpack
@@ -75,8 +75,14 @@ def pack_with(
                 own_codec(store.codec.shape).name if settings.codec == "auto" else settings.codec
             )
             manifest = packed_from(opened.checkpoint, codec, settings.out)
+            if manifest is not None and manifest.stripe is not None:
+                raise OptionError(
+                    f"mirror is given and {settings.out} is divided between two disks already; "
+                    "leave it out, or pack to another folder"
+                )
         if manifest is None:
             packing = packing_of(opened, settings.codec, settings.draft)
+            packing = replace(packing, stripe=settings.stripe)
             try:
                 manifest = write_pack(opened.checkpoint, store, settings.out, packing, progress)
                 copy_head(opened.checkpoint.path, settings.out)

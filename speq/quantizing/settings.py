@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from speq.config import Draft
+from speq.errors import OptionError
 from speq.options.declared import Option, Options
 from speq.options.kinds import Choice, File, Number, Size, Switch, Whole
 from speq.registries import CODECS
@@ -148,3 +149,19 @@ class PackSettings(Options):
             File("a folder"),
         ),
     ] = None
+    stripe: Annotated[
+        Path | None,
+        Option(
+            "Folder on another disk that gets a part of the experts, by how fast both disks read; "
+            "runs need both.",
+            File("a folder"),
+        ),
+    ] = None
+
+    def check_together(self) -> None:
+        """Raise SpeqError for experts that are to be divided and doubled."""
+        if self.mirror is not None and self.stripe is not None:
+            raise OptionError(
+                "mirror and stripe are given together; a mirror holds all experts once more and a "
+                "stripe holds a part of them: give one of them"
+            )

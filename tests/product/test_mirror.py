@@ -53,7 +53,7 @@ def generate(folder: Path, tokens: int = 24) -> list[int]:
         folder, "20MiB", dtype="float32", draft="none", profile="none", verify_reads=True
     )
     made = generator.generate(PROMPT, max_new_tokens=tokens, ignore_eos=True).token_ids
-    records = generator.runtime.opened.store._records  # type: ignore[attr-defined]
+    records = generator.runtime.opened.store._records[0]  # type: ignore[attr-defined]
     busy = [load.read_bytes > 0 for load in records.loads._loads]
     generator.close()
     assert all(busy)
@@ -107,7 +107,7 @@ def test_a_disk_that_vanishes_in_the_middle(
     stream = generator.stream(PROMPT, max_new_tokens=40, ignore_eos=True)
     made = [next(stream).id for _ in range(5)]
     # The faster one, which is read next whatever else happens.
-    records = generator.runtime.opened.store._records  # type: ignore[attr-defined]
+    records = generator.runtime.opened.store._records[0]  # type: ignore[attr-defined]
     rates = [load.bytes_per_s or 0.0 for load in records.loads._loads]
     os.truncate(records.files[rates.index(max(rates))].path, 0)
     with caplog.at_level(logging.WARNING):
