@@ -58,7 +58,7 @@ class Record:
     disk: int = 0
 
     def entry(self) -> list[int]:
-        """As manifests have it. Records of the first disk name none, as in earlier versions."""
+        """The record in a manifest. Those of the first disk name none, as in earlier versions."""
         return [self.offset, self.nbytes, self.crc32, *([self.disk] if self.disk else [])]
 
     @classmethod

@@ -209,7 +209,7 @@ def verify_record(
 
 
 def end_on(disk: int, records: list[Record]) -> int:
-    """Where a disk's file of consecutive records ends."""
+    """End of a disk's file of consecutive records."""
     last = next((each for each in reversed(records) if each.disk == disk), None)
     return 0 if last is None else align(last.offset + last.nbytes)
 

@@ -38,7 +38,7 @@ class Stripe:
 
     @classmethod
     def to(cls, folder: Path) -> "Stripe":
-        """Of a pack that is begun."""
+        """A stripe of a pack that is begun."""
         return cls(folder.resolve(), uuid4().hex)
 
     @classmethod

@@ -22,7 +22,6 @@ import speq
 from speq import Generator, SpeqError
 from speq.cli import app
 from speq.devices.device import Processor
-from speq.experts import pack as pack_module
 from speq.experts import record_writer
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_store import PackedExpertStore
@@ -34,30 +33,12 @@ from speq.models import moe_model
 from speq.models.opened import open_model
 from tests.helpers.damage import flip, last, line_of, lines, resized
 from tests.helpers.killed import killed_at
-from tests.helpers.packing import pack_to, without_checksums
+from tests.helpers.packing import MOMENTS, pack_to, records_of, same, without_checksums
 from tests.helpers.tiny_models import BY_FAMILY, greedy_tokens, load_plain, write_model
 from tests.helpers.told import Told
 
 Folder = Callable[[str], Path]
 PROMPT = [*range(40, 70)]
-
-
-def records_of(model: Path) -> list[Tensor]:
-    """Every expert's record, by the store that a model folder has."""
-    opened = open_model(model)
-    store = opened.store
-    found = []
-    for at in range(store.num_layers * store.num_experts):
-        slot = expert_slot(store)
-        store.read(*divmod(at, store.num_experts), slot)
-        found.append(slot[: store.record_bytes(*divmod(at, store.num_experts))])
-    opened.close()
-    return found
-
-
-def same(model: Path, packed: Path) -> bool:
-    pairs = zip(records_of(model), records_of(packed), strict=True)
-    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("family", BY_FAMILY)
@@ -179,18 +160,6 @@ def test_folders_that_cannot_be_written_are_refused_at_once(tmp_path: Path, out:
     source = write_model(tmp_path / "source", "olmoe")
     with pytest.raises(SpeqError, match=r"cannot be written: .*; choose another folder$"):
         speq.pack(source, tmp_path / out)
-
-
-MOMENTS = (
-    (SafetensorsExpertStore, "read"),
-    (record_writer, "crc32_of"),
-    (record_writer, "bytes_of"),
-    (pack_module, "copy_tensors"),
-    (os, "fsync"),
-    (os, "replace"),
-    (Path, "unlink"),
-    (Path, "mkdir"),
-)
 
 
 # Of these, what comparing records that are there already does not pass.
