@@ -14,7 +14,7 @@ from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
 DEVICES = ("auto", "cpu", "cuda")
 DENSE_DRAFTS = ("none", "shared", "attention", "all")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-# Disks give their full speed to a few large reads at a time; more only take turns with the kernels.
+# Where disks are not surveyed: most give their full speed to a few large reads at a time.
 DEFAULT_READER_THREADS = max(2, min(4, processors()))
 MAX_READER_THREADS = 64
 # With the pending token as many rows as native kernels run alike: those of a chain, of a tree.
@@ -140,7 +140,12 @@ Profile = Annotated[
     ),
 ]
 ReaderThreads = Annotated[
-    int, Option("Experts read from disk at a time.", Whole(1, MAX_READER_THREADS))
+    int | None,
+    Option(
+        "Experts read from disk at a time: a number, or auto: the fewest that are enough, by a "
+        "survey of the disk in a second or two, which is kept.",
+        Whole(1, MAX_READER_THREADS, word="auto"),
+    ),
 ]
 
 
@@ -261,7 +266,7 @@ class TransferOptions(Options):
     prefetch: Annotated[
         str, Option("Which experts come before they are needed.", Choice(registry=PREFETCHERS))
     ] = "three-phase"
-    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    reader_threads: ReaderThreads = None
     host_compute: Annotated[
         str,
         Option(

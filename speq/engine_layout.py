@@ -218,7 +218,7 @@ class EngineLayout:
         policies = OffloadPolicies(
             options.cache_policy, options.prefetch, drafts.prunes_rows, budget
         )
-        transfer, timed = self._transfer(slots, options.reader_threads)
+        transfer, timed = self._transfer(slots, loaded.budget.readers)
         host_over = None
         if options.host_compute == "auto" and isinstance(transfer, StreamTransfer):
             host_over = self._host_over(transfer)

@@ -46,6 +46,7 @@ from speq.planning.choose_plan import PlanChooser, PlanDecision, asks_for_draft
 from speq.planning.demand import Budget
 from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
+from speq.planning.reader_survey import reader_threads
 from speq.planning.run_budget import check_free_memory, first_context, run_budget
 from speq.planning.run_draft import RunDraft
 from speq.planning.run_governor import run_governors, run_kind
@@ -138,6 +139,9 @@ def load(
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
         config = replace(config, codec=opened.store.codec.name)
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
+    readers = config.reader_threads
+    if readers is None:
+        readers = reader_threads(opened.store, memory.memory_budget, progress)
     drafts, transfer = config.group(DraftOptions), config.group(TransferOptions)
     codec, shape = config.codec, opened.shape
     check_codec(opened.store, codec)
@@ -151,7 +155,7 @@ def load(
         spec = draft.model_spec(opened, compute.dtype, 0 if copy is None else copy.writing_bytes)
         graphs = compute.graphs == "auto"
         secondary = secondary_drafter(drafts, limits is not None)
-        budget = run_budget(memory, drafts, device, transfer.reader_threads, graphs, secondary)
+        budget = run_budget(memory, drafts, device, readers, graphs, secondary)
         budget = replace(budget, context=context)
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
         room = MemoryContext(budget, ways, asks_for_draft(drafts))

@@ -2,12 +2,26 @@
 
 import os
 import platform
+import time
 from typing import Any
 
 import torch
 
 from speq.control_groups import processors
 from speq.host_memory import HOST_SHARE, available_bytes
+
+# What was measured longer ago is measured again: disks fill, and machines change.
+KEPT_DAYS = 30
+
+
+def host() -> str:
+    """A name that other machines with the same home do not have."""
+    return f"{platform.node()}, {os.cpu_count()} processors, {platform.machine()}"
+
+
+def is_recent(measured_at: float) -> bool:
+    """True if what was measured of the machine then still holds. measured_at: seconds since 1970"""
+    return 0 <= time.time() - measured_at < 86_400 * KEPT_DAYS
 
 
 def device_name(device: str) -> str:

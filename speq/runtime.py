@@ -121,6 +121,11 @@ class Runtime:
         return self._loaded.budget.longest_draft
 
     @property
+    def readers(self) -> int:
+        """Threads that read experts, as given or as the disk's survey says."""
+        return self._loaded.budget.readers
+
+    @property
     def planned(self) -> str | None:
         """Why the planner chose the residency plan, where there was something to weigh."""
         return self._loaded.decision.reason
@@ -140,7 +145,8 @@ class Runtime:
         if host is not None:
             memory |= {"host_records": host.nbytes, "host_pinned": host.pinned_bytes}
         form = self._loaded.model_spec.dense.name
-        return RunStats(start_s, memory, self.residency_plan.codec, form, self.planned)
+        codec, readers = self.residency_plan.codec, self.readers
+        return RunStats(start_s, memory, codec, form, self.planned, readers)
 
     @contextmanager
     def watched(self, stats: RunStats) -> Iterator[None]:

@@ -473,6 +473,7 @@ FIGURES = {
     "codec": "codec of the experts in slots",
     "dense": "form of the weights outside the experts: raw, lossless or residual",
     "planned": "the planner's reason for codec and draft, if it had a choice",
+    "reader_threads": "threads that read experts from disk, as given or as a survey chose",
 }
 BUDGET_FIGURES = {
     "verifications": "verifications within the budget",
@@ -525,6 +526,7 @@ class RunStats:
     codec    of the experts in slots
     dense    form of the weights outside the experts
     planned  the planner's reason for these and the draft, if it had a choice
+    readers  threads that read experts from disk
     card     figures of the GPU during the run, if its driver gave any
     readings of the driver during the run: `speq.devices.card.CardReading`
     verified_bytes  of records compared with their checksums; verified_s: time for that
@@ -535,6 +537,7 @@ class RunStats:
     codec: str = "raw"
     dense: str = "raw"
     planned: str | None = None
+    readers: int = 0
     card: dict[str, Any] | None = None
     readings: list[Any] = field(default_factory=list)
     verified_bytes: int = 0
@@ -623,4 +626,5 @@ class RunStats:
             "codec": self.codec,
             "dense": self.dense,
             "planned": self.planned,
+            "reader_threads": self.readers,
         }

@@ -212,9 +212,6 @@ def _flag(option: Declared) -> str:
 def _default(option: Declared) -> str:
     if option.required:
         return "must be given"
-    # As many as the machine has cores for; the page is the same everywhere.
-    if option.name == "reader_threads":
-        return "2 to 4, by cores"
     shown = option.shown(option.default)
     # 0 is a default to be told, though it equals False.
     return "" if shown is None or shown is False or shown == [] else f"`{shown}`"

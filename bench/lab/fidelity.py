@@ -14,7 +14,6 @@ from bench.lab.fidelity_counts import Fidelity, Position
 from bench.lab.options import BudgetText
 from bench.lab.route_match import RouteMatch, entropy_bits, total
 from speq.config import (
-    DEFAULT_READER_THREADS,
     MAX_DRAFT_LENGTH,
     Device,
     Draft,
@@ -49,7 +48,7 @@ class FidelitySettings(Options):
     max_tokens: Annotated[int, Option("Tokens of each prompt at most.", Whole(2))] = 256
     device: Device = "auto"
     dtype: Dtype = "auto"
-    reader_threads: ReaderThreads = DEFAULT_READER_THREADS
+    reader_threads: ReaderThreads = None
 
 
 COLUMNS: dict[str, Column] = {

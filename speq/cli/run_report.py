@@ -79,6 +79,7 @@ def print_summary(stats: dict[str, Any]) -> None:
     table.add_row("memory budget", f"{format_bytes(memory['budget'])}, {experts}")
     held = format_bytes(memory["non_expert_weights"])
     table.add_row("shared weights", f"{held}, {stats['dense']}")
+    table.add_row("reader threads", str(stats["reader_threads"]))
     console(stderr=True).print(table)
 
 

@@ -8,7 +8,7 @@ from typing import Unpack
 
 import torch
 
-from speq.config import COUNTS_ALONE, SamplingParams
+from speq.config import COUNTS_ALONE, DEFAULT_READER_THREADS, SamplingParams
 from speq.devices.allocator import overhead_bytes
 from speq.devices.device import Processor
 from speq.devices.named import find_device
@@ -38,6 +38,7 @@ from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget, DeviceOverhead
 from speq.planning.dense import DenseTrial, MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
+from speq.planning.reader_survey import reader_threads
 from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
 from speq.planning.trials import survey_trial
 from speq.planning.used_experts import DraftPart, used_experts, warn_without_counts
@@ -74,6 +75,7 @@ class PlannedModel:
 
     flops_per_s  of products on that machine; None: not known
     is_here      whether the model's files are on this machine
+    readers      threads that read experts
     dense_trial  of this machine's processor, with a matrix of the model; None: it was not tried
     """
 
@@ -82,6 +84,7 @@ class PlannedModel:
     settings: PlanSettings
     flops_per_s: float | None
     is_here: bool
+    readers: int = DEFAULT_READER_THREADS
     dense_trial: DenseTrial | None = None
 
     @classmethod
@@ -91,7 +94,10 @@ class PlannedModel:
         check_exclusions(settings)
         model_spec, opened = model_spec_of(str(model), settings.dtype, settings.head)
         with contextlib.closing(opened) if opened else contextlib.nullcontext():
-            machine, flops_per_s = machine_of(model_spec, opened, settings, progress)
+            readers, given = DEFAULT_READER_THREADS, (settings.preset, settings.link)
+            if opened is not None and given == (None, None):
+                readers = reader_threads(opened.store, settings.memory_budget, progress)
+            machine, flops_per_s = machine_of(model_spec, opened, settings, readers, progress)
             parts = parts_of(model_spec, opened, settings)
             planned = cls(
                 replace(model_spec, draft_parts=parts),
@@ -99,6 +105,7 @@ class PlannedModel:
                 settings,
                 flops_per_s,
                 opened is not None,
+                readers,
             )
             if opened is None or not planned.tries_dense:
                 return planned
@@ -146,7 +153,7 @@ class PlannedModel:
             )
         context = settings.context_length or min(DEFAULT_CONTEXT, model_spec.shape.max_context)
         budget = Budget.of(memory_budget, context, on_cpu, model_spec.shape)
-        budget = replace(budget, batch_size=settings.max_batch)
+        budget = replace(budget, batch_size=settings.max_batch, readers=self.readers)
         if not on_cpu:
             # The most that any GPU takes: it need not be at hand. Graphs are as runs have them that
             # do not say otherwise.
@@ -244,6 +251,7 @@ def machine_of(
     model_spec: ModelSpec,
     opened: Opened | None,
     settings: PlanSettings,
+    readers: int,
     progress: Progress | None = None,
 ) -> tuple[Rates | Profile | Survey, float | None]:
     """Choose the rates to plan with: given ones, a tuned profile, measured ones, or a preset; and
@@ -274,7 +282,7 @@ def machine_of(
     flops_per_s = None
     with contextlib.suppress(SpeqError):  # of the cache folder's disk nothing is asked
         flops_per_s = machine_rates(progress).flops_per_s
-    survey = survey_of(model_spec, opened, settings.memory_budget)
+    survey = survey_of(model_spec, opened, settings.memory_budget, readers)
     return (
         replace(
             survey,
@@ -285,10 +293,11 @@ def machine_of(
     )
 
 
-def survey_of(model_spec: ModelSpec, opened: Opened, budget_bytes: int) -> Survey:
+def survey_of(model_spec: ModelSpec, opened: Opened, budget_bytes: int, readers: int) -> Survey:
     """Measure what a load of the model would, of every way to hold its experts."""
     names = dict.fromkeys(way.codec for way in candidates_of(model_spec, on_cpu=True))
     budget = Budget.of(budget_bytes, None, True, model_spec.shape)
+    budget = replace(budget, readers=readers)
     return survey_trial(opened, Processor(), model_spec, budget).survey(tuple(names))
 
 

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import logging
-import os
-import platform
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -21,6 +19,7 @@ from speq.files.cache_folder import cache_folder
 from speq.files.json_file import read_json
 from speq.files.plain_reads import bytes_per_s_of
 from speq.kernels.many_rows import has_native_product
+from speq.machine import host, is_recent
 from speq.measure.memory_read import MemoryRead, read_gb_per_s, step_times
 from speq.planning.cost.presets import MEMORY_SHARE, Rates
 from speq.units import Progress, no_progress
@@ -28,8 +27,6 @@ from speq.units import Progress, no_progress
 logger = logging.getLogger("speq")
 
 NAME, FORMAT = "machine.json", 1
-# What was measured longer ago is measured again: disks fill, and machines change.
-KEPT_DAYS = 30
 CPU = torch.device("cpu")
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
 # The file that is read, past the page cache, and a read of it.
@@ -84,8 +81,7 @@ def kept_rates(path: Path) -> MachineRates | None:
     except (SpeqError, KeyError, TypeError, ValueError) as error:
         logger.debug("%s is made anew: %s", path, error)
         return None
-    age_days = (time.time() - rates.measured_at) / 86_400
-    return rates if rates.host == host() and 0 <= age_days < KEPT_DAYS else None
+    return rates if rates.host == host() and is_recent(rates.measured_at) else None
 
 
 def of_content(content: dict[str, Any]) -> MachineRates:
@@ -97,11 +93,6 @@ def of_content(content: dict[str, Any]) -> MachineRates:
     if not all(0 < number < 1e18 for number in numbers):
         raise ValueError("a rate is not above 0")
     return MachineRates(str(content["host"]), *numbers)
-
-
-def host() -> str:
-    """A name that other machines with the same home do not have."""
-    return f"{platform.node()}, {os.cpu_count()} processors, {platform.machine()}"
 
 
 def measure(folder: Path, progress: Progress | None = None) -> MachineRates:

@@ -139,7 +139,7 @@ def measure_profile(
         }
         encodings = encodable(runtime)
         encoders = {
-            name: encode_bytes_per_s(codec_of(name, shape), runtime.config.reader_threads, clock)
+            name: encode_bytes_per_s(codec_of(name, shape), runtime.readers, clock)
             for name in track("timing encoders", encodings, len(encodings), tell)
         }
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
@@ -258,6 +258,6 @@ def measure_link(runtime: Runtime, tell: Progress, clock: Clock) -> tuple[Points
         expert_bytes = mean_bytes(runtime)
         points = link.copies_by_size(expert_bytes, runtime.device, clock)
         return points, link.first_copy_s(expert_bytes, runtime.device, clock)
-    store, readers = runtime.opened.store.source, runtime.config.reader_threads
+    store, readers = runtime.opened.store.source, runtime.readers
     points = link.link_by_size(store, readers, tell, clock)
     return points, link.first_fetch_s(store, readers, clock)

@@ -62,8 +62,10 @@ class _RunTune(TypedDict, total=False):
     """Which expert leaves when its slot is needed."""
     prefetch: str
     """Which experts come before they are needed."""
-    reader_threads: int
-    """Experts read from disk at a time."""
+    reader_threads: int | str | None
+    """Experts read from disk at a time: a number, or auto: the fewest that are enough, by a survey
+    of the disk in a second or two, which is kept.
+    """
     host_compute: str
     """On a GPU, whether the processor computes missing experts out of host memory while others are
     copied: auto (as many as measured rates say) or none. Tokens are the same.

@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from speq.errors import present
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of
@@ -77,7 +78,9 @@ class ProcessorTrial:
             run_s[name], encode[name] = experts.codec(name, clock)
         return Survey(
             "cpu",
-            link_bytes_per_s(opened.store, self.readers, clock),
+            link_bytes_per_s(
+                opened.store, [expert_slot(opened.store) for _ in range(self.readers)], clock
+            ),
             memory,
             times.base_s,
             max(times.layer_s * (1 + BESIDE), LEAST_LAYER_S),
@@ -97,17 +100,26 @@ def memory_bytes_per_s(nbytes: int, clock: Clock) -> float:
     return MEMORY_SHARE * words.nbytes / passes_s(lambda: ops.read_sum(words), clock)
 
 
-def link_bytes_per_s(store: ExpertStore, readers: int, clock: Clock) -> float:
-    """At which threads together read experts from the disk."""
-    count = store.num_layers * store.num_experts
+def link_bytes_per_s(
+    store: ExpertStore,
+    slots: Sequence[Tensor],
+    clock: Clock,
+    nbytes: int = LINK_BYTES,
+    first: int = 0,
+) -> float:
+    """At which threads together read experts from the disk.
+
+    slots   one for each thread
+    nbytes  in all, at most; first: number of the first read, so that others are of other experts
+    """
+    readers, count = len(slots), store.num_layers * store.num_experts
     mean_bytes = max(store.moved_bytes(0, 0), 1)
-    each = min(max(LINK_BYTES // mean_bytes // readers, 1), max(count // readers, 1))
-    slots = [expert_slot(store) for _ in range(readers)]
+    each = min(max(nbytes // mean_bytes // readers, 1), max(count // readers, 1))
 
     def read(reader: int) -> int:
         moved, begun_s = 0, clock()
         for turn in range(each):
-            at = (reader * each + turn) * 7919 % count  # far apart, as misses are
+            at = (first + reader * each + turn) * 7919 % count  # far apart, as misses are
             layer, expert = divmod(at, store.num_experts)
             store.read(layer, expert, slots[reader])
             moved += store.moved_bytes(layer, expert)

@@ -83,7 +83,7 @@ LOAD: dict[str, Callable[[Any], bool]] = {
     "codec": named("auto", "raw", "lossless", "residual"),
     "profile": lambda value: isinstance(value, str) or value == {"odd": "path"},
     "verify_reads": lambda value: isinstance(value, bool),
-    "reader_threads": lambda value: whole(value, 1, 64),
+    "reader_threads": lambda value: value in (None, "auto", "1") or whole(value, 1, 64),
     "no_such_option": lambda value: False,
 }
 SAMPLE: dict[str, Callable[[Any], bool]] = {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speq.experts.codec import ExpertShape
+from speq.experts.expert_store import expert_slot
 from speq.experts.int4 import Int4Layout
 from speq.models.opened import open_model
 from speq.planning import layer_trial, processor_trial
@@ -109,7 +110,8 @@ def test_the_link_is_what_threads_read_together(tiny: Folder) -> None:
 
         store: Any = Store()
         count = store.num_layers * store.num_experts
-        speed = processor_trial.link_bytes_per_s(store, 1, lambda: len(reads) * 1e-3)
+        slots = [expert_slot(given)]
+        speed = processor_trial.link_bytes_per_s(store, slots, lambda: len(reads) * 1e-3)
         # All experts once, and one before the clock was looked at.
         assert len(reads) == count + 1
         assert speed == pytest.approx(nbytes / 1e-3)
