@@ -199,9 +199,8 @@ def measure(
                 )
                 steady = SteadyTime()
                 steady.add(present(generator.last_run, "a run has no record"))
-                samples.append(
-                    made.stats | {"steady_ms": ratio(steady.seconds, steady.tokens) * 1e3}
-                )
+                steady_s = present(ratio(steady.seconds, steady.tokens), "a run has no steps")
+                samples.append(made.stats | {"steady_ms": steady_s * 1e3})
             peak, held = peak_rss_bytes() - before, generator.runtime.residency_plan
             way = held.codec, held.encoded
             found.append({"samples": samples, "way": way, "peak_bytes": peak, **starts})
