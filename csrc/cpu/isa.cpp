@@ -34,7 +34,10 @@ bool takes_tiles() {
 
 Isa detect() {
 #ifdef SPEQ_AARCH64
-  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? Isa::neon_dot : Isa::neon;
+  if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) == 0) {
+    return Isa::neon;
+  }
+  return getauxval(AT_HWCAP2) & HWCAP2_BF16 ? Isa::neon_bf16 : Isa::neon_dot;
 #endif
 #ifdef SPEQ_X86
   __builtin_cpu_init();
@@ -93,6 +96,8 @@ const MicroKernels &micro_kernels() {
     return avx2_kernels;
 #endif
 #ifdef SPEQ_AARCH64
+  case Isa::neon_bf16:
+    return neon_bf16_kernels;
   case Isa::neon_dot:
     return neon_dot_kernels;
   case Isa::neon:
@@ -115,7 +120,7 @@ extern "C" {
 // Whether this build and this processor can run it.
 __attribute__((visibility("default"))) int speq_has_isa(int isa) {
   const auto best = speq::cpu::best_isa(), of = speq::cpu::Isa(isa);
-  const bool arm = best == speq::cpu::Isa::neon_dot || best == speq::cpu::Isa::neon;
+  const bool arm = best >= speq::cpu::Isa::neon_bf16 && best <= speq::cpu::Isa::neon;
   return of == speq::cpu::Isa::portable || (of >= best && (arm || of <= speq::cpu::Isa::avx2));
 }
 // Sets it for this thread; says what it was.

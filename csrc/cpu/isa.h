@@ -14,6 +14,7 @@ enum class Isa : int {
   avx512_vnni,
   avx512,
   avx2,
+  neon_bf16,
   neon_dot,
   neon,
   portable

@@ -180,6 +180,7 @@ void tile_pairs(const PanelRows &rows, const Panels &panels, const PanelSums &su
 #ifdef SPEQ_AARCH64
 extern const MicroKernels neon_kernels;
 extern const MicroKernels neon_dot_kernels;
+extern const MicroKernels neon_bf16_kernels;
 #endif
 
 } // namespace speq::cpu

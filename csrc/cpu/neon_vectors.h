@@ -1,5 +1,5 @@
-// The vectors of NEON, for tiles.h. Compiled twice, with and without products of bytes; everything
-// here has internal linkage.
+// The vectors of NEON, for tiles.h. Compiled with and without products of bytes; everything here
+// has internal linkage.
 #pragma once
 
 #include <arm_neon.h>

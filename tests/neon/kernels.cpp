@@ -1,7 +1,7 @@
 // The kernels of NEON beside the plain ones, on random problems, away from torch: words bit for
 // bit, products of coded rows bit for bit those of their words, sums within rounding of the same in
-// double. Run on any machine by qemu-aarch64. Prints how many comparisons there were; ends with 1
-// at the first that fails.
+// double; sums of pairs bit for bit those of a model of the instruction. Run on any machine by
+// qemu-aarch64. Prints how many comparisons there were; ends with 1 at the first that fails.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -49,20 +49,45 @@ std::vector<std::uint8_t> bytes_of(std::int64_t count, std::int64_t slack) {
   return bytes;
 }
 
-struct InputRows {
-  std::vector<std::vector<float>> rows;
+template <typename Word> struct Inputs {
+  std::vector<std::vector<Word>> rows;
   std::vector<const void *> pointers;
 
-  InputRows(std::int64_t count, std::int64_t columns) {
-    const std::int64_t padded = (columns + kBlockColumns - 1) / kBlockColumns * kBlockColumns;
+  template <typename Draw>
+  Inputs(std::int64_t count, std::int64_t columns, std::int64_t multiple, const Draw &draw) {
+    const std::int64_t padded = (columns + multiple - 1) / multiple * multiple;
     for (std::int64_t r = 0; r < count; ++r) {
-      rows.emplace_back(padded, 0.0f);
-      std::generate_n(rows.back().begin(), columns, normal);
+      rows.emplace_back(padded, Word{});
+      std::generate_n(rows.back().begin(), columns, draw);
     }
-    for (const std::vector<float> &row : rows) {
+    for (const std::vector<Word> &row : rows) {
       pointers.push_back(row.data());
     }
   }
+};
+
+struct InputRows : Inputs<float> {
+  InputRows(std::int64_t count, std::int64_t columns)
+      : Inputs(count, columns, kBlockColumns, normal) {}
+};
+
+// Inputs of pairs, padded as ExactRows has them. exponents: 0, or so many from that of subnormal
+// words on, and now and then any bits.
+struct PairRows : Inputs<BFloat16> {
+  PairRows(std::int64_t count, std::int64_t columns, std::int64_t exponents)
+      : Inputs(count, columns, kExactColumns, [=] { return drawn_word(exponents); }) {}
+
+  static BFloat16 drawn_word(std::int64_t exponents) {
+    const std::uint64_t bits = random_bits();
+    if (exponents == 0) {
+      return to_bfloat16(normal());
+    }
+    const auto exponent = std::uint64_t(drawn(0, exponents - 1)) << 7;
+    return {std::uint16_t(drawn(0, 999) == 0 ? bits : (bits & 0x807F) | exponent)};
+  }
+
+  // Around those whose products are the smallest normal floats, or larger ones, or none.
+  static std::int64_t drawn_exponents() { return drawn(0, 1) * drawn(50, 160); }
 };
 
 struct Results {
@@ -105,6 +130,18 @@ void check_coded(const char *isa, const MicroKernels &kernels, const CodedKernel
       for (std::int64_t n = 0; n < matrix.rows; ++n) {
         require(same_bits(found.rows[r][n], of_words.rows[r][n]), isa,
                 what + ": products are not those of the words");
+      }
+    }
+    if (kernels.dot_bfloat16_pairs != nullptr) {
+      const PairRows pairs(count, columns, 0);
+      coded.dot_pairs(matrix, 0, matrix.rows, pairs.pointers.data(), count, found.pointers.data());
+      kernels.dot_bfloat16_pairs(wanted.data(), columns, matrix.rows, pairs.pointers.data(), count,
+                                 of_words.pointers.data());
+      for (std::int64_t r = 0; r < count; ++r) {
+        for (std::int64_t n = 0; n < matrix.rows; ++n) {
+          require(same_bits(found.rows[r][n], of_words.rows[r][n]), isa,
+                  what + ": products of pairs are not those of the words");
+        }
       }
     }
   }
@@ -298,8 +335,8 @@ void check_delta(const char *isa, const MicroKernels &kernels) {
   for (float &decay : decays) {
     decay = float(drawn(0, 100)) / 100;
   }
-  DeltaToken token{query.data(), key.data(), decays.data(), value.data(), 0.5f, out.data()};
-  token.takes_back = drawn(0, 3) > 0, token.by_row = drawn(0, 1) > 0;
+  DeltaToken token{query.data(), key.data(), decays.data(),   value.data(),
+                   0.5f,         out.data(), drawn(0, 3) > 0, drawn(0, 1) > 0};
   kernels.delta_step(state.data(), rows, columns, token);
   token.out = other.data();
   portable_kernels.delta_step(changed.data(), rows, columns, token);
@@ -330,6 +367,127 @@ void check_panels(const char *isa, const MicroKernels &kernels) {
   }
 }
 
+// BFDotAdd of the Arm architecture where FPCR.EBF is 0, by arithmetic in double alone: what is
+// subnormal is zero before and after each step, and sums round to odd.
+double flushed(double value) {
+  return std::fabs(value) < 0x1p-126 ? std::copysign(0.0, value) : value;
+}
+
+double bounded(double value) {
+  return std::fabs(value) >= 0x1p128 ? std::copysign(INFINITY, value) : flushed(value);
+}
+
+// The product of two words has 16 bits, and is whole in a float.
+double modelled_product(BFloat16 one, BFloat16 other) {
+  return bounded(flushed(to_float(one)) * flushed(to_float(other)));
+}
+
+double modelled_sum(double one, double other) {
+  one = flushed(one), other = flushed(other);
+  double sum = one + other;
+  if (sum == 0.0 || !std::isfinite(sum)) {
+    return sum;
+  }
+  const double part = sum - one; // what rounding took, whole: Knuth's TwoSum
+  const double lost = (one - (sum - part)) + (other - part);
+  std::uint64_t bits = bits_as<std::uint64_t>(sum);
+  if (lost != 0.0 && bits % 2 == 0) {
+    bits = bits_as<std::uint64_t>(std::nextafter(sum, lost > 0 ? INFINITY : -INFINITY));
+  }
+  constexpr std::uint64_t kBelow = (std::uint64_t(1) << 29) - 1; // what a float lacks
+  bits = (bits & kBelow) != 0 ? (bits & ~kBelow) | (kBelow + 1) : bits;
+  return bounded(bits_as<double>(bits));
+}
+
+// A lane of BFDOT: its sum, and a pair of each side.
+double modelled_dot(double sum, const BFloat16 *one, const BFloat16 *other) {
+  return modelled_sum(
+      sum, modelled_sum(modelled_product(one[0], other[0]), modelled_product(one[1], other[1])));
+}
+
+// Whether a sum of pairs is that of double, but for `steps` additions that each lose at most the
+// last bit of a float, and what is flushed on the way.
+bool is_near_by_pairs(float found, double wanted, double magnitudes, std::int64_t steps) {
+  return std::fabs(found - wanted) <= (magnitudes * 0x1p-23 + 0x1p-126) * double(steps);
+}
+
+void check_pairs(const char *isa, const MicroKernels &kernels) {
+  const std::int64_t rows = drawn(1, 9), columns = drawn(1, 300), count = drawn(1, 9);
+  const std::int64_t exponents = PairRows::drawn_exponents();
+  constexpr std::int64_t kLanes = 4;
+  // The model has zeros behind the weights, which those that are multiplied have not.
+  const PairRows weights(rows, columns, exponents), inputs(count, columns, exponents);
+  std::vector<BFloat16> words;
+  for (const std::vector<BFloat16> &row : weights.rows) {
+    words.insert(words.end(), row.begin(), row.begin() + columns);
+  }
+  Results found(count, rows), alone(1, 1);
+  kernels.dot_bfloat16_pairs(words.data(), columns, rows, inputs.pointers.data(), count,
+                             found.pointers.data());
+  for (std::int64_t r = 0; r < count; ++r) {
+    for (std::int64_t n = 0; n < rows; ++n) {
+      float lanes[kLanes] = {};
+      double sum = 0, magnitudes = 0;
+      for (std::int64_t k = 0; k < std::int64_t(inputs.rows[r].size()); k += 2) {
+        float &lane = lanes[k / 2 % kLanes];
+        lane = float(modelled_dot(lane, &weights.rows[n][k], &inputs.rows[r][k]));
+        for (std::int64_t at = k; at < k + 2; ++at) {
+          const double product =
+              double(to_float(weights.rows[n][at])) * to_float(inputs.rows[r][at]);
+          sum += product;
+          magnitudes += std::fabs(product);
+        }
+      }
+      const float modelled = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+      require(same_bits(found.rows[r][n], modelled), isa, "pairs: lanes");
+      require(exponents > 0 || is_near_by_pairs(found.rows[r][n], sum, magnitudes, columns), isa,
+              "pairs: product");
+      kernels.dot_bfloat16_pairs(words.data() + n * columns, columns, 1, &inputs.pointers[r], 1,
+                                 alone.pointers.data());
+      require(same_bits(found.rows[r][n], alone.rows[0][0]), isa, "pairs: a row alone");
+    }
+  }
+}
+
+void check_panels_of_pairs(const char *isa, const MicroKernels &kernels) {
+  const std::int64_t rows = drawn(1, 15), panels = drawn(1, 5), depth = 2 * drawn(1, 35);
+  const bool adds = drawn(0, 1) == 1;
+  const std::int64_t exponents = PairRows::drawn_exponents();
+  const std::int64_t width = panels * kPanelColumns, stride = depth + 2 * drawn(0, 3);
+  std::vector<BFloat16> left(rows * stride), right(panels * depth * kPanelColumns);
+  for (std::vector<BFloat16> *each : {&left, &right}) {
+    std::generate(each->begin(), each->end(), [&] { return PairRows::drawn_word(exponents); });
+  }
+  std::vector<float> sums(rows * width);
+  std::generate(sums.begin(), sums.end(),
+                [&] { return exponents > 0 ? 1e-38f * normal() : normal(); });
+  const std::vector<float> before = sums;
+  kernels.panel_pairs({left.data(), rows, stride},
+                      {right.data(), panels, depth * kPanelColumns, depth},
+                      {sums.data(), width, adds});
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t column = 0; column < width; ++column) {
+      const float begun = adds ? before[row * width + column] : 0.0f;
+      double modelled = begun, sum = begun, magnitudes = std::fabs(begun);
+      for (std::int64_t k = 0; k < depth; k += 2) {
+        const BFloat16 *one = &left[row * stride + k];
+        const BFloat16 *other = &right[(column / kPanelColumns * depth + k) * kPanelColumns +
+                                       2 * (column % kPanelColumns)];
+        modelled = modelled_dot(modelled, one, other);
+        for (int at = 0; at < 2; ++at) {
+          const double product = double(to_float(one[at])) * to_float(other[at]);
+          sum += product;
+          magnitudes += std::fabs(product);
+        }
+      }
+      const float found = sums[row * width + column];
+      require(same_bits(found, float(modelled)), isa, "panels of pairs: lanes");
+      require(exponents > 0 || is_near_by_pairs(found, sum, magnitudes, depth), isa,
+              "panels of pairs: product");
+    }
+  }
+}
+
 } // namespace
 
 int main(int count, char **arguments) {
@@ -340,7 +498,8 @@ int main(int count, char **arguments) {
     Isa isa;
   };
   const Named all[] = {{"neon", neon_kernels, Isa::neon},
-                       {"neon_dot", neon_dot_kernels, Isa::neon_dot}};
+                       {"neon_dot", neon_dot_kernels, Isa::neon_dot},
+                       {"neon_bf16", neon_bf16_kernels, Isa::neon_bf16}};
   for (const Named &each : all) {
     if (each.isa < best_isa()) {
       continue; // this processor lacks it
@@ -359,6 +518,10 @@ int main(int count, char **arguments) {
       check_int4(each.name, each.kernels);
       check_delta(each.name, each.kernels);
       check_panels(each.name, each.kernels);
+      if (each.kernels.dot_bfloat16_pairs != nullptr) {
+        check_pairs(each.name, each.kernels);
+        check_panels_of_pairs(each.name, each.kernels);
+      }
     }
     std::printf("%s: %lld comparisons\n", each.name, (long long)(comparisons - before));
   }

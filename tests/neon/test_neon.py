@@ -1,4 +1,4 @@
-"""The kernels for aarch64, compiled here and run by QEMU: with products of bytes, and without."""
+"""The kernels for aarch64, compiled here and run by QEMU: with products of bytes, of pairs of bfloat16, and without."""
 
 import os
 import shutil
@@ -19,7 +19,11 @@ TARGET = (
 )
 # cmake and ninja come with the environment that runs the tests: Debian's may be too old.
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-PROCESSORS = {"max": ["neon", "neon_dot"], "cortex-a53": ["neon"]}
+PROCESSORS = {
+    "max": ["neon", "neon_dot", "neon_bf16"],
+    "neoverse-n1": ["neon", "neon_dot"],
+    "cortex-a53": ["neon"],
+}
 
 
 @pytest.mark.wide
