@@ -4,6 +4,7 @@ Native kernels against the references are in test_kernels.py.
 """
 
 import math
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,14 @@ def test_the_best_instruction_set_can_be_limited() -> None:
 def test_processor_says_the_same() -> None:
     """What the library detects, against what the system lists."""
     try:
-        flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].split("\n")[0].split())
+        told = Path("/proc/cpuinfo").read_text()
     except OSError:
         pytest.skip("this system has no /proc/cpuinfo")
-    wanted = "portable"
+    arm = platform.machine() == "aarch64"
+    flags = set(told.partition("Features" if arm else "flags")[2].split("\n")[0].split())
+    wanted = "neon" if arm else "portable"
+    if {"asimddp"} <= flags:
+        wanted = "neon_bf16" if {"bf16"} <= flags else "neon_dot"
     if {"avx2", "fma", "f16c"} <= flags:
         wanted = "avx2"
         if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags:

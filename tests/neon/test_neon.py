@@ -1,4 +1,4 @@
-"""The kernels for aarch64, compiled here and run by QEMU: with products of bytes, of pairs of bfloat16, and without."""
+"""The kernels for aarch64, compiled here and run by QEMU: of each instruction set."""
 
 import os
 import shutil
