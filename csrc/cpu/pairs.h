@@ -1,14 +1,13 @@
 // Products of pairs of bfloat16, over those of an instruction set, accumulated in float32. Their
-// sums have an order of their own, and processors flush what is subnormal in them: they never stand
-// in where sum_order.h is asked for.
+// sums have an order of their own, and processors flush what is subnormal in them: weights are not
+// multiplied so where sum_order.h is asked for.
 //
 // A set of pairs P has
 //
 //   - Vectors: the set of vectors (tiles.h) of all other kernels.
 //   - Words: kWords words. load(const BFloat16 *), unaligned; all(const BFloat16 *), a pair again
 //     and again.
-//   - Floats: a sum for each pair of Words. zero(), load_sums(const float *), store(v, float *),
-//   and
+//   - Floats: a sum for each pair of Words. zero(); load_sums(const float *); store(v, float *);
 //     dot(words, words, sums), which adds the products of both words of a pair.
 //   - sum(v), of all lanes; store_sums(a, b, c, d, float *), of four vectors, in the same order.
 #pragma once
