@@ -47,6 +47,8 @@ from speq.kernels.scaled_layout import (
 
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
+# Dtype of scales that take so many times as much in float32.
+WIDENED = {2: torch.bfloat16, 4: torch.float8_e8m0fnu}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,13 @@ class Matrix:
 class TensorPart:
     """A range of a shard, and its place in a packed expert.
 
-    widened  whether it is bfloat16 and the packed expert has float32
+    widened  dtype of scales that the packed expert has in float32; None: they are as on disk
     turned   how to transpose it, if it is transposed on disk
     """
 
     range: Range
     at: int
-    widened: bool = False
+    widened: torch.dtype | None = None
     turned: Turned | None = None
 
 
@@ -302,8 +304,8 @@ class SafetensorsExpertStore:
                 read_bytes += file.read_scattered(offset, into, buffers.ends)
                 if part.turned is not None:
                     part.turned.put(into, room)
-                if part.widened:
-                    values = room.view(torch.bfloat16).float().view(torch.uint8)
+                if part.widened is not None:
+                    values = room.view(part.widened).float().view(torch.uint8)
                     slot[part.at : part.at + values.nbytes].copy_(values)
         finally:
             self._buffers.put(buffers)
@@ -416,7 +418,7 @@ def parts_of(
         ranges = matrix.range, matrix.scales, matrix.third
         for range_, section, turn in zip(ranges, sections, turns, strict=False):
             if range_ is not None:
-                widened = range_[2] < section.nbytes
+                widened = WIDENED.get(section.nbytes // range_[2])
                 parts.append(TensorPart(range_, section.at, widened=widened, turned=turn))
     return parts
 

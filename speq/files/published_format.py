@@ -33,7 +33,8 @@ FP8_DTYPE = torch.float8_e4m3fn
 # Suffixes of MXFP4 codes and their scales, after the name of the plain weights.
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 MXFP4_DTYPE, MXFP4_BLOCK, MXFP4_BLOCK_BYTES = torch.uint8, 32, 16
-SCALE_DTYPES = (torch.float32, torch.bfloat16)
+# The last are powers of 2 (UE8M0).
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 # End of the names of plain weights.
 PLAIN = ".weight"
 INT4_DTYPE = torch.int32

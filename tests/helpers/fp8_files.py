@@ -101,6 +101,9 @@ def of_compressed(strategy: str, inputs: dict[str, Any] | None = None) -> dict[s
 PUBLISHERS = {
     "blocks": Publisher(SETTINGS, scales="_scale_inv"),
     "bfloat16 blocks": Publisher(SETTINGS, scales="_scale_inv", dtype=torch.bfloat16),
+    "powers of 2": Publisher(
+        *(SETTINGS | {"scale_fmt": "ue8m0"}, (BLOCK, BLOCK), "_scale_inv", torch.float8_e8m0fnu)
+    ),
     "channel": Publisher(of_compressed("channel"), (1, 0), dtype=torch.bfloat16),
     "tensor": Publisher(of_compressed("tensor", STATIC), (0, 0), shape=(1,), inputs=True),
     "compressed blocks": Publisher(of_compressed("block"), dtype=torch.bfloat16),
