@@ -187,7 +187,7 @@ def _draft_of(entry: dict[str, Any]) -> str:
 
 def findings(made: "BudgetPlan") -> list[str]:
     """What the tables do not say."""
-    from speq.files.published_format import WORDS
+    from speq.files.published_format import DECODED, WORDS
 
     assumed = made.assumptions
     lines = [f"best: {made.reason}"]
@@ -223,8 +223,9 @@ def findings(made: "BudgetPlan") -> list[str]:
     in_words = codec.shape.published == WORDS
     others = "`speq pack --codec` makes others of them" if in_words else "as they are published"
     lines.append(f"the experts at hand are {codec.name}; {others}")
-    each = codec.shape.nbytes if in_words else codec.record_range[1]
-    elsewhere = made.model_spec.count * each
+    if made.model_spec.codes_bytes:
+        lines.append(DECODED)
+    elsewhere = made.model_spec.count * made.model_spec.published_bytes
     if made.host is None:
         place = "on the disk" if made.budget.on_cpu else "in host memory"
         lines.append(f"all exact experts, {format_bytes(elsewhere)} as published, stay {place}")

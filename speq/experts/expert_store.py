@@ -13,6 +13,7 @@ from torch import Tensor
 
 from speq.errors import CheckpointError, UnsupportedError
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, own_codec
+from speq.experts.decoded import decode, decoding_bytes, stored_bytes
 from speq.experts.expert_names import (
     FUSED,
     GATE_UP,
@@ -26,6 +27,7 @@ from speq.experts.expert_names import (
 from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.checkpoint import Checkpoint
+from speq.files.coded_tensors import CodedTensors
 from speq.files.packing import NVFP4_BLOCK, CodePacking, Turned
 from speq.files.published_format import (
     FP8,
@@ -54,9 +56,10 @@ WIDENED = {2: torch.bfloat16, 4: torch.float8_e8m0fnu}
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """Location of an expert's matrix and, if it is codes, of its scales and of its zero points or
-    its one scale.
+    its one scale. name: of the tensor
     """
 
+    name: str
     range: Range
     scales: Range | None = None
     third: Range | None = None
@@ -68,10 +71,13 @@ class TensorPart:
 
     widened  dtype of scales that the packed expert has in float32; None: they are as on disk
     turned   how to transpose it, if it is transposed on disk
+    codes    name of codes that no kernel multiplies, which are decoded as they are read; None: the
+             range is read as it is
     """
 
     range: Range
     at: int
+    codes: str | None = None
     widened: torch.dtype | None = None
     turned: Turned | None = None
 
@@ -165,6 +171,9 @@ class ExpertLayout:
 class SafetensorsExpertStore:
     """Store of experts in the shards of a published model.
 
+    codes_bytes  of an expert in codes that no kernel multiplies, which is decoded to bfloat16 words
+                 as it is read; 0: experts are read as they are
+
     Raises SpeqError if an expert is missing or differs in shape or dtype.
     """
 
@@ -175,9 +184,10 @@ class SafetensorsExpertStore:
         layout = replace(layout, stacked=stacked_in(checkpoint.tensors, layout.stacked, *sizes))
         self.num_layers = len(layout.layers)
         self.num_experts = layout.num_experts
-        self.names, coded = layout.names, checkpoint.coded
+        self.names, self._coded = layout.names, checkpoint.coded
+        coded = checkpoint.coded
         order = {layer: at for at, layer in enumerate(layout.layers)}
-        stored, shape = self._common_shape(checkpoint, layout)
+        stored, form, shape = self._common_shape(checkpoint, layout)
         self._codec = own_codec(shape)
         found: dict[tuple[int, int], dict[str, Matrix]] = {}
         for name, (file, info) in checkpoint.tensors.items():
@@ -193,36 +203,44 @@ class SafetensorsExpertStore:
             held = range(layout.num_experts) if matrix.expert is None else (matrix.expert,)
             nbytes = info.nbytes // len(held)
             scales, third = coded.scales_of(name), coded.third_of(name)
-            if (scales is None) != (shape.published == WORDS):
+            if (scales is None) != (form == WORDS):
                 raise CheckpointError(
                     f"{file.path}: tensor {name} is {info.dtype}, and other experts are published "
-                    f"in {shape.published}; {OTHER_VERSION}"
+                    f"in {form}; {OTHER_VERSION}"
                 )
             for at, expert in enumerate(held):
                 parts = found.setdefault((order[matrix.layer], expert), {})
                 place = file, info.offset + at * nbytes, nbytes
                 part = None if scales is None else part_of(*scales, at, len(held))
                 of_third = None if third is None else part_of(*third, at, len(held))
-                parts[matrix.projection] = Matrix(place, part, of_third)
+                parts[matrix.projection] = Matrix(name, place, part, of_third)
         complete = self._complete(found, checkpoint, layout)
         order_on_disk = layout.stacked, coded.packing
-        self._parts = [parts_of(shape, record, *order_on_disk) for record in complete]
-        self.reading_bytes = reading_bytes(shape, *order_on_disk)
+        decodes, self.codes_bytes = form != shape.published, 0
+        if decodes:
+            self._parts = [decoded_parts(coded, record) for record in complete]
+            self.codes_bytes = sum(stored_bytes(coded, each.name) for each in complete[0])
+        else:
+            self._parts = [parts_of(shape, record, *order_on_disk) for record in complete]
+        self.reading_bytes = reading_bytes(shape, *order_on_disk, decodes)
         self._buffers: SimpleQueue[Buffers] = SimpleQueue()
         self._turned_bytes = turned_bytes(shape, *order_on_disk)
 
     @staticmethod
     def _common_shape(
         checkpoint: Checkpoint, layout: ExpertLayout
-    ) -> tuple[torch.dtype, ExpertShape]:
-        """Find the dtype on disk of the first matrix of these layers' experts, and the experts'
-        shape. Other layers may have another dtype.
+    ) -> tuple[torch.dtype, str, ExpertShape]:
+        """Find the dtype and the format on disk of the first matrix of these layers' experts, and
+        the experts' shape in slots. Other layers may have another dtype.
         """
         sizes = layout.hidden_size, layout.expert_width
         for name, (_, info) in checkpoint.tensors.items():
             matrix = layout.names.matrix(name)
             if matrix is not None and matrix.layer in layout.layers:
                 coded = checkpoint.coded
+                if coded.is_coded(name) and coded.held == WORDS:
+                    decoded = ExpertShape(*sizes, torch.bfloat16, gated=layout.gated)
+                    return info.dtype, coded.format, decoded
                 if coded.is_coded(name):
                     divides = coded.packing is not None and coded.packing.divides
                     hidden_size, width = sizes
@@ -234,8 +252,8 @@ class SafetensorsExpertStore:
                         gated=layout.gated,
                     )
                     check_groups(scaled, checkpoint.path)
-                    return info.dtype, scaled
-                return info.dtype, ExpertShape(*sizes, info.dtype, gated=layout.gated)
+                    return info.dtype, scaled.published, scaled
+                return info.dtype, WORDS, ExpertShape(*sizes, info.dtype, gated=layout.gated)
         first = layout.names.module(layout.layers[0], 0, layout.projections[0])
         raise CheckpointError(
             f"{checkpoint.path} holds no expert tensors such as {first}.weight; download the model "
@@ -298,6 +316,11 @@ class SafetensorsExpertStore:
         read_bytes = 0
         try:
             for part in self._parts[layer * self.num_experts + expert]:
+                if part.codes is not None:
+                    words = decode(self._coded, part.codes).flatten().view(torch.uint8)
+                    slot[part.at : part.at + words.nbytes].copy_(words)
+                    read_bytes += stored_bytes(self._coded, part.codes)
+                    continue
                 file, offset, nbytes = part.range
                 room = slot[part.at : part.at + nbytes]
                 into = room if part.turned is None else buffers.turned[:nbytes]
@@ -337,14 +360,23 @@ class Buffers(NamedTuple):
 def turned_bytes(shape: ExpertShape, stacked: Stacked, packing: CodePacking | None) -> int:
     """Bytes of a reading thread's buffer for a matrix that is transposed on disk."""
     weights = max(prod(shape.gate_up_shape), prod(shape.down_shape))
-    if packing is not None:
+    if packing is not None and shape.published != WORDS:
         return prod(shape.down_shape) // 2 if packing.turned else 0
     turned = stacked is not Stacked.ROWS and shape.published == WORDS
     return weights * shape.dtype.itemsize if turned else 0
 
 
-def reading_bytes(shape: ExpertShape, stacked: Stacked, packing: CodePacking | None) -> int:
-    """Bytes of a reading thread's buffers for published experts, besides the slot it fills."""
+def reading_bytes(
+    shape: ExpertShape, stacked: Stacked, packing: CodePacking | None, decodes: bool = False
+) -> int:
+    """Bytes of a reading thread's buffers for published experts, besides the slot it fills.
+
+    decodes  whether they are decoded as they are read
+    """
+    if decodes:
+        rows, columns = shape.down_shape
+        decoding = max(decoding_bytes(rows, columns), decoding_bytes(columns, rows))
+        return ENDS_BYTES + ALIGNMENT + decoding
     turned = turned_bytes(shape, stacked, packing)
     while_turning = 0 if packing is None else turned * (packing.room - 1)
     return ENDS_BYTES + ALIGNMENT + (align(turned) + ALIGNMENT + while_turning if turned else 0)
@@ -421,6 +453,14 @@ def parts_of(
                 widened = WIDENED.get(section.nbytes // range_[2])
                 parts.append(TensorPart(range_, section.at, widened=widened, turned=turn))
     return parts
+
+
+def decoded_parts(coded: CodedTensors, matrices: list[Matrix]) -> list[TensorPart]:
+    """Places of an expert's matrices, which are decoded, in the packed expert."""
+    nbytes = (torch.bfloat16.itemsize * prod(coded.matrix_shape(each.name)) for each in matrices)
+    ends = accumulate(nbytes, initial=0)
+    places = zip(matrices, ends, strict=False)
+    return [TensorPart(each.range, at, codes=each.name) for each, at in places]
 
 
 def layout_of(shape: ExpertShape) -> ScaledLayout:

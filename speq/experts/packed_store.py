@@ -29,7 +29,7 @@ from speq.experts.striped_records import Stripe
 from speq.files.alignment import ALIGNMENT, align
 from speq.files.checkpoint import EXPERTS_MANIFEST, Checkpoint
 from speq.files.checksums import PACK_AGAIN, Checksums, check_seal, seal
-from speq.files.fp8_settings import SQUARES, STRATEGIES, Fp8Blocks
+from speq.files.fp8_settings import SQUARES, Fp8Blocks
 from speq.files.json_file import read_json
 from speq.files.packing import Int4Groups
 from speq.files.published_format import FORMATS, WORDS
@@ -172,7 +172,7 @@ class Manifest:
                 groups = Int4Groups(_sizes([size], 1)[0], *map(bool, flags))
             # Packs of earlier versions have none: their blocks are of 128 rows and columns.
             blocks = Fp8Blocks(*_sizes(entries.get("blocks", [*SQUARES]), 2))
-            if blocks not in STRATEGIES.values():
+            if not blocks.multiplied:
                 raise ValueError(f"blocks of FP8 are {blocks}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileError(f"{path} is damaged ({error!r}); pack the model again") from error

@@ -44,11 +44,14 @@ class CodedTensors:
     packing  of INT4 and NVFP4; None for other formats
     groups   of INT4, with the dtype of its scales; None for other formats
     fp8      what shares a scale in FP8
+    held     format of experts in slots
+    ordered  whether a tensor says which input is of which group
     """
 
     def __init__(self, tensors: Tensors, published: PublishedFormat) -> None:
         self.tensors, self.format, self.fp8 = tensors, published.name, published.fp8
-        packed = published.packed
+        self.held, packed = published.held, published.packed
+        self.ordered = packed is not None and packed.ordered
         self.packing: CodePacking | None = None if packed is None else packed.packing
         self.groups: Int4Groups | None = None
         if packed is not None and packed.groups is not None:
@@ -111,6 +114,12 @@ class CodedTensors:
             return None
         return self.tensors.get(self.beside_codes(name)[1])
 
+    def order_of(self, name: str) -> str | None:
+        """Name of the groups of a tensor's inputs [K] int32; None where groups are neighbours."""
+        if self.packing is None or not self.ordered or not self.is_coded(name):
+            return None
+        return name.removesuffix(self.packing.codes) + self.packing.order
+
     def check(self, name: str) -> None:
         """Raise SpeqError unless a tensor of codes has what belongs to it, in its shapes."""
         file, info = self.tensors[name]
@@ -138,7 +147,7 @@ class CodedTensors:
         if self.packing is not None and self.groups is not None:
             self._check_int4(name, self.packing, self.groups)
             rows, columns = self.packing.matrix_shape(info.shape)
-            shape = self.packing.scales_shape(rows, columns // self.groups.size)
+            shape = self.packing.scales_shape(rows, self.groups.count(columns))
             return (self.groups.dtype,), (shape,)
         if self.packing is not None:
             self._check_nvfp4(name)
@@ -192,6 +201,7 @@ class CodedTensors:
         them, and in the order in which rows are multiplied.
         """
         size, has_zeros, _ = groups
+        size = size or CODES_PER_WORD
         file, info = self.tensors[name]
         rows, columns = packing.matrix_shape(info.shape) if len(info.shape) == 2 else (0, 1)
         if columns % size or not rows:
@@ -208,22 +218,36 @@ class CodedTensors:
             )
         if has_zeros:
             holder, zeros = self.tensors[of_zeros]
-            wanted = [*packing.zeros_shape(rows, columns // size)]
+            wanted = [*packing.zeros_shape(rows, groups.count(columns))]
             if list(zeros.shape) != wanted or zeros.dtype != INT4_DTYPE:
                 raise CheckpointError(
                     f"{holder.path}: tensor {of_zeros} is {zeros.dtype} {list(zeros.shape)}; of "
                     f"INT4 codes {list(info.shape)} it must be int32 {wanted}; {OTHER_VERSION}"
                 )
+        of_inputs = self.order_of(name)
+        if of_inputs is not None:
+            self._check_order(name, of_inputs, columns)
         if packing is COMPRESSED:
             self._check_compressed(name, [rows, columns], *others)
+
+    def _check_order(self, name: str, of_inputs: str, columns: int) -> None:
+        """Raise SpeqError unless there are groups of inputs."""
+        file, info = self.tensors.get(of_inputs, (self.tensors[name][0], None))
+        if info is None or list(info.shape) != [columns] or info.dtype != INT4_DTYPE:
+            said = "is absent" if info is None else f"is {info.dtype} {list(info.shape)}"
+            raise CheckpointError(
+                f"{file.path}: tensor {of_inputs}, the groups of inputs of {name}, {said}; it must "
+                f"be int32 [{columns}], as config.json says that inputs are in another order; "
+                f"{OTHER_VERSION}"
+            )
 
     def _check_compressed(self, name: str, shape: list[int], of_shape: str, order: str) -> None:
         """Raise SpeqError if compressed-tensors has columns in another order, or another shape."""
         file, info = self.tensors[name]
-        if order in self.tensors:
-            raise UnsupportedError(
-                f"{file.path}: tensor {name} has columns in another order, {order}, which is not "
-                "read; give a checkpoint without actorder"
+        if order in self.tensors and not self.ordered:
+            raise CheckpointError(
+                f"{file.path}: tensor {name} has inputs in another order, {order}, and config.json "
+                f"has no actorder that says so; {OTHER_VERSION}"
             )
         if of_shape in self.tensors:
             holder, _ = self.tensors[of_shape]

@@ -20,34 +20,46 @@ from speq.files.packing import (
     Int4Groups,
 )
 
-# Sizes of groups are multiples of it.
+# Kernels multiply groups of multiples of it.
 INT4_GROUP = 32
+# Size of groups that are all inputs.
+WHOLE_ROW = -1
 PACK_QUANTIZED, NVFP4_PACKED = "pack-quantized", "nvfp4-pack-quantized"
 # ModelOpt's names of what is read: of all layers, and of some where layers differ.
 NVFP4_ALGORITHMS, MIXED = ("NVFP4", "W4A16_NVFP4"), "MIXED_PRECISION"
+# What compressed-tensors calls groups of inputs in another order.
+ORDERED = ("group", "dynamic")
 ORIGINAL = "give the original 16- or 32-bit checkpoint, whose output is the one to reproduce"
 
 
 class PackedSettings(NamedTuple):
     """How a checkpoint is packed.
 
-    groups  of INT4, of which the dtype of scales is a guess; None for NVFP4
+    groups   of INT4, of which the dtype of scales is a guess; None for NVFP4
+    ordered  whether a tensor says which input is of which group (act-order)
     """
 
     packing: CodePacking
     groups: Int4Groups | None = None
+    ordered: bool = False
+
+    @property
+    def multiplied(self) -> bool:
+        """True if kernels multiply such codes."""
+        whole = self.groups is None or (self.groups.size > 0 and self.groups.size % INT4_GROUP == 0)
+        return whole and not self.ordered
 
     def agrees_with(self, beside: dict[str, Any], where: Path) -> bool:
         """True unless a quantiser's own file beside config.json says otherwise."""
         if self.groups is None:
             return read_settings({"quant_method": "modelopt"} | beside, where) == self
-        size = beside.get("group_size", beside.get("q_group_size", self.groups.size))
+        size = beside.get("group_size", beside.get("q_group_size", self.groups.size or WHOLE_ROW))
         method = beside.get("quant_method", beside.get("quant_algo", self.packing.name))
         return (
             beside.get("bits", beside.get("w_bit", 4)) == 4
-            and size == self.groups.size
+            and size == (self.groups.size or WHOLE_ROW)
             and self.packing.name.startswith(str(method).lower())
-            and not beside.get("desc_act")
+            and bool(beside.get("desc_act", self.ordered)) == self.ordered
             and beside.get("checkpoint_format", self.packing.name) == self.packing.name
         )
 
@@ -83,21 +95,23 @@ def _compressed(settings: dict[str, Any], where: Path) -> PackedSettings:
     if form == NVFP4_PACKED:
         _check_nvfp4(COMPRESSED_TENSORS, given, where)
         return PackedSettings(COMPRESSED_NVFP4)
-    symmetric = given.get("symmetric", True)
+    symmetric, strategy = given.get("symmetric", True), given.get("strategy", "group")
     wanted = {
         "num_bits": Wanted(given.get("num_bits") == 4, 4),
         "type": Wanted(given.get("type", "int") == "int", "int"),
-        "strategy": Wanted(given.get("strategy", "group") == "group", "group"),
-        "actorder": Wanted(given.get("actorder") in (None, "static", "weight"), None),
+        "strategy": Wanted(strategy in ("group", "channel"), "group"),
+        "actorder": Wanted(given.get("actorder") in (None, "static", "weight", *ORDERED), None),
         "symmetric": Wanted(isinstance(symmetric, bool), True),
     }
-    size = _check_groups(COMPRESSED_TENSORS, given, wanted, where)
+    by_row = {"group_size": WHOLE_ROW} if strategy == "channel" else {}
+    size = _check_groups(COMPRESSED_TENSORS, given | by_row, wanted, where)
     if kinds[0].get("input_activations") is not None:
         raise UnsupportedError(
             f"{where} is quantised (compressed-tensors) with activations in fewer bits, and only "
             f"weights are; {ORIGINAL}"
         )
-    return PackedSettings(COMPRESSED, Int4Groups(size, not symmetric))
+    ordered = given.get("actorder") in ORDERED
+    return PackedSettings(COMPRESSED, Int4Groups(size, not symmetric), ordered)
 
 
 def _modelopt(settings: dict[str, Any], where: Path) -> PackedSettings:
@@ -142,7 +156,7 @@ def _gptq(settings: dict[str, Any], where: Path) -> PackedSettings:
     left = isinstance(modules, dict) and all(name.startswith("-:") for name in modules)
     wanted = {
         "bits": Wanted(settings.get("bits") == 4, 4),
-        "desc_act": Wanted(settings.get("desc_act") in (None, False), False),
+        "desc_act": Wanted(settings.get("desc_act") in (None, False, True), False),
         "checkpoint_format": Wanted(form in (GPTQ.name, GPTQ_V2.name), GPTQ.name),
         "pack_dtype": Wanted(settings.get("pack_dtype") in (None, "int32", "torch.int32"), "int32"),
         "rotation": Wanted(not settings.get("rotation"), None),
@@ -151,7 +165,8 @@ def _gptq(settings: dict[str, Any], where: Path) -> PackedSettings:
     size = _check_groups("gptq", settings | {"checkpoint_format": form}, wanted, where)
     # Symmetric checkpoints have zero points too, which are all the same.
     packing = GPTQ if form == GPTQ.name else GPTQ_V2
-    return PackedSettings(packing, Int4Groups(size, zeros=True, halves=True))
+    groups = Int4Groups(size, zeros=True, halves=True)
+    return PackedSettings(packing, groups, bool(settings.get("desc_act")))
 
 
 def _awq(settings: dict[str, Any], where: Path) -> PackedSettings:
@@ -178,12 +193,12 @@ READERS: dict[str, Callable[[dict[str, Any], Path], PackedSettings]] = {
 def _check_groups(
     method: str, given: dict[str, Any], wanted: dict[str, Wanted], where: Path
 ) -> int:
-    """Raise SpeqError for a setting that is not read. Return the size of groups."""
+    """Raise SpeqError for a setting that is not read. Return the size of groups; 0: all inputs."""
     size: Any = given.get("group_size")
-    whole = type(size) is int and size > 0 and size % INT4_GROUP == 0
-    of_size = Wanted(whole, f"{INT4_GROUP} and multiples of it")
+    known = type(size) is int and (size > 0 or size == WHOLE_ROW)
+    of_size = Wanted(known, f"a number of inputs, or {WHOLE_ROW} for all")
     check_settings(method, given, wanted | {"group_size": of_size}, where)
-    return int(size)
+    return max(int(size), 0)
 
 
 def check_settings(

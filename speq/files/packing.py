@@ -42,8 +42,9 @@ LOW_HALVES, HIGH_HALVES, TOP = 0x0F0F0F0F, -0x0F0F0F10, -0x01000000
 
 
 class Int4Groups(NamedTuple):
-    """Groups of neighbouring inputs.
+    """Groups of inputs, neighbours unless a tensor says which input is of which group.
 
+    size    of a group; 0: all inputs are one
     zeros   whether each has a zero point of its own
     halves  whether scales are float16; otherwise they are bfloat16
     """
@@ -56,6 +57,10 @@ class Int4Groups(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Dtype of scales."""
         return torch.float16 if self.halves else torch.bfloat16
+
+    def count(self, columns: int) -> int:
+        """Groups of so many inputs."""
+        return columns // self.size if self.size else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class CodePacking:
     format   INT4 or NVFP4
     codes, scales, third  ends of names; third: zero points, or the scale of the matrix
     others   ends of what belongs to a matrix besides
+    order    of these, the end of the groups of inputs [K] int32, where inputs are in another order
     turned   whether inputs come first
     by_output  whether a number holds codes of several outputs of an input, as AWQ's
     zeros_less  what an int32 of zero points is stored less
@@ -115,6 +121,7 @@ class CodePacking:
     scales: str
     third: str
     others: tuple[str, ...]
+    order: str = ""
     turned: bool = False
     by_output: bool = False
     zeros_less: int = 0
@@ -227,11 +234,12 @@ COMPRESSED_TENSORS = "compressed-tensors"
 COMPRESSED = CodePacking(
     *(COMPRESSED_TENSORS, INT4, ".weight_packed", ".weight_scale", ".weight_zero_point"),
     others=(".weight_shape", ".weight_g_idx"),
+    order=".weight_g_idx",
 )
-OF_GPTQ = INT4, ".qweight", ".scales", ".qzeros", (".g_idx",)
+OF_GPTQ = INT4, ".qweight", ".scales", ".qzeros", (".g_idx",), ".g_idx"
 GPTQ_V2 = CodePacking("gptq_v2", *OF_GPTQ, turned=True, room=1)
 GPTQ = CodePacking("gptq", *OF_GPTQ, turned=True, zeros_less=ONES, room=1)
-AWQ = CodePacking("awq", *OF_GPTQ[:-1], others=(), turned=True, by_output=True, room=5)
+AWQ = CodePacking("awq", *OF_GPTQ[:4], others=(), turned=True, by_output=True, room=5)
 MODELOPT = CodePacking(
     *("modelopt", NVFP4, ".weight", ".weight_scale", ".weight_scale_2"),
     others=(".input_scale", ".pre_quant_scale"),

@@ -29,6 +29,12 @@ MEANINGS = {
     "that of its matrix in float32, rounded once; activations and the KV cache are not quantised",
 }
 
+# What `PublishedFormat.decoded` costs.
+DECODED = (
+    "no kernel multiplies these codes: experts are decoded to bfloat16 words as they are read, and "
+    "take as much memory as 16-bit ones; `speq pack --codec lossless` writes them decoded"
+)
+
 FP8_DTYPE = torch.float8_e4m3fn
 # Suffixes of MXFP4 codes and their scales, after the name of the plain weights.
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
@@ -60,6 +66,20 @@ class PublishedFormat(NamedTuple):
     name: str = WORDS
     packed: PackedSettings | None = None
     fp8: Fp8Settings = Fp8Settings()
+
+    @property
+    def decoded(self) -> bool:
+        """True for codes that no kernel multiplies. Experts are decoded to bfloat16 words as they
+        are read, and held as words.
+        """
+        if self.packed is not None:
+            return not self.packed.multiplied
+        return self.name == FP8 and not self.fp8.blocks.multiplied
+
+    @property
+    def held(self) -> str:
+        """Format of experts in slots."""
+        return WORDS if self.decoded else self.name
 
 
 def format_of(config: dict[str, Any], where: Path) -> PublishedFormat:

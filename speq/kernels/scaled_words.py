@@ -66,24 +66,29 @@ def mxfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.cat(words)
 
 
-def int4_words(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+def int4_words(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None
+) -> Tensor:
     """Dequantize codes [N, K / 2] uint8, two per byte, the low half first, to [N, K] bfloat16.
 
     scales  [N, K / G] bfloat16 or float16, of groups of G neighbours
     zeros   [N / 8, K / G] int32, rounded up: codes that stand for 0, of eight rows, the first in
             the lowest bits; None: all are 8
+    order   [K] int32, the group of each column; None: groups are of neighbours
     """
     rows, words = codes.shape[0], []
+    groups = slice(None) if order is None else order.long()
     for first in range(0, rows, ROWS):
-        part, of_rows = codes[first : first + ROWS], scales[first : first + ROWS]
+        part, of_rows = codes[first : first + ROWS], scales[first : first + ROWS, groups]
         values = torch.stack([part & 0xF, part >> 4], dim=2).flatten(1).float()
-        by_group = values.unflatten(1, (scales.shape[1], -1))
+        by_group = values.unflatten(1, (of_rows.shape[1], -1))
         if zeros is None:
             by_group -= INT4_ZERO
         else:
             at = torch.arange(first, first + len(part), device=codes.device)
             shifts = (at % ZERO_ROWS * 4).unsqueeze(1)
-            by_group -= (zeros[at // ZERO_ROWS].long() >> shifts & 0xF).unsqueeze(2)
+            of_groups = zeros[at // ZERO_ROWS].long() >> shifts & 0xF
+            by_group -= of_groups[:, groups].unsqueeze(2)
         words.append((by_group * of_rows.float().unsqueeze(2)).flatten(1).bfloat16())
     return torch.cat(words)
 

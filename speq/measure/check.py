@@ -20,7 +20,7 @@ from speq.errors import FileError, SpeqError
 from speq.experts.packed_store import PackedExpertStore
 from speq.files.atomic_file import check_target
 from speq.files.checkpoint import EXPERTS_MANIFEST, locate
-from speq.files.published_format import MEANINGS, WORDS
+from speq.files.published_format import DECODED, MEANINGS, WORDS
 from speq.generator import Generator
 from speq.measure import pack_check
 from speq.measure.plain_model import ROUNDED, PlainModel, fits, load_plain
@@ -144,7 +144,7 @@ def run(
 
     progress(PLAIN, 0, 1)
     with closing(open_model(model)) as opened:
-        plain, published = load_plain(opened, dtype, device), opened.checkpoint.format
+        plain, coded = load_plain(opened, dtype, device), opened.checkpoint.coded
         progress(PLAIN, 1, 1)
         pairs = list(zip(encoded, traces, strict=True))
         chunks = [pairs[at : at + plain.together] for at in range(0, len(pairs), plain.together)]
@@ -159,7 +159,7 @@ def run(
     report = Report("check", model, {"dtype": str(dtype), **options}, rows)
     if json_file is not None:
         report.write(json_file)
-    return report, verdict(rows, dtype, published)
+    return report, verdict(rows, dtype, coded.format, coded.format != coded.held)
 
 
 def run_on_pack(model: str, progress: Progress) -> tuple[Report, CheckResult]:
@@ -302,8 +302,14 @@ def compare_sequence(
     return SequenceComparison(row, errors, plain_errors)
 
 
-def verdict(rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WORDS) -> CheckResult:
-    """Judge the rows. published: format of the checkpoint's weights"""
+def verdict(
+    rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WORDS, decoded: bool = False
+) -> CheckResult:
+    """Judge the rows.
+
+    published  format of the checkpoint's weights
+    decoded    whether these are codes that no kernel multiplies
+    """
     tokens = sum(row["tokens"] for row in rows)
     agreement = sum(row["agreement"] * row["tokens"] for row in rows) / tokens
     name = str(dtype).removeprefix("torch.")
@@ -317,6 +323,7 @@ def verdict(rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WOR
     else:
         passed, wanted = agreement == 1, " (100% required)"
     meaning = "" if published == WORDS else f"; of both, {MEANINGS[published]}"
+    meaning += f"; {DECODED}" if decoded else ""
     return CheckResult(
         passed,
         f"{'passed' if passed else 'FAILED'}: the exact path and transformers choose the same "

@@ -153,9 +153,7 @@ def verdict_of(
 
 def files_bytes(spec: ModelSpec) -> int:
     """About what the model's files take: its experts as published, and all other weights."""
-    in_words = spec.codec.shape.published == WORDS
-    each = spec.codec.shape.nbytes if in_words else spec.codec.record_range[1]
-    return spec.count * each + spec.shape.resident_weights * spec.words.itemsize
+    return spec.count * spec.published_bytes + spec.shape.resident_weights * spec.words.itemsize
 
 
 def copy_bytes(spec: ModelSpec, best: ResidencyPlan) -> int:

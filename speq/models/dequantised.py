@@ -7,13 +7,11 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from speq.errors import present
+from speq.experts.decoded import decode
 from speq.experts.expert_names import FUSED, Stacked
 from speq.experts.expert_store import stacked_in
 from speq.files.checkpoint import Checkpoint
-from speq.files.packing import INT4
-from speq.files.published_format import FP8_DTYPE, WORDS, words_name
-from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words, nvfp4_words
+from speq.files.published_format import MXFP4, WORDS, words_name
 from speq.models.families import family_of
 from speq.models.shape import hf_config
 
@@ -55,26 +53,10 @@ def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
     """Dequantize a tensor of codes. Rows stay as they are on disk, except for experts that a family
     stores transposed.
     """
-    packing, tensors = checkpoint.coded.packing, checkpoint.tensors
-    of_scales, *others = checkpoint.coded.beside_codes(name)
-    third = None
-    if others and others[0] in tensors:
-        third = tensors[others[0]][0].tensor(others[0])
-    codes, scales = (tensors[each][0].tensor(each) for each in (name, of_scales))
-    if codes.dtype == FP8_DTYPE and packing is not None:
-        return fp8_words(codes, scales.view(1, 1), 0, 0)
-    if codes.dtype == FP8_DTYPE:
-        blocks = checkpoint.coded.fp8.blocks
-        return fp8_words(codes, scales.view(blocks.scales_shape(*codes.shape)), *blocks)
-    if packing is not None and packing.format == INT4:
-        return int4_words(*packing.unpack(codes, scales, third))
-    if packing is not None:
-        third = present(third, "codes of NVFP4 have no scale of their matrix")
-        return nvfp4_words(codes, scales, third, packing.divides)
-    rows = codes.flatten(0, -3).flatten(1), scales.flatten(0, -2)
-    words = mxfp4_words(*rows).unflatten(0, codes.shape[:-2])
+    words = decode(checkpoint.coded, name)
     stacked = family_of(checkpoint.config, checkpoint.path).stacked
-    return words.mT.contiguous() if stacked is Stacked.INTERLEAVED else words
+    turned = checkpoint.format == MXFP4 and stacked is Stacked.INTERLEAVED
+    return words.mT.contiguous() if turned else words
 
 
 def load_dequantized(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:

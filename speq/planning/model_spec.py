@@ -10,11 +10,11 @@ from speq.drafts.dense_draft import EXPERTS_ONLY, DenseDraft
 from speq.drafts.draft_source import dense_draft, open_draft
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, ExpertShape, own_codec
-from speq.experts.expert_store import check_groups, reading_bytes
+from speq.experts.expert_store import SafetensorsExpertStore, check_groups, reading_bytes
 from speq.experts.int4 import Int4Layout
 from speq.files.json_file import read_json
 from speq.files.packing import INT4, Int4Groups
-from speq.files.published_format import WORDS, format_of
+from speq.files.published_format import FP8, WORDS, format_of
 from speq.heads.draft_head import HeadSizes
 from speq.kernels.library import KERNELS, Kernels
 from speq.models.dense_form import DenseForm
@@ -26,6 +26,8 @@ from speq.planning.used_experts import WHOLE, DraftPart
 
 # Columns that share a scale in most publications in INT4.
 USUAL_GROUP = 128
+# Of a code in formats whose codes may be such that no kernel multiplies them.
+CODE_BITS = {FP8: 8, INT4: 4}
 # Of an expert's record a draft's codes of it take this at most.
 DRAFT_SHARE = 3 / 4
 
@@ -48,6 +50,7 @@ class ModelSpec:
     draft_parts    which shares of the experts the draft may hold, of which one is chosen
     head           sizes of the head that may draft; None: there is none
     head_acceptance     by depth, acceptance of its tokens in training; empty: not measured
+    codes_bytes    of an expert that is decoded to words as it is read; 0: none is
     dense_byte_cost     the time of a byte of `dense` over that of a byte of words; 1: not measured
     """
 
@@ -63,6 +66,7 @@ class ModelSpec:
     converted_bytes: int
     dense: DenseForm
     copying_bytes: int = 0
+    codes_bytes: int = 0
     packed_dense: tuple[int | None, ...] = ()
     head: HeadSizes | None = None
     head_acceptance: tuple[float, ...] = ()
@@ -80,11 +84,13 @@ class ModelSpec:
         words = words if published.name == WORDS else torch.bfloat16
         experts = shape.experts
         sizes = experts.hidden_size, experts.expert_width
-        packing, groups = published.packed or (None, None)
+        packing, groups, _ = published.packed or (None, None, False)
         divides, blocks = packing is not None and packing.divides, published.fp8.blocks
         stored = ExpertShape(
             *(*sizes, words, published.name, groups, divides, blocks, experts.gated)
         )
+        if published.decoded:
+            stored = ExpertShape(*sizes, words, gated=experts.gated)
         check_groups(stored, path)
         codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)
@@ -98,9 +104,10 @@ class ModelSpec:
             published=True,
             draft=useful_draft(Int4Layout(*sizes, gated=experts.gated), codec),
             dense_draft=DenseDraft.of("auto", shape.draft_layers),
-            reading_bytes=reading_bytes(stored, experts.stacked, packing),
+            reading_bytes=reading_bytes(stored, experts.stacked, packing, published.decoded),
             converted_bytes=0 if computed == words else stored_bytes,
             dense=DenseForm.raw(shape.dense, computed.itemsize),
+            codes_bytes=stored.weights * CODE_BITS[published.name] // 8 if published.decoded else 0,
         )
 
     @classmethod
@@ -141,6 +148,7 @@ class ModelSpec:
             converted_bytes=opened.converted_bytes(computed),
             dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
             packed_dense=opened.packed_dense(computed),
+            codes_bytes=store.codes_bytes if isinstance(store, SafetensorsExpertStore) else 0,
         )
 
     def published_as(self, published: str) -> "ModelSpec":
@@ -154,7 +162,15 @@ class ModelSpec:
         check_groups(stored, Path(self.name))
         codec = own_codec(stored)
         draft = None if self.draft is None else useful_draft(self.draft, codec)
-        return replace(self, codec=codec, published=True, draft=draft)
+        return replace(self, codec=codec, published=True, draft=draft, codes_bytes=0)
+
+    @property
+    def published_bytes(self) -> int:
+        """Bytes of an expert as published."""
+        if self.codes_bytes:
+            return self.codes_bytes
+        shape = self.codec.shape
+        return shape.nbytes if shape.published == WORDS else self.codec.record_range[1]
 
     @property
     def num_layers(self) -> int:

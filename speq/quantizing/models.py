@@ -109,7 +109,7 @@ def packing_of(opened: Opened, codec: str, draft: str) -> Packing:
         beside = gptq_path(model)
         return Packing(
             made,
-            dense=dense if shape.published == WORDS and made.name != "raw" else (),
+            dense=dense if opened.checkpoint.format == WORDS and made.name != "raw" else (),
             draft_folder=beside.relative_to(model) if (beside / "config.json").exists() else None,
         )
     if draft == "none":

@@ -83,8 +83,10 @@ DYNAMIC, STATIC = (
 )
 
 
-def of_compressed(strategy: str, inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+def of_compressed(
+    strategy: str, inputs: dict[str, Any] | None = None, **others: Any
+) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False} | others
     weights |= {"strategy": strategy}
     if strategy == "block":
         weights |= {"block_structure": [BLOCK, BLOCK]}
@@ -101,6 +103,11 @@ def of_compressed(strategy: str, inputs: dict[str, Any] | None = None) -> dict[s
 PUBLISHERS = {
     "blocks": Publisher(SETTINGS, scales="_scale_inv"),
     "bfloat16 blocks": Publisher(SETTINGS, scales="_scale_inv", dtype=torch.bfloat16),
+    "squares of 32": Publisher(
+        SETTINGS | {"weight_block_size": [32, 32]}, (32, 32), "_scale_inv", torch.float8_e8m0fnu
+    ),
+    "squares of 64": Publisher(SETTINGS | {"weight_block_size": [64, 64]}, (64, 64), "_scale_inv"),
+    "groups": Publisher(of_compressed("group", group_size=32), (1, 32), dtype=torch.bfloat16),
     "powers of 2": Publisher(
         *(SETTINGS | {"scale_fmt": "ue8m0"}, (BLOCK, BLOCK), "_scale_inv", torch.float8_e8m0fnu)
     ),

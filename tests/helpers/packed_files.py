@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_models import experts_alone
-from tests.reference.packed_int4 import OFFSET, packed, packed_awq, packed_gptq, words
+from tests.reference.packed_int4 import OFFSET, packed, packed_awq, packed_gptq
 from tests.reference.scaled import E2M1, NVFP4_BLOCK, bfloat16_bits, e4m3_values, nvfp4_words
 
 EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
@@ -35,6 +35,8 @@ class Int4Kind:
     dense      whether dense layers are in INT4 as well, beside the experts
     packing    compressed-tensors, gptq, gptq_v2 or awq
     halves     whether scales are float16; those of GPTQ and AWQ always are
+    order      "static": groups are of neighbours before the inputs are put in another order, as
+               act-order with static groups; "uneven": any, of groups that differ in size; else none
     """
 
     group: int
@@ -42,12 +44,26 @@ class Int4Kind:
     dense: bool
     packing: str = "compressed-tensors"
     halves: bool = False
-    codec: ClassVar[str] = "int4"
+    order: str = ""
+
+    @property
+    def codec(self) -> str:
+        """Codec of the experts: words where no kernel multiplies the codes."""
+        return "raw" if self.order or self.group % 32 or self.group < 0 else "int4"
 
     def takes(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a matrix is put into codes."""
         rows, columns = tensor.shape
-        return coded(name, self.dense) and rows % 8 == 0 and columns % self.group == 0
+        group = columns if self.group < 0 else self.group
+        return coded(name, self.dense) and rows % 8 == 0 and columns % group == 0
+
+    def groups(self, columns: int) -> np.ndarray:
+        """The group of each input, [K]."""
+        size = columns if self.group < 0 else self.group
+        found = np.arange(columns) // size
+        if self.order == "uneven":
+            return np.random.default_rng(columns).integers(0, columns // size, columns)
+        return np.random.default_rng(columns).permutation(found) if self.order else found
 
     def pack(self, name: str, matrix: np.ndarray) -> Packed:
         return packed_matrix(matrix, self)
@@ -157,22 +173,25 @@ def fp8_matrix(matrix: np.ndarray) -> Packed:
 
 
 def packed_matrix(matrix: np.ndarray, kind: Int4Kind) -> Packed:
-    """The nearest codes of a matrix [N, K] in groups of neighbours."""
-    rows, columns = matrix.shape
-    groups = matrix.reshape(rows, -1, kind.group)
-    if kind.symmetric:
-        scales = np.abs(groups).max(2) / 7.5
-    else:
-        least, most = groups.min(2).clip(max=0), groups.max(2).clip(min=0)
-        scales = (most - least) / 15
-    scales = torch.from_numpy(np.maximum(scales, 1e-6)).to(kind.dtype)
+    """The nearest codes of a matrix [N, K] in groups of inputs."""
+    columns = matrix.shape[1]
+    of_input = kind.groups(columns)
+    count = columns // (columns if kind.group < 0 else kind.group)
+    inside = of_input == np.arange(count)[:, None]
+    least, most = (
+        np.stack([pick(np.where(each, matrix, 0), axis=1) for each in inside], axis=1)
+        for pick in (np.min, np.max)
+    )
+    size = np.maximum(-least, most) / 7.5 if kind.symmetric else (most - least) / 15
+    scales = torch.from_numpy(np.maximum(size, 1e-6)).to(kind.dtype)
     factors = scales.float().numpy()
     zeros = np.full(scales.shape, OFFSET)
     if not kind.symmetric:
         zeros = np.rint(-least / factors).clip(0, 15).astype(np.int64)
-    codes = np.rint(groups / factors[..., None] + zeros[..., None]).clip(0, 15).astype(np.int64)
-    codes = codes.reshape(rows, columns)
-    plain = torch.from_numpy(words(codes, factors, zeros).view(np.int16)).view(torch.bfloat16)
+    by, less = factors[:, of_input], zeros[:, of_input]
+    codes = np.rint(matrix / by + less).clip(0, 15).astype(np.int64)
+    bits = bfloat16_bits((codes - less).astype(np.float32) * by)
+    plain = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     return Packed(published_tensors(codes, scales, zeros, kind), plain)
 
 
@@ -188,13 +207,15 @@ def published_tensors(
         }
         if not kind.symmetric:
             tensors["weight_zero_point"] = torch.from_numpy(packed(zeros.T).T.copy())
+        if kind.order:
+            tensors["weight_g_idx"] = torch.from_numpy(kind.groups(codes.shape[1]).astype(np.int32))
         return tensors
     if kind.packing == "awq":
         qweight, qzeros = packed_awq(codes, zeros)
         others = {}
     else:
         qweight, qzeros = packed_gptq(codes, zeros, int(kind.packing == "gptq"))
-        others = {"g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // kind.group}
+        others = {"g_idx": torch.from_numpy(kind.groups(codes.shape[1]).astype(np.int32))}
     return {
         "qweight": torch.from_numpy(qweight),
         "qzeros": torch.from_numpy(qzeros),
@@ -211,14 +232,16 @@ def quantization_config(kind: Int4Kind) -> dict[str, Any]:
         }
     if kind.packing != "compressed-tensors":
         return {
-            **{"bits": 4, "checkpoint_format": kind.packing, "desc_act": False},
+            **{"bits": 4, "checkpoint_format": kind.packing, "desc_act": bool(kind.order)},
             **{"dynamic": {"-:.*mlp.gate$": {}}, "group_size": kind.group, "lm_head": False},
             **{"pack_dtype": "int32", "quant_method": "gptq", "sym": kind.symmetric},
             "meta": {"damp_percent": 0.05, "quantizer": ["gptqmodel:7.7.0"]},
         }
     weights = {
-        **{"actorder": None, "block_structure": None, "dynamic": False, "group_size": kind.group},
-        **{"num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group"},
+        **{"actorder": "group" if kind.order else None, "block_structure": None, "dynamic": False},
+        **{"group_size": kind.group if kind.group > 0 else None, "num_bits": 4},
+        **{"observer": "minmax", "observer_kwargs": {}},
+        "strategy": "group" if kind.group > 0 else "channel",
         **{"symmetric": kind.symmetric, "type": "int"},
     }
     modules = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}

@@ -23,7 +23,13 @@ from tests.helpers.pairwise import covering
 SEED = 11
 EXPERTS = 5
 # Rows and columns of FP8 that share a scale; 0: all of them.
-BLOCKS = {"fp8": (128, 128), "fp8 rows": (1, 0), "fp8 matrix": (0, 0), "fp8 strips": (1, 128)}
+BLOCKS = {
+    "fp8": (128, 128),
+    "fp8 rows": (1, 0),
+    "fp8 matrix": (0, 0),
+    "fp8 strips": (1, 128),
+    "fp8 blocks of 64": (64, 64),
+}
 FORMATS = [*BLOCKS, "mxfp4"]
 
 

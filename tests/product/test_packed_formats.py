@@ -16,8 +16,11 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from speq import Generator, SpeqError
+from speq.cli.plan import findings
 from speq.experts.expert_store import expert_slot, read_matrices
-from speq.files.published_format import format_of
+from speq.files.published_format import DECODED, format_of
+from speq.measure import check
+from speq.measure.plan import plan
 from speq.models.dequantised import load_dequantized
 from speq.models.opened import open_model
 from speq.planning.model_spec import ModelSpec
@@ -37,6 +40,12 @@ KINDS: dict[str, Int4Kind | Nvfp4Kind] = {
     "qwen3_moe by gptq": Int4Kind(128, True, True, "gptq"),
     "deepseek_v3 by gptq": Int4Kind(64, False, True, "gptq"),
     "mixtral by gptq_v2": Int4Kind(32, False, False, "gptq_v2"),
+    "qwen3_moe by act-order": Int4Kind(32, True, True, "gptq", order="static"),
+    "deepseek_v3 by act-order": Int4Kind(64, False, True, "gptq_v2", order="uneven"),
+    "qwen2_moe by act-order": Int4Kind(32, False, True, order="static"),
+    "mixtral of whole rows": Int4Kind(-1, False, True, "gptq"),
+    "qwen3_moe by channel": Int4Kind(-1, True, False),
+    "qwen2_moe in small groups": Int4Kind(16, False, True, "awq"),
     "qwen3_moe by awq": Int4Kind(128, False, True, "awq"),
     "qwen2_moe by awq": Int4Kind(32, False, True, "awq"),
     "qwen3_moe by modelopt": Nvfp4Kind("modelopt", "nvfp4"),
@@ -98,6 +107,63 @@ def test_greedy_tokens_are_those_of_the_words(cell: Cell, made: Made) -> None:
     generator.close()
     assert result.token_ids == expected
     assert seen or cell.drafter == "ngram"
+
+
+@pytest.mark.parametrize("made", ["qwen3_moe by act-order"], indirect=True)
+@pytest.mark.parametrize("codec", ["raw", "lossless", "residual"])
+def test_decoded_experts_are_held_by_every_codec_of_words(
+    codec: str, made: Made, tmp_path: Path
+) -> None:
+    """As they are read, and packed; an INT4 draft is rounded from their words."""
+    expected = greedy_tokens(load_plain(made.words), PROMPT, NEW_TOKENS)
+    pack(made.model, tmp_path / "packed", codec=codec)
+    for folder in (made.model, tmp_path / "packed"):
+        cell = Cell(3, "half", "own", codec=codec)
+        generator, _ = loaded(cell, folder, "auto", "float32", len(PROMPT) + NEW_TOKENS)
+        result = generator.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        seen = outcomes(generator.last_run.decode)
+        assert generator.runtime.plan.items["draft"] > 0
+        generator.close()
+        assert result.stats["codec"] == codec
+        assert result.token_ids == expected
+        assert seen
+
+
+@pytest.mark.parametrize("made", ["qwen3_moe by act-order"], indirect=True)
+def test_plans_and_checks_tell_of_decoding(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((made.model / "config.json").read_bytes())
+    for folder, scales in ((tmp_path, 0), (made.model, 1)):
+        planned = plan(str(folder), "64MiB", dtype="float32")
+        assert DECODED in findings(planned)
+        weights, groups = 3 * 128 * 64, 3 * 128 * 64 // 32
+        # Codes; scales, zero points and the groups of inputs.
+        inputs = 4 * (128 + 128 + 64)
+        taken = weights // 2 + scales * (2 * groups + groups // 2 + inputs)
+        assert planned.model_spec.published_bytes == taken
+        assert planned.model_spec.codec.shape.nbytes == 2 * weights
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Once upon a time there was a dog"}) + "\n")
+    given = {"prompts": prompts, "num_prompts": 1, "json_file": None, "force": False}
+    _, verdict = check.run(str(made.model), "64MiB", dtype="float32", **given)
+    assert verdict.passed and verdict.sentence.endswith(DECODED)
+
+
+@pytest.mark.parametrize("groups", [[-1, 2], [0, 9]])
+def test_groups_that_are_not_there_are_refused(groups: list[int], tmp_path: Path) -> None:
+    """As an expert is read: the groups of all of a model's inputs are many bytes."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
+    source = write_model(tmp_path / "16", "qwen3_moe", torch.bfloat16, **sizes)
+    kind = Int4Kind(32, True, False, "gptq", order="static")
+    write_packed(tmp_path / "model", tmp_path / "words", source, kind)
+    tensors = copied(tmp_path / "model", tmp_path / "damaged")
+    tensors[FIRST + "g_idx"][:2] = torch.tensor(groups)
+    save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
+    opened = open_model(tmp_path / "damaged")
+    with pytest.raises(
+        SpeqError, match=r"g_idx has groups .* and .*qweight has 2, which are count"
+    ):
+        read_matrices(opened.store, 1, 0, expert_slot(opened.store))
+    opened.close()
 
 
 def test_words_of_experts_are_those_of_the_format(made: Made) -> None:
@@ -167,7 +233,7 @@ def test_a_plan_knows_the_size_before_the_weights(made: Made, tmp_path: Path) ->
     opened = open_model(made.model)
     assert spec.codec.record_range == opened.store.codec.record_range
     assert spec.reading_bytes == opened.store.reading_bytes
-    assert (spec.codec.name, spec.draft) == (made.codec, None)
+    assert (spec.codec.name, spec.draft is None) == (made.codec, made.codec != "raw")
     opened.close()
 
 
@@ -218,7 +284,9 @@ def drop(end: str) -> Callable[[Tensors], None]:
             r"says \[1, 2\], and ",
         ),
         ("compressed-tensors", change("weight_zero_point", torch.zeros(16, 2).int()), "otherwise"),
-        ("compressed-tensors", change("weight_g_idx", torch.zeros(64).int()), "in another order"),
+        ("compressed-tensors", change("weight_g_idx", torch.zeros(64).int()), "has no actorder"),
+        ("act-order", drop("g_idx"), r"groups of inputs of .*, is absent; it must be int32 \[64\]"),
+        ("act-order", cut("g_idx"), r"is torch.int32 \[63\]; it must be int32 \[64\]"),
         ("gptq", drop("scales"), "lacks its scales, .*down_proj.scales"),
         ("gptq", drop("qzeros"), "has no zero points, .*down_proj.qzeros, and config.json says"),
         ("gptq", cut("qzeros"), r"of INT4 codes \[8, 128\] it must be int32 \[2, 16\]"),
@@ -252,7 +320,10 @@ def test_parts_that_are_absent_or_wrong(
 ) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     source = write_model(tmp_path / "16", "qwen3_moe", torch.bfloat16, **sizes)
-    kind = Nvfp4Kind(packing) if packing == "modelopt" else Int4Kind(32, True, False, packing)
+    kind: Int4Kind | Nvfp4Kind = Int4Kind(32, True, False, packing)
+    if packing in ("modelopt", "act-order"):
+        ordered = Int4Kind(32, True, False, "gptq", order="static")
+        kind = Nvfp4Kind(packing) if packing == "modelopt" else ordered
     write_packed(tmp_path / "model", tmp_path / "words", source, kind)
     tensors = copied(tmp_path / "model", tmp_path / "damaged")
     damage(tensors)
@@ -266,9 +337,9 @@ MIXED_LAYERS = {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "MXFP8"}}
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "eight bits": ("weights", {"num_bits": 8}, "with num_bits 8, and it is read with 4"),
     "floats": ("weights", {"type": "float"}, "with type 'float'"),
-    "by channel": ("weights", {"strategy": "channel"}, "with strategy 'channel'"),
-    "in another order": ("weights", {"actorder": "group"}, "with actorder 'group'"),
-    "small groups": ("weights", {"group_size": 16}, "with group_size 16, and it is read with 32 "),
+    "by token": ("weights", {"strategy": "token"}, "with strategy 'token'"),
+    "in another order": ("weights", {"actorder": "other"}, "with actorder 'other'"),
+    "no inputs": ("weights", {"group_size": 0}, "with group_size 0, and it is read with a number"),
     "no groups": ("weights", {"group_size": None}, "with group_size None"),
     "nvfp4": (
         *("compressed-tensors", {"format": "nvfp4-pack-quantized"}),
@@ -289,17 +360,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
         "with activations in fewer bits",
     ),
     "gptq in eight bits": ("gptq", {"bits": 8}, "with bits 8, and it is read with 4"),
-    "gptq by activation": ("gptq", {"desc_act": True}, "with desc_act True, and it is read with"),
+    "gptq by activation": ("gptq", {"desc_act": "yes"}, "with desc_act 'yes', and it is read with"),
     "gptq for marlin": ("gptq", {"checkpoint_format": "marlin"}, "with checkpoint_format 'marlin'"),
     "marlin by a flag": ("gptq", {"is_marlin_format": True}, "with checkpoint_format 'marlin'"),
-    "gptq of whole rows": ("gptq", {"group_size": -1}, "with group_size -1, and it is read with"),
+    "gptq in halves": ("gptq", {"group_size": 0.5}, "with group_size 0.5, and it is read with"),
     "gptq in bytes": ("gptq", {"pack_dtype": "int8"}, "with pack_dtype 'int8'"),
     "gptq rotated": ("gptq", {"rotation": "hadamard"}, "with rotation 'hadamard'"),
     "gptq mixed": ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"with dynamic \{'\+:"),
     "awq in eight bits": ("awq", {"bits": 8}, "with bits 8, and it is read with 4"),
     "awq for gemv": ("awq", {"version": "gemv"}, "with version 'gemv', and it is read with 'gemm'"),
     "awq without zeros": ("awq", {"zero_point": False}, "with zero_point False"),
-    "awq of whole rows": ("awq", {"group_size": -1}, "with group_size -1"),
+    "awq without groups": ("awq", {"group_size": -2}, "with group_size -2"),
     "nvfp4 in groups of 32": ("modelopt", {"group_size": 32}, "with group_size 32, and it is read"),
     "nvfp4 by awq": ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "modelopt NVFP4_AWQ: NVFP4_AWQ"),
     "blocks of fp8 by modelopt": (
@@ -334,9 +405,10 @@ def test_a_generator_says_what_is_not_read(made: Made, tmp_path: Path) -> None:
     copied(made.model, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"] = quantization_config(Int4Kind(48, True, False))
+    config["quantization_config"] = quantization_config(Int4Kind(32, True, False, "awq"))
+    config["quantization_config"]["bits"] = 3
     path.write_text(json.dumps(config))
-    with pytest.raises(SpeqError, match="with group_size 48, and it is read with 32 and multiples"):
+    with pytest.raises(SpeqError, match="with bits 3, and it is read with 4"):
         Generator.from_pretrained(tmp_path / "model", "64MiB")
 
 
