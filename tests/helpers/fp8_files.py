@@ -19,6 +19,16 @@ SETTINGS = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
+# Families that tests run in FP8, and their options.
+# Sizes that are several blocks, the last of which are shorter.
+LARGER = {"hidden_size": 160, "moe_intermediate_size": 144}
+FP8_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": LARGER,
+    "deepseek_v3": {},
+    "minimax_m2": {"hidden_size": 160, "intermediate_size": 144},
+    "laguna": {},
+    "hy_v3": {},
+}
 # What publishers leave in 16 bits.
 LEFT = re.compile(
     r"embed_tokens|embeddings|lm_head|norm|\.gate\.weight$|\.bias$|router|correction|eh_proj|"

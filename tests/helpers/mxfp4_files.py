@@ -15,6 +15,8 @@ from tests.helpers.tiny_models import experts_alone
 from tests.reference.scaled import E2M1 as VALUES
 from tests.reference.scaled import MXFP4_BLOCK as BLOCK
 
+# Families that tests run in MXFP4.
+MXFP4_FAMILIES = ("gpt_oss", "qwen3_moe")
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight$")
 
 

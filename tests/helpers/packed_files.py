@@ -136,6 +136,50 @@ class Nvfp4Kind:
         return {"config_groups": {"group_0": group}} | algorithm | producer
 
 
+# By family and what is its own: the checkpoints that tests run.
+KINDS: dict[str, Int4Kind | Nvfp4Kind] = {
+    "qwen3_moe": Int4Kind(32, True, False),
+    "deepseek_v3": Int4Kind(32, True, True),
+    "qwen2_moe": Int4Kind(64, False, True, halves=True),
+    "mixtral": Int4Kind(128, False, False),
+    "qwen3_moe by gptq": Int4Kind(128, True, True, "gptq"),
+    "deepseek_v3 by gptq": Int4Kind(64, False, True, "gptq"),
+    "mixtral by gptq_v2": Int4Kind(32, False, False, "gptq_v2"),
+    "qwen3_moe by act-order": Int4Kind(32, True, True, "gptq", order="static"),
+    "deepseek_v3 by act-order": Int4Kind(64, False, True, "gptq_v2", order="uneven"),
+    "qwen2_moe by act-order": Int4Kind(32, False, True, order="static"),
+    "mixtral of whole rows": Int4Kind(-1, False, True, "gptq"),
+    "qwen3_moe by channel": Int4Kind(-1, True, False),
+    "qwen2_moe in small groups": Int4Kind(16, False, True, "awq"),
+    "qwen3_moe by awq": Int4Kind(128, False, True, "awq"),
+    "qwen2_moe by awq": Int4Kind(32, False, True, "awq"),
+    "qwen3_moe by modelopt": Nvfp4Kind("modelopt", "nvfp4"),
+    "deepseek_v3 by modelopt, once": Nvfp4Kind("modelopt", beside=True),
+    "qwen2_moe by modelopt": Nvfp4Kind("modelopt", "fp8"),
+    "mixtral in nvfp4": Nvfp4Kind("compressed-tensors", "nvfp4"),
+}
+# Kinds that tests of a family's own run; None: FP8.
+FAMILY_KINDS: dict[str, list[Int4Kind | Nvfp4Kind | None]] = {
+    "qwen3_5_moe": [None],
+    "qwen3_vl_moe": [
+        None,
+        Int4Kind(32, True, False),
+        Int4Kind(64, False, False, "awq"),
+        Nvfp4Kind("modelopt", "nvfp4"),
+    ],
+    "nemotron_h": [None, Int4Kind(32, True, False), Nvfp4Kind("modelopt", "nvfp4")],
+}
+# Names of INT4 by who packed it.
+INT4_LABELS = {"compressed-tensors": "INT4", "awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ"}
+
+
+def label(kind: Int4Kind | Nvfp4Kind | None) -> str:
+    """Name of a format in documents."""
+    if kind is None:
+        return "FP8"
+    return "NVFP4" if isinstance(kind, Nvfp4Kind) else INT4_LABELS[kind.packing]
+
+
 def nvfp4_matrix(matrix: np.ndarray, divides: bool) -> Packed:
     """The nearest codes of a matrix [N, K], with scales as both publishers choose them."""
     blocks = matrix.reshape(len(matrix), -1, NVFP4_BLOCK)

@@ -13,5 +13,9 @@ FOLDERS = {
 }
 BUNDLED = ROOT / "models" / "tiny-moe"
 DATA = ROOT / "tests" / "data"
+# Metadata of published models lies here where whoever runs the tests has it: beside the checkout,
+# or beside the folder of its worktrees.
+BESIDE = [above / "shared" / "data" / "published" for above in (ROOT.parent, ROOT.parent.parent)]
+METADATA = next((each for each in BESIDE if each.is_dir()), BESIDE[0])
 # Routes recorded on the bundled model; `tests/data/README.md` says how.
 ROUTES = DATA / "routes-tiny-moe.json"

@@ -12,7 +12,8 @@ from speq.cli.demo import NEXT
 from speq.models.families import FAMILIES
 from speq.registries import CACHE_POLICIES, CODECS, DRAFTERS, PREFETCHERS
 from tests.helpers.command import parse
-from tools import pages, run_docs
+from tests.helpers.paths import METADATA
+from tools import models_page, pages, run_docs
 
 ROOT = Path(pages.__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -149,6 +150,38 @@ def test_python_of_pages_compiles() -> None:
 def test_pages_made_from_the_code_are_current(name: str) -> None:
     path = ROOT / "docs" / name
     assert path.read_text(encoding="utf-8") == pages.pages()[name], "run python tools/pages.py"
+
+
+def test_what_families_were_tested_on_is_current() -> None:
+    """What the tests' own lists say; cells of published files stay as they are."""
+    page = models_page.PAGE.read_text(encoding="utf-8")
+    assert models_page.with_tested(page) == page, "run python -m tools.models_page"
+
+
+@pytest.mark.skipif(not METADATA.is_dir(), reason="no metadata of published models lies here")
+def test_what_published_files_say_of_families_is_current() -> None:
+    page = models_page.PAGE.read_text(encoding="utf-8")
+    made = models_page.with_tested(page, METADATA)
+    assert made == page, "run python -m tools.models_page --published FOLDER"
+
+
+@pytest.mark.wide
+def test_what_fits_which_memory_is_current() -> None:
+    page = models_page.PAGE.read_text(encoding="utf-8")
+    assert models_page.with_memory(page) == page, "run python -m tools.models_page"
+
+
+def test_tables_of_models_have_rows_for_a_family_that_comes(tmp_path: Path) -> None:
+    """A page without rows, as with the rows of fewer families, gets all of them."""
+    page = models_page.PAGE.read_text(encoding="utf-8")
+    empty = models_page.with_table(page, models_page.TESTED_HEADS, [])
+    made = models_page.with_tested(empty)
+    rows = models_page.rows_in(made, models_page.TESTED_HEADS)
+    assert [row[0] for row in rows] == [f"`{name}`" for name in FAMILIES]
+    assert {tuple(row[-2:]) for row in rows} == {("-", "-")}
+    assert made.replace("\n", "").startswith(page.split("| `qwen2_moe` | 5")[0].replace("\n", ""))
+    with pytest.raises(SystemExit, match=r"has no table of \| family"):
+        models_page.rows_in("# Models", models_page.TESTED_HEADS)
 
 
 def test_readme_names_every_family() -> None:

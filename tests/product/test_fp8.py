@@ -34,7 +34,7 @@ from speq.models.opened import open_model
 from speq.planning.model_spec import useful_draft
 from speq.quantizing.models import pack, quantize
 from tests.helpers.cells import Cell, loaded, outcomes
-from tests.helpers.fp8_files import PUBLISHERS, SETTINGS, of_compressed, write_fp8
+from tests.helpers.fp8_files import FP8_FAMILIES, PUBLISHERS, SETTINGS, of_compressed, write_fp8
 from tests.helpers.gptq_files import Packing, write_gptq
 from tests.helpers.often import often
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model, write_perturbed
@@ -42,15 +42,6 @@ from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model, wr
 Folder = Callable[[str], Path]
 NEW_TOKENS = 60
 PROMPT = [*range(40, 60)]
-# Sizes that are several blocks, the last of which are shorter.
-LARGER = {"hidden_size": 160, "moe_intermediate_size": 144}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": LARGER,
-    "deepseek_v3": {},
-    "minimax_m2": {"hidden_size": 160, "intermediate_size": 144},
-    "laguna": {},
-    "hy_v3": {},
-}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
     @cache
     def folders(family: str) -> tuple[Path, Path]:
-        source = write_model(root / f"{family}-16", family, torch.bfloat16, **FAMILIES[family])
+        source = write_model(root / f"{family}-16", family, torch.bfloat16, **FP8_FAMILIES[family])
         scales = torch.bfloat16 if family == "qwen3_moe" else torch.float32
         words = root / f"{family}-words"
         return write_fp8(root / family, words, source, scales), words
@@ -131,7 +122,7 @@ def run_cell(cell: Cell, model: Path, words: Path, dtype: str, expected: list[in
     return outcomes(steps)
 
 
-@pytest.mark.parametrize("family", often(FAMILIES, quick=1, wide=2))
+@pytest.mark.parametrize("family", often(FP8_FAMILIES, quick=1, wide=2))
 def test_greedy_tokens_are_those_of_the_words(
     family: str, made: Callable[[str], tuple[Path, Path]], expected: Callable[[str, str], list[int]]
 ) -> None:
@@ -148,7 +139,7 @@ def test_greedy_tokens_in_float64(
     run_cell(cell, *made("qwen3_moe"), "float64", expected("qwen3_moe", "float64"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FP8_FAMILIES)
 def test_all_weights_are_the_words(
     family: str, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from speq.models.opened import open_model
 from speq.models.shape import config_in
 from speq.text.endings import end_ids
 from speq.text.tokenizer import NoTokenizer, load_tokenizer, tokens_of
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import METADATA
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
@@ -28,10 +28,6 @@ POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"
     f"oid sha256:{'0123456789abcdef' * 4}\nsize 4998821872\n"
 )
-# Metadata of published models lies here where whoever runs the tests has it.
-# Beside the checkout, or beside the folder of its worktrees.
-BESIDE = [above / "shared" / "data" / "published" for above in (ROOT.parent, ROOT.parent.parent)]
-METADATA = next((each for each in BESIDE if each.is_dir()), BESIDE[0])
 PUBLISHED = METADATA / "configs"
 
 

@@ -22,7 +22,7 @@ from speq.models.dequantised import load_dequantized
 from speq.models.opened import open_model
 from speq.quantizing.models import pack
 from tests.helpers.cells import Cell, loaded, outcomes
-from tests.helpers.mxfp4_files import write_mxfp4
+from tests.helpers.mxfp4_files import MXFP4_FAMILIES, write_mxfp4
 from tests.helpers.often import often
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
@@ -30,7 +30,7 @@ NEW_TOKENS = 60
 PROMPT = [*range(40, 60)]
 
 
-@pytest.fixture(scope="module", params=["gpt_oss", "qwen3_moe"])
+@pytest.fixture(scope="module", params=MXFP4_FAMILIES)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, Path]:

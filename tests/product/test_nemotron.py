@@ -17,17 +17,12 @@ from speq.models.length import Length
 from speq.models.mamba import Mamba, nemotron_states
 from speq.models.opened import open_model
 from tests.helpers.fp8_files import write_fp8
-from tests.helpers.packed_files import Int4Kind, Nvfp4Kind, write_packed
+from tests.helpers.packed_files import FAMILY_KINDS, Int4Kind, Nvfp4Kind, write_packed
 from tests.helpers.tiny_models import config_of, greedy_tokens, load_plain, write_model
 
 FAMILY = "nemotron_h"
 PROMPT, TOKENS = [*range(40, 70)], 24
 # Codecs, and how experts are published for them; None: FP8
-KINDS = {
-    "fp8": None,
-    "int4": Int4Kind(32, True, False, "compressed-tensors"),
-    "nvfp4": Nvfp4Kind("modelopt", "nvfp4"),
-}
 
 
 def run(model: Path) -> list[int]:
@@ -80,18 +75,18 @@ def test_experts_of_latent_rows(tmp_path: Path) -> None:
     assert run(model) == greedy_tokens(load_plain(model), PROMPT, TOKENS)
 
 
-@pytest.mark.parametrize("codec", KINDS)
-def test_experts_in_fewer_bits(codec: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FAMILY_KINDS[FAMILY])
+def test_experts_in_fewer_bits(kind: Int4Kind | Nvfp4Kind | None, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128}
     source = write_model(tmp_path / "source", FAMILY, torch.bfloat16, **sizes)
-    path, words, kind = tmp_path / "model", tmp_path / "words", KINDS[codec]
+    path, words = tmp_path / "model", tmp_path / "words"
     if kind is None:
         write_fp8(path, words, source)
     else:
         write_packed(path, words, source, kind)
     opened = open_model(path)
     opened.close()
-    assert opened.store.codec.name == codec
+    assert opened.store.codec.name == ("fp8" if kind is None else kind.codec)
     assert run(path) == greedy_tokens(load_plain(words), PROMPT, TOKENS)
 
 

@@ -27,32 +27,11 @@ from speq.planning.model_spec import ModelSpec
 from speq.quantizing.models import pack
 from tests.helpers.cells import Cell, loaded, outcomes
 from tests.helpers.often import often
-from tests.helpers.packed_files import Int4Kind, Nvfp4Kind, quantization_config, write_packed
+from tests.helpers.packed_files import KINDS, Int4Kind, Nvfp4Kind, quantization_config, write_packed
 from tests.helpers.tiny_models import experts_alone, greedy_tokens, load_plain, write_model
 
 NEW_TOKENS = 60
 PROMPT = [*range(40, 60)]
-KINDS: dict[str, Int4Kind | Nvfp4Kind] = {
-    "qwen3_moe": Int4Kind(32, True, False),
-    "deepseek_v3": Int4Kind(32, True, True),
-    "qwen2_moe": Int4Kind(64, False, True, halves=True),
-    "mixtral": Int4Kind(128, False, False),
-    "qwen3_moe by gptq": Int4Kind(128, True, True, "gptq"),
-    "deepseek_v3 by gptq": Int4Kind(64, False, True, "gptq"),
-    "mixtral by gptq_v2": Int4Kind(32, False, False, "gptq_v2"),
-    "qwen3_moe by act-order": Int4Kind(32, True, True, "gptq", order="static"),
-    "deepseek_v3 by act-order": Int4Kind(64, False, True, "gptq_v2", order="uneven"),
-    "qwen2_moe by act-order": Int4Kind(32, False, True, order="static"),
-    "mixtral of whole rows": Int4Kind(-1, False, True, "gptq"),
-    "qwen3_moe by channel": Int4Kind(-1, True, False),
-    "qwen2_moe in small groups": Int4Kind(16, False, True, "awq"),
-    "qwen3_moe by awq": Int4Kind(128, False, True, "awq"),
-    "qwen2_moe by awq": Int4Kind(32, False, True, "awq"),
-    "qwen3_moe by modelopt": Nvfp4Kind("modelopt", "nvfp4"),
-    "deepseek_v3 by modelopt, once": Nvfp4Kind("modelopt", beside=True),
-    "qwen2_moe by modelopt": Nvfp4Kind("modelopt", "fp8"),
-    "mixtral in nvfp4": Nvfp4Kind("compressed-tensors", "nvfp4"),
-}
 WIDTHS = {"mixtral": "intermediate_size"}
 
 

@@ -15,7 +15,7 @@ from speq import Generator, SpeqError
 from speq.models.opened import open_model
 from tests.helpers.cells import Folder
 from tests.helpers.fp8_files import write_fp8
-from tests.helpers.packed_files import Int4Kind, Nvfp4Kind, write_packed
+from tests.helpers.packed_files import FAMILY_KINDS, Int4Kind, Nvfp4Kind, write_packed
 from tests.helpers.picture_files import FILE, PREFIX, fused, stored_tensors
 from tests.helpers.tiny_models import (
     FUSED,
@@ -27,12 +27,6 @@ from tests.helpers.tiny_models import (
 )
 
 FAMILY = "qwen3_vl_moe"
-KINDS = [
-    None,
-    Int4Kind(32, True, False, "compressed-tensors"),
-    Int4Kind(64, False, False, "awq"),
-    Nvfp4Kind("modelopt", "nvfp4"),
-]
 PROMPT, TOKENS = [*range(40, 70)], 24
 
 
@@ -100,7 +94,7 @@ def test_a_square_matrix_is_read_as_the_other_one_lies(width: int, tmp_path: Pat
     assert run(path) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAMILY_KINDS[FAMILY])
 def test_codes_of_experts_alone_run(kind: Int4Kind | Nvfp4Kind | None, tmp_path: Path) -> None:
     """As vendors publish such models in fewer bits. None: FP8"""
     sizes = {"hidden_size": 192, "moe_intermediate_size": 128}
