@@ -111,16 +111,16 @@ def tested_rows(rows: list[list[str]], folder: Path | None) -> Iterator[list[str
     for shape in SHAPES.values():
         sizes[shape.family].add(shape.model)
     for name, families in (("FP8", FP8_FAMILIES), ("MXFP4", MXFP4_FAMILIES)):
-        for family in families:
-            formats[family].add(name)
+        for each in families:
+            formats[each].add(name)
     for name, kind in KINDS.items():
         formats[name.split()[0]].add(label(kind))
-    for family, kinds in FAMILY_KINDS.items():
-        formats[family].update(map(label, kinds))
+    for name, kinds in FAMILY_KINDS.items():
+        formats[name].update(map(label, kinds))
     there = {row[0]: row[-FROM_FOLDER:] for row in rows}
     if folder is not None:
         found = configurations(folder / "configs"), indexes(folder / "indexes")
-        there = {f"`{name}`": [listed(each[name]) for each in found] for name in FAMILIES}
+        there = {f"`{name}`": [listed(names[name]) for names in found] for name in FAMILIES}
     for name, family in FAMILIES.items():
         own = family.since, listed(sizes[name]), listed(formats[name])
         yield [f"`{name}`", *own, *there.get(f"`{name}`", ["-"] * FROM_FOLDER)]

@@ -19,7 +19,7 @@ from speq.bench.shapes.routes import biases
 from speq.experts.expert_names import FUSED, PROJECTIONS, Stacked
 from speq.files import published_format as form
 from speq.files.fp8_settings import INVERSE, SQUARES
-from speq.files.packing import COMPRESSED, MODELOPT, NVFP4_BLOCK
+from speq.files.packing import COMPRESSED, MODELOPT, MXFP4_BLOCK, NVFP4_BLOCK
 from speq.models.bounds import EMBEDDING, LAYER
 from speq.models.family import Family
 from speq.models.shape import SKELETON_DTYPE, ModelShape, skeleton
@@ -186,7 +186,7 @@ def _experts(family: Family, shape: ModelShape, layer: int, weights: str) -> Ite
             turned = replace(plain, shape=(count, columns, rows), column=zero)
             yield replace(plain, row=zero) if family.stacked is Stacked.ROWS else turned
             continue
-        blocks = (count, rows, columns // form.MXFP4_BLOCK)
+        blocks = (count, rows, columns // MXFP4_BLOCK)
         codes = replace(plain, name=plain.name + form.BLOCKS, dtype=form.MXFP4_DTYPE, row=zero)
         yield replace(codes, shape=(*blocks, form.MXFP4_BLOCK_BYTES))
         power = round(log2(spread / MXFP4_SPREAD)) + 127

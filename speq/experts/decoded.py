@@ -2,11 +2,12 @@
 of experts that no kernel multiplies.
 """
 
+import torch
 from torch import Tensor
 
 from speq.errors import CheckpointError, present
 from speq.files.coded_tensors import CodedTensors
-from speq.files.packing import INT4
+from speq.files.packing import INT4, MXFP4
 from speq.files.published_format import FP8_DTYPE
 from speq.files.safetensors_file import OTHER_VERSION
 from speq.kernels.scaled_words import ROWS, fp8_words, int4_words, mxfp4_words, nvfp4_words
@@ -31,6 +32,8 @@ def decode(coded: CodedTensors, name: str) -> Tensor:
         return fp8_words(codes, scales.view(blocks.scales_shape(*codes.shape)), *blocks)
     if packing is not None and packing.format == INT4:
         return int4_words(*packing.unpack(codes, scales, third), _order(coded, name))
+    if packing is not None and packing.format == MXFP4:
+        return mxfp4_words(codes, scales.view(torch.uint8))
     if packing is not None:
         third = present(third, "codes of NVFP4 have no scale of their matrix")
         return nvfp4_words(codes, scales, third, packing.divides)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from speq.errors import CheckpointError, UnsupportedError
+from speq.errors import CheckpointError, UnsupportedError, present
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, own_codec
 from speq.experts.decoded import decode, decoding_bytes, stored_bytes
 from speq.experts.expert_names import (
@@ -28,11 +28,10 @@ from speq.experts.packed_draft import TiedDraft
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.checkpoint import Checkpoint
 from speq.files.coded_tensors import CodedTensors
-from speq.files.packing import NVFP4_BLOCK, CodePacking, Turned
+from speq.files.packing import MXFP4_BLOCK, NVFP4_BLOCK, CodePacking, InTurns, Turned
 from speq.files.published_format import (
     FP8,
     MXFP4,
-    MXFP4_BLOCK,
     MXFP4_BLOCK_BYTES,
     NVFP4,
     WORDS,
@@ -49,6 +48,7 @@ from speq.kernels.scaled_layout import (
 
 # A file, an offset in it and a number of bytes.
 Range = tuple[SafetensorsFile, int, int]
+NO_SCALES = "codes that were checked have no scales"
 # Dtype of scales that take so many times as much in float32.
 WIDENED = {2: torch.bfloat16, 4: torch.float8_e8m0fnu}
 
@@ -70,7 +70,8 @@ class TensorPart:
     """A range of a shard, and its place in a packed expert.
 
     widened  dtype of scales that the packed expert has in float32; None: they are as on disk
-    turned   how to transpose it, if it is transposed on disk
+    turned   how to transpose it, if it is transposed on disk, or where its rows belong, if they are
+             every other row
     codes    name of codes that no kernel multiplies, which are decoded as they are read; None: the
              range is read as it is
     """
@@ -79,7 +80,7 @@ class TensorPart:
     at: int
     codes: str | None = None
     widened: torch.dtype | None = None
-    turned: Turned | None = None
+    turned: Turned | InTurns | None = None
 
 
 class ExpertStore(Protocol):
@@ -322,7 +323,8 @@ class SafetensorsExpertStore:
                     read_bytes += stored_bytes(self._coded, part.codes)
                     continue
                 file, offset, nbytes = part.range
-                room = slot[part.at : part.at + nbytes]
+                in_turns = isinstance(part.turned, InTurns)
+                room = slot[part.at : part.at + (2 * nbytes if in_turns else nbytes)]
                 into = room if part.turned is None else buffers.turned[:nbytes]
                 read_bytes += file.read_scattered(offset, into, buffers.ends)
                 if part.turned is not None:
@@ -361,7 +363,8 @@ def turned_bytes(shape: ExpertShape, stacked: Stacked, packing: CodePacking | No
     """Bytes of a reading thread's buffer for a matrix that is transposed on disk."""
     weights = max(prod(shape.gate_up_shape), prod(shape.down_shape))
     if packing is not None and shape.published != WORDS:
-        return prod(shape.down_shape) // 2 if packing.turned else 0
+        turned_codes = packing.turned or shape.published == MXFP4
+        return prod(shape.down_shape) // 2 if turned_codes else 0
     turned = stacked is not Stacked.ROWS and shape.published == WORDS
     return weights * shape.dtype.itemsize if turned else 0
 
@@ -442,6 +445,8 @@ def parts_of(
         places = zip(matrices, ends, turned, strict=False)
         return [TensorPart(each.range, at, turned=turn) for each, at, turn in places]
     parts, layout = [], layout_of(shape)
+    if shape.published == MXFP4 and packing is not None:
+        return parts_in_turns(layout, matrices)
     kinds = zip(matrices, layout.parts, layout.matrices, strict=True)
     for matrix, sections, (rows, columns) in kinds:
         turns: tuple[Turned | None, ...] = (None, None, None)
@@ -452,6 +457,17 @@ def parts_of(
             if range_ is not None:
                 widened = WIDENED.get(section.nbytes // range_[2])
                 parts.append(TensorPart(range_, section.at, widened=widened, turned=turn))
+    return parts
+
+
+def parts_in_turns(layout: ScaledLayout, matrices: list[Matrix]) -> list[TensorPart]:
+    """Places of gate, up and down, and of their scales, where rows of gate and up are in turns."""
+    (gate_up, _), parts = layout.matrices, []
+    for at, matrix in enumerate(matrices):
+        sections = layout.parts[at == len(matrices) - 1]
+        turned = InTurns(gate_up[0] // 2, at) if at < len(matrices) - 1 else None
+        for range_, section in zip((matrix.range, matrix.scales), sections, strict=True):
+            parts.append(TensorPart(present(range_, NO_SCALES), section.at, turned=turned))
     return parts
 
 
@@ -484,7 +500,7 @@ def check_groups(shape: ExpertShape, where: Path) -> None:
             "16-bit checkpoint"
         )
     sizes = shape.hidden_size, shape.expert_width
-    group = 2 * NVFP4_BLOCK if shape.published == NVFP4 else 1
+    group = {NVFP4: 2 * NVFP4_BLOCK, MXFP4: MXFP4_BLOCK}.get(shape.published, 1)
     group = group if shape.groups is None else shape.groups.size
     if any(size % group for size in sizes):
         raise UnsupportedError(

@@ -10,6 +10,7 @@ from speq.files.packing import (
     CODES_PER_WORD,
     COMPRESSED,
     MODELOPT,
+    MXFP4_BLOCK,
     NVFP4_BLOCK,
     CodePacking,
     Int4Groups,
@@ -34,6 +35,8 @@ from speq.files.safetensors_file import OTHER_VERSION, SafetensorsFile, TensorIn
 
 # End of the name of the scale of a module's inputs.
 INPUT_SCALE = ".input_scale"
+# Dtypes of exponents of MXFP4.
+MXFP4_SCALES = (MXFP4_DTYPE, torch.float8_e8m0fnu)
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
 
 
@@ -44,6 +47,7 @@ class CodedTensors:
     packing  of INT4 and NVFP4; None for other formats
     groups   of INT4, with the dtype of its scales; None for other formats
     fp8      what shares a scale in FP8
+    blocks   whether codes are MXFP4 in tensors of blocks, as gpt_oss's
     held     format of experts in slots
     ordered  whether a tensor says which input is of which group
     """
@@ -51,6 +55,7 @@ class CodedTensors:
     def __init__(self, tensors: Tensors, published: PublishedFormat) -> None:
         self.tensors, self.format, self.fp8 = tensors, published.name, published.fp8
         self.held, packed = published.held, published.packed
+        self.blocks = self.format == MXFP4 and packed is None
         self.ordered = packed is not None and packed.ordered
         self.packing: CodePacking | None = None if packed is None else packed.packing
         self.groups: Int4Groups | None = None
@@ -62,7 +67,7 @@ class CodedTensors:
     def is_coded(self, name: str) -> bool:
         """True if a tensor is codes in the checkpoint's published format."""
         dtype = self.tensors[name][1].dtype
-        if self.format == MXFP4:
+        if self.blocks:
             return dtype == MXFP4_DTYPE and name.endswith(BLOCKS)
         if self.packing is not None:
             return dtype in self._dtypes(self.packing) and name.endswith(self.packing.codes)
@@ -75,7 +80,7 @@ class CodedTensors:
 
     def beside_codes(self, name: str) -> tuple[str, ...]:
         """Names of the tensors that belong to a tensor of codes, of which some may be absent."""
-        if self.format == MXFP4:
+        if self.blocks:
             return (name.removesuffix(BLOCKS) + BLOCK_SCALES,)
         if self.packing is None:
             return name + self.fp8.scales, name.removesuffix(PLAIN) + INPUT_SCALE
@@ -85,7 +90,7 @@ class CodedTensors:
     def is_beside(self, name: str) -> bool:
         """True if a tensor belongs to one of codes, whose other dtypes are words'."""
         words = words_name(name)
-        codes = words + BLOCKS if self.format == MXFP4 else words
+        codes = words + BLOCKS if self.blocks else words
         if self.packing is not None:
             codes = words.removesuffix(PLAIN) + self.packing.codes
         return codes in self.tensors and self.is_coded(codes) and name in self.beside_codes(codes)
@@ -150,12 +155,14 @@ class CodedTensors:
             shape = self.packing.scales_shape(rows, self.groups.count(columns))
             return (self.groups.dtype,), (shape,)
         if self.packing is not None:
-            self._check_nvfp4(name)
+            self._check_floats(name)
             if info.dtype == FP8_DTYPE:
                 return (torch.float32,), ((), (1,))
             rows, columns = self.packing.matrix_shape(info.shape)
+            if self.format == MXFP4:
+                return MXFP4_SCALES, ((rows, columns // MXFP4_BLOCK),)
             return (FP8_DTYPE,), ((rows, columns // NVFP4_BLOCK),)
-        if self.format == MXFP4:
+        if self.blocks:
             whole = len(info.shape) > 1 and info.shape[-1] == MXFP4_BLOCK_BYTES
             return (MXFP4_DTYPE,), ((info.shape[:-1],) if whole else ())
         if len(info.shape) != 2:
@@ -169,7 +176,7 @@ class CodedTensors:
         shapes = of_blocks, (), (1,), of_blocks[:1]
         return SCALE_DTYPES, tuple(each for each in shapes if prod(each) == prod(of_blocks))
 
-    def _check_nvfp4(self, name: str) -> None:
+    def _check_floats(self, name: str) -> None:
         """Raise SpeqError unless codes are whole blocks with a scale of the matrix, and multiplied
         by inputs as they are.
         """
@@ -183,11 +190,15 @@ class CodedTensors:
             )
         if info.dtype == FP8_DTYPE:
             return
-        if len(info.shape) != 2 or self.matrix_shape(name)[1] % NVFP4_BLOCK:
+        block = MXFP4_BLOCK if self.format == MXFP4 else NVFP4_BLOCK
+        if len(info.shape) != 2 or self.matrix_shape(name)[1] % block:
             raise CheckpointError(
-                f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; of NVFP4 codes it "
-                f"must be of rows of whole blocks of {NVFP4_BLOCK}, two to a byte; {OTHER_VERSION}"
+                f"{file.path}: tensor {name} is {info.dtype} {list(info.shape)}; of "
+                f"{self.format.upper()} codes it must be of rows of whole blocks of {block}, two "
+                f"to a byte; {OTHER_VERSION}"
             )
+        if self.format == MXFP4:
+            return
         found = self.tensors.get(third)
         if found is None or found[1].dtype != torch.float32 or found[1].nbytes != 4:
             said = "is absent" if found is None else f"is {found[1].dtype} {list(found[1].shape)}"

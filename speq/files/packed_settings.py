@@ -10,11 +10,13 @@ from speq.errors import UnsupportedError
 from speq.files.packing import (
     AWQ,
     COMPRESSED,
+    COMPRESSED_MXFP4,
     COMPRESSED_NVFP4,
     COMPRESSED_TENSORS,
     GPTQ,
     GPTQ_V2,
     MODELOPT,
+    MXFP4_BLOCK,
     NVFP4_BLOCK,
     CodePacking,
     Int4Groups,
@@ -24,7 +26,8 @@ from speq.files.packing import (
 INT4_GROUP = 32
 # Size of groups that are all inputs.
 WHOLE_ROW = -1
-PACK_QUANTIZED, NVFP4_PACKED = "pack-quantized", "nvfp4-pack-quantized"
+PACK_QUANTIZED = "pack-quantized"
+NVFP4_PACKED, MXFP4_PACKED = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 # ModelOpt's names of what is read: of all layers, and of some where layers differ.
 NVFP4_ALGORITHMS, MIXED = ("NVFP4", "W4A16_NVFP4"), "MIXED_PRECISION"
 # What compressed-tensors calls groups of inputs in another order.
@@ -35,7 +38,7 @@ ORIGINAL = "give the original 16- or 32-bit checkpoint, whose output is the one 
 class PackedSettings(NamedTuple):
     """How a checkpoint is packed.
 
-    groups   of INT4, of which the dtype of scales is a guess; None for NVFP4
+    groups   of INT4, of which the dtype of scales is a guess; None for other formats
     ordered  whether a tensor says which input is of which group (act-order)
     """
 
@@ -85,16 +88,19 @@ def _compressed(settings: dict[str, Any], where: Path) -> PackedSettings:
     groups = groups if isinstance(groups, dict) else {}
     kinds = [each for each in groups.values() if isinstance(each, dict)]
     form, given = settings.get("format"), kinds[0].get("weights") if kinds else None
-    known = form in (PACK_QUANTIZED, NVFP4_PACKED)
+    known = form in (PACK_QUANTIZED, NVFP4_PACKED, MXFP4_PACKED)
     if not known or len(kinds) != 1 or not isinstance(given, dict):
         raise UnsupportedError(
             f"{where} is quantised (compressed-tensors) in the format {form!r} with "
-            f"{len(kinds)} groups of modules, and one group in {PACK_QUANTIZED!r} or "
-            f"{NVFP4_PACKED!r} is read; {ORIGINAL}"
+            f"{len(kinds)} groups of modules, and one group in {PACK_QUANTIZED!r}, "
+            f"{NVFP4_PACKED!r} or {MXFP4_PACKED!r} is read; {ORIGINAL}"
         )
     if form == NVFP4_PACKED:
-        _check_nvfp4(COMPRESSED_TENSORS, given, where)
+        _check_floats(COMPRESSED_TENSORS, given, where)
         return PackedSettings(COMPRESSED_NVFP4)
+    if form == MXFP4_PACKED:
+        _check_floats(COMPRESSED_TENSORS, given, where, MXFP4_BLOCK)
+        return PackedSettings(COMPRESSED_MXFP4)
     symmetric, strategy = given.get("symmetric", True), given.get("strategy", "group")
     wanted = {
         "num_bits": Wanted(given.get("num_bits") == 4, 4),
@@ -132,18 +138,21 @@ def _modelopt(settings: dict[str, Any], where: Path) -> PackedSettings:
         )
     groups = settings.get("config_groups")
     alike = groups.values() if said != MIXED and isinstance(groups, dict) else ()
-    _check_nvfp4("modelopt", settings, where)
+    _check_floats("modelopt", settings, where)
     for weights in (each.get("weights") for each in alike if isinstance(each, dict)):
-        _check_nvfp4("modelopt", weights if isinstance(weights, dict) else {}, where)
+        _check_floats("modelopt", weights if isinstance(weights, dict) else {}, where)
     return PackedSettings(MODELOPT)
 
 
-def _check_nvfp4(method: str, given: dict[str, Any], where: Path) -> None:
-    """Raise SpeqError unless weights are codes of four bits in blocks of 16."""
+def _check_floats(
+    method: str, given: dict[str, Any], where: Path, block: int = NVFP4_BLOCK
+) -> None:
+    """Raise SpeqError unless weights are codes of four bits in blocks of so many."""
     wanted = {
         "num_bits": Wanted(given.get("num_bits", 4) == 4, 4),
         "type": Wanted(given.get("type", "float") == "float", "float"),
-        "group_size": Wanted(given.get("group_size", NVFP4_BLOCK) == NVFP4_BLOCK, NVFP4_BLOCK),
+        "group_size": Wanted(given.get("group_size", block) == block, block),
+        "symmetric": Wanted(given.get("symmetric", True) is True, True),
     }
     check_settings(method, given, wanted, where)
 

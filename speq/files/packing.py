@@ -17,6 +17,11 @@ divided by it (compressed-tensors):
 
     codes [N, K / 2] uint8, scales [N, K / 16] float8_e4m3fn, one float32
 
+**MXFP4** of compressed-tensors, in blocks of 32 inputs, likewise. A weight is its e2m1 code times a
+power of 2:
+
+    codes [N, K / 2] uint8, scales [N, K / 32] uint8, exponents with a bias of 127
+
 Sources: https://github.com/vllm-project/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ,
 https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ,
 https://github.com/NVIDIA/Model-Optimizer.
@@ -30,9 +35,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-INT4, NVFP4 = "int4", "nvfp4"
+INT4, NVFP4, MXFP4 = "int4", "nvfp4", "mxfp4"
 CODES_PER_WORD = 8
-NVFP4_BLOCK = 16
+NVFP4_BLOCK, MXFP4_BLOCK = 16, 32
 # A 1 in each zero point of an int32.
 ONES = 0x11111111
 # Place in an int32 of AWQ of each of eight outputs.
@@ -101,10 +106,26 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
+class InTurns:
+    """Rows that are every other row of a matrix of gate and up.
+
+    rows   how many
+    first  0: of gate; 1: of up
+    """
+
+    rows: int
+    first: int
+
+    def put(self, stored: Tensor, room: Tensor) -> None:
+        """Write rows [n] uint8 into the matrix `room` [2 n] uint8."""
+        room.view(self.rows, 2, -1)[:, self.first] = stored.view(self.rows, -1)
+
+
+@dataclass(frozen=True, slots=True)
 class CodePacking:
     """What a publisher's tensors of a matrix are called, and how they lie.
 
-    format   INT4 or NVFP4
+    format   INT4, NVFP4 or MXFP4
     codes, scales, third  ends of names; third: zero points, or the scale of the matrix
     others   ends of what belongs to a matrix besides
     order    of these, the end of the groups of inputs [K] int32, where inputs are in another order
@@ -249,4 +270,9 @@ COMPRESSED_NVFP4 = CodePacking(
     others=(".input_global_scale",),
     divides=True,
 )
-PACKINGS = (COMPRESSED, GPTQ_V2, GPTQ, AWQ, MODELOPT, COMPRESSED_NVFP4)
+COMPRESSED_MXFP4 = CodePacking(
+    *(COMPRESSED_TENSORS, MXFP4, ".weight_packed", ".weight_scale", ".weight_zero_point"),
+    others=(".input_global_scale",),
+    room=1,
+)
+PACKINGS = (COMPRESSED, GPTQ_V2, GPTQ, AWQ, MODELOPT, COMPRESSED_NVFP4, COMPRESSED_MXFP4)

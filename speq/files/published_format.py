@@ -9,11 +9,10 @@ from speq.errors import CheckpointError, UnsupportedError
 from speq.files.fp8_settings import INVERSE, PLAIN_SCALE, Fp8Settings, read_fp8
 from speq.files.json_file import read_json
 from speq.files.packed_settings import ORIGINAL, PackedSettings, read_settings
-from speq.files.packing import INT4, NVFP4, PACKINGS
+from speq.files.packing import INT4, MXFP4, NVFP4, PACKINGS
 
 WORDS = "words"
 FP8 = "fp8"
-MXFP4 = "mxfp4"
 # Quantized formats. Each has a codec of the same name.
 FORMATS = (FP8, MXFP4, INT4, NVFP4)
 
@@ -38,7 +37,7 @@ DECODED = (
 FP8_DTYPE = torch.float8_e4m3fn
 # Suffixes of MXFP4 codes and their scales, after the name of the plain weights.
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
-MXFP4_DTYPE, MXFP4_BLOCK, MXFP4_BLOCK_BYTES = torch.uint8, 32, 16
+MXFP4_DTYPE, MXFP4_BLOCK_BYTES = torch.uint8, 16
 # The last are powers of 2 (UE8M0).
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 # End of the names of plain weights.

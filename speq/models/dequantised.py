@@ -11,7 +11,7 @@ from speq.experts.decoded import decode
 from speq.experts.expert_names import FUSED, Stacked
 from speq.experts.expert_store import stacked_in
 from speq.files.checkpoint import Checkpoint
-from speq.files.published_format import MXFP4, WORDS, words_name
+from speq.files.published_format import WORDS, words_name
 from speq.models.families import family_of
 from speq.models.shape import hf_config
 
@@ -55,7 +55,7 @@ def words_of(checkpoint: Checkpoint, name: str) -> Tensor:
     """
     words = decode(checkpoint.coded, name)
     stacked = family_of(checkpoint.config, checkpoint.path).stacked
-    turned = checkpoint.format == MXFP4 and stacked is Stacked.INTERLEAVED
+    turned = checkpoint.coded.blocks and stacked is Stacked.INTERLEAVED
     return words.mT.contiguous() if turned else words
 
 

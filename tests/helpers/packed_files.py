@@ -10,9 +10,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.mxfp4_files import coded as mxfp4_codes
 from tests.helpers.tiny_models import experts_alone
 from tests.reference.packed_int4 import OFFSET, packed, packed_awq, packed_gptq
-from tests.reference.scaled import E2M1, NVFP4_BLOCK, bfloat16_bits, e4m3_values, nvfp4_words
+from tests.reference.scaled import (
+    E2M1,
+    MXFP4_BLOCK,
+    NVFP4_BLOCK,
+    bfloat16_bits,
+    e4m3_values,
+    nvfp4_words,
+)
 
 EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 # What quantisers leave as it is, routers among them.
@@ -136,8 +144,47 @@ class Nvfp4Kind:
         return {"config_groups": {"group_0": group}} | algorithm | producer
 
 
+@dataclass(frozen=True)
+class Mxfp4Kind:
+    """How a checkpoint in MXFP4 by compressed-tensors is packed.
+
+    dense  whether dense layers are in MXFP4 as well
+    """
+
+    dense: bool
+    codec: ClassVar[str] = "mxfp4"
+    group: ClassVar[int] = MXFP4_BLOCK
+
+    def takes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a matrix is put into codes."""
+        return coded(name, self.dense) and tensor.shape[1] % self.group == 0
+
+    def pack(self, name: str, matrix: np.ndarray) -> Packed:
+        codes, scales, words = mxfp4_codes(matrix)
+        tensors = {
+            "weight_packed": torch.from_numpy(codes.reshape(len(codes), -1)),
+            "weight_scale": torch.from_numpy(scales),
+        }
+        return Packed(tensors, torch.from_numpy(words).bfloat16())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As Kimi-K3 is published."""
+        weights = {
+            **{"actorder": None, "block_structure": None, "dynamic": False, "group_size": 32},
+            **{"num_bits": 4, "scale_dtype": "torch.uint8", "strategy": "group"},
+            **{"symmetric": True, "type": "float", "zp_dtype": None},
+        }
+        modules = {"weights": weights, "input_activations": None, "targets": ["Linear"]}
+        return {
+            **{"config_groups": {"group_0": modules}, "format": "mxfp4-pack-quantized"},
+            **{"quant_method": "compressed-tensors", "ignore": ["lm_head"]},
+        }
+
+
+Kind = Int4Kind | Nvfp4Kind | Mxfp4Kind
 # By family and what is its own: the checkpoints that tests run.
-KINDS: dict[str, Int4Kind | Nvfp4Kind] = {
+KINDS: dict[str, Kind] = {
     "qwen3_moe": Int4Kind(32, True, False),
     "deepseek_v3": Int4Kind(32, True, True),
     "qwen2_moe": Int4Kind(64, False, True, halves=True),
@@ -156,6 +203,7 @@ KINDS: dict[str, Int4Kind | Nvfp4Kind] = {
     "qwen3_moe by modelopt": Nvfp4Kind("modelopt", "nvfp4"),
     "deepseek_v3 by modelopt, once": Nvfp4Kind("modelopt", beside=True),
     "qwen2_moe by modelopt": Nvfp4Kind("modelopt", "fp8"),
+    "qwen3_moe in mxfp4": Mxfp4Kind(True),
     "mixtral in nvfp4": Nvfp4Kind("compressed-tensors", "nvfp4"),
 }
 # Kinds that tests of a family's own run; None: FP8.
@@ -173,11 +221,11 @@ FAMILY_KINDS: dict[str, list[Int4Kind | Nvfp4Kind | None]] = {
 INT4_LABELS = {"compressed-tensors": "INT4", "awq": "AWQ", "gptq": "GPTQ", "gptq_v2": "GPTQ"}
 
 
-def label(kind: Int4Kind | Nvfp4Kind | None) -> str:
+def label(kind: Kind | None) -> str:
     """Name of a format in documents."""
     if kind is None:
         return "FP8"
-    return "NVFP4" if isinstance(kind, Nvfp4Kind) else INT4_LABELS[kind.packing]
+    return INT4_LABELS[kind.packing] if isinstance(kind, Int4Kind) else kind.codec.upper()
 
 
 def nvfp4_matrix(matrix: np.ndarray, divides: bool) -> Packed:
@@ -298,7 +346,7 @@ def quantization_config(kind: Int4Kind) -> dict[str, Any]:
     }
 
 
-def write_packed(path: Path, words_path: Path, source: Path, kind: Int4Kind | Nvfp4Kind) -> Path:
+def write_packed(path: Path, words_path: Path, source: Path, kind: Kind) -> Path:
     """A model of that kind in `path`, and what it stands for in `words_path`."""
     published: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}

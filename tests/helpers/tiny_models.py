@@ -692,8 +692,11 @@ def put_matrices(experts: Any, at: int, gate_up: torch.Tensor, down: torch.Tenso
 
 def up_of(experts: Any) -> torch.Tensor:
     """What is before the activation of all of transformers' experts of a layer."""
-    up: torch.Tensor = getattr(experts, "gate_up_proj", None)
-    return experts.up_proj if up is None else up
+    up: torch.Tensor | None = getattr(experts, "gate_up_proj", None)
+    of_ungated: torch.Tensor | None = getattr(experts, "up_proj", None)
+    found = of_ungated if up is None else up
+    assert found is not None
+    return found
 
 
 def model_name(stored: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
@@ -27,7 +28,14 @@ from speq.planning.model_spec import ModelSpec
 from speq.quantizing.models import pack
 from tests.helpers.cells import Cell, loaded, outcomes
 from tests.helpers.often import often
-from tests.helpers.packed_files import KINDS, Int4Kind, Nvfp4Kind, quantization_config, write_packed
+from tests.helpers.packed_files import (
+    KINDS,
+    Int4Kind,
+    Mxfp4Kind,
+    Nvfp4Kind,
+    quantization_config,
+    write_packed,
+)
 from tests.helpers.tiny_models import experts_alone, greedy_tokens, load_plain, write_model
 
 NEW_TOKENS = 60
@@ -169,8 +177,12 @@ def test_words_of_experts_are_those_of_the_format(made: Made) -> None:
         opened.close()
 
 
-COMPRESSED = ["qwen3_moe", "deepseek_v3", "mixtral", "mixtral in nvfp4"]
-COMPRESSORS = {"int4": PackedQuantizationCompressor, "nvfp4": NVFP4PackedCompressor}
+COMPRESSED = ["qwen3_moe", "deepseek_v3", "mixtral", "mixtral in nvfp4", "qwen3_moe in mxfp4"]
+COMPRESSORS = {
+    "int4": PackedQuantizationCompressor,
+    "nvfp4": NVFP4PackedCompressor,
+    "mxfp4": MXFP4PackedCompressor,
+}
 
 
 @pytest.mark.parametrize("made", COMPRESSED, indirect=True)
@@ -264,6 +276,9 @@ def drop(end: str) -> Callable[[Tensors], None]:
         ),
         ("compressed-tensors", change("weight_zero_point", torch.zeros(16, 2).int()), "otherwise"),
         ("compressed-tensors", change("weight_g_idx", torch.zeros(64).int()), "has no actorder"),
+        ("mxfp4", drop("weight_scale"), "lacks its scales, .*down_proj.weight_scale"),
+        ("mxfp4", cut("weight_scale"), r"mxfp4 codes \[128, 32\] it must be .* \[128, 2\]"),
+        ("mxfp4", change("weight_packed", torch.ones(128, 8).byte()), "of whole blocks of 32, two"),
         ("act-order", drop("g_idx"), r"groups of inputs of .*, is absent; it must be int32 \[64\]"),
         ("act-order", cut("g_idx"), r"is torch.int32 \[63\]; it must be int32 \[64\]"),
         ("gptq", drop("scales"), "lacks its scales, .*down_proj.scales"),
@@ -299,10 +314,12 @@ def test_parts_that_are_absent_or_wrong(
 ) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     source = write_model(tmp_path / "16", "qwen3_moe", torch.bfloat16, **sizes)
-    kind: Int4Kind | Nvfp4Kind = Int4Kind(32, True, False, packing)
-    if packing in ("modelopt", "act-order"):
-        ordered = Int4Kind(32, True, False, "gptq", order="static")
-        kind = Nvfp4Kind(packing) if packing == "modelopt" else ordered
+    others = {
+        "modelopt": Nvfp4Kind("modelopt"),
+        "mxfp4": Mxfp4Kind(False),
+        "act-order": Int4Kind(32, True, False, "gptq", order="static"),
+    }
+    kind = others.get(packing) or Int4Kind(32, True, False, packing)
     write_packed(tmp_path / "model", tmp_path / "words", source, kind)
     tensors = copied(tmp_path / "model", tmp_path / "damaged")
     damage(tensors)
@@ -324,9 +341,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
         *("compressed-tensors", {"format": "nvfp4-pack-quantized"}),
         "with type 'int', and it is read with 'float'",
     ),
-    "mxfp4 packed": (
+    "mxfp4": (
         *("compressed-tensors", {"format": "mxfp4-pack-quantized"}),
-        "in the format 'mxfp4-pack-quantized' with 1 groups",
+        "with type 'int', and it is read with 'float'",
+    ),
+    "mxfp8 packed": (
+        *("compressed-tensors", {"format": "mxfp8-pack-quantized"}),
+        "in the format 'mxfp8-pack-quantized' with 1 groups",
     ),
     "no modules": ("compressed-tensors", {"config_groups": {}}, "with 0 groups of modules"),
     "two kinds": (
