@@ -76,7 +76,8 @@ def int4_words(
             the lowest bits; None: all are 8
     order   [K] int32, the group of each column; None: groups are of neighbours
     """
-    rows, words = codes.shape[0], []
+    rows = codes.shape[0]
+    words = torch.empty(rows, 2 * codes.shape[1], dtype=torch.bfloat16, device=codes.device)
     groups = slice(None) if order is None else order.long()
     for first in range(0, rows, ROWS):
         part, of_rows = codes[first : first + ROWS], scales[first : first + ROWS, groups]
@@ -89,8 +90,8 @@ def int4_words(
             shifts = (at % ZERO_ROWS * 4).unsqueeze(1)
             of_groups = zeros[at // ZERO_ROWS].long() >> shifts & 0xF
             by_group -= of_groups[:, groups].unsqueeze(2)
-        words.append((by_group * of_rows.float().unsqueeze(2)).flatten(1).bfloat16())
-    return torch.cat(words)
+        words[first : first + ROWS] = (by_group * of_rows.float().unsqueeze(2)).flatten(1)
+    return words
 
 
 def nvfp4_words(codes: Tensor, scales: Tensor, of_matrix: Tensor, divides: bool) -> Tensor:

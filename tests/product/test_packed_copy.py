@@ -25,6 +25,8 @@ from speq.files.alone import FolderTaken, lock_folder
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
 from speq.files.safetensors_file import SafetensorsFile
 from speq.models.opened import open_model
+from tests.helpers.fp8_files import PUBLISHERS, write_fp8
+from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 PROMPT = [5, 17, 40, 3, 22, 9]
 BUDGET = "560KiB"
@@ -85,6 +87,25 @@ def test_later_runs_read_records_and_write_the_same(model: Path, tmp_path: Path)
     assert generator.runtime._loaded.copy is None
     assert tokens(generator) == first
     generator.close()
+
+
+def test_codes_that_are_decoded_are_copied_as_records_of_their_words(
+    model: Path, tmp_path: Path
+) -> None:
+    publisher = PUBLISHERS["squares of 32"]
+    published = write_fp8(tmp_path / "fp8", tmp_path / "words", model, publisher=publisher)
+    budget, given = "1200KiB", {"dtype": "float32"}
+    generator = loaded(published, budget, **given)
+    first = tokens(generator)
+    finish(generator)
+    assert first == greedy_tokens(load_plain(tmp_path / "words"), PROMPT, 12)
+    generator = loaded(published, budget, **given)
+    assert isinstance(generator.runtime.opened.store, CopiedExperts)
+    assert tokens(generator) == first
+    generator.close()
+    speq.pack(tmp_path / "words", tmp_path / "packed", codec="lossless")
+    records = (kept_at(published) / RECORDS_FILE, tmp_path / "packed" / RECORDS_FILE)
+    assert records[0].read_bytes() == records[1].read_bytes()
 
 
 def stop_at(patch: pytest.MonkeyPatch, count: int) -> None:
