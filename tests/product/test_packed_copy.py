@@ -239,7 +239,7 @@ def test_it_rests_while_tokens_are_generated_and_only_then(
                 rests.append(timeout)
             return self.is_set()
 
-    generator = loaded(model, packed_copy="none")
+    generator = loaded(model, codec="raw")  # no measurement is to choose to encode
     checkpoint, store = generator.runtime.opened.checkpoint, generator.runtime.opened.store
     assert isinstance(store, SafetensorsExpertStore)
     copy = packed_copy.PackedCopy(checkpoint, store, kept_at(model))
