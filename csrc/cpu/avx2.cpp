@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "cpu/decode_scaled_avx2.h"
+#include "cpu/encode_avx2.h"
 #include "cpu/tiles.h"
 
 namespace speq::cpu {
@@ -77,6 +78,6 @@ private:
 } // namespace
 
 const MicroKernels avx2_kernels =
-    with_coded<Avx2, Avx2Scaled, Avx2Lossless, Avx2Residual, PortableResidual>();
+    with_coded<Avx2, Avx2Encoders, Avx2Scaled, Avx2Lossless, Avx2Residual, PortableResidual>();
 
 } // namespace speq::cpu

@@ -1,9 +1,10 @@
 #include "cpu/avx512_vectors.h"
 #include "cpu/decode_scaled_avx2.h"
+#include "cpu/encode_avx2.h"
 
 namespace speq::cpu {
 
 const MicroKernels avx512_kernels =
-    with_coded<Avx512, Avx2Scaled, Avx2Lossless, Avx2Residual, PortableResidual>();
+    with_coded<Avx512, Avx2Encoders, Avx2Scaled, Avx2Lossless, Avx2Residual, PortableResidual>();
 
 } // namespace speq::cpu

@@ -1,5 +1,6 @@
 // AVX-512 with VNNI, VBMI and VBMI2, and with products of pairs of bfloat16.
 #include "cpu/decode_scaled_vbmi2.h"
+#include "cpu/encode_vbmi2.h"
 #include "cpu/pairs.h"
 
 namespace speq::cpu {
@@ -43,8 +44,8 @@ struct Avx512Pairs {
 };
 
 constexpr MicroKernels by_vectors() {
-  MicroKernels kernels = with_pairs<Avx512Pairs, VectorScaled, VectorLossless, VectorResidual,
-                                    Avx2Residual, PortableResidual>();
+  MicroKernels kernels = with_pairs<Avx512Pairs, VectorEncoders, VectorScaled, VectorLossless,
+                                    VectorResidual, Avx2Residual, PortableResidual>();
   kernels.panel_pairs = vector_pairs;
   // 0.84 to 0.91 of the time on Zen 5; a Xeon takes as long, and at half as many so does Zen 5.
   kernels.panel_pair_inputs = 128;

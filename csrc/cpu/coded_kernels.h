@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/coded_tile.h"
+#include "cpu/encode_portable.h"
 #include "cpu/tiles.h"
 
 namespace speq::cpu {
@@ -60,10 +61,13 @@ template <typename Fp8, typename Mxfp4, typename Int4, typename Nvfp4> struct Sc
   using OfNvfp4 = Nvfp4;
 };
 
-// All kernels over vectors V, with decoders of coded matrices, the last one for all residuals.
-template <typename V, typename Scaled, typename Lossless, typename... Residual>
+// All kernels over vectors V, with encoders and with decoders of coded matrices, the last one for
+// all residuals.
+template <typename V, typename Encoders, typename Scaled, typename Lossless, typename... Residual>
 constexpr MicroKernels with_coded() {
   MicroKernels kernels = kernels_over<V>;
+  kernels.split_quad = Encoders::split;
+  kernels.fill_streams = Encoders::fill;
   constexpr DotExact kDot = dot_exact<V, BFloat16>;
   kernels.lossless = {dot_coded<FloatProduct<V>, Lossless, kDot, LosslessRows>, nullptr,
                       decode_quad<Lossless, LosslessRows>};

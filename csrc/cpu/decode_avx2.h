@@ -117,9 +117,22 @@ private:
   __m256i high_bytes_;
 };
 
-class Avx2Residual {
+// 32 codes, a byte each.
+inline __m256i codes_of_32(const std::uint8_t *qweight) {
+  const __m256i apart =
+      _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(qweight)));
+  return _mm256_and_si256(_mm256_or_si256(apart, _mm256_slli_epi16(apart, 4)),
+                          _mm256_set1_epi8(0xF));
+}
+
+// What the codes of four rows tell of the high bytes of their words, under the scales of a block.
+class Avx2Windows {
 public:
-  using Block = WordBlock;
+  // By code: the low byte of the window's start, and one more than the high one. By class: the high
+  // bytes of code 0. Of the scale of sixteen columns.
+  struct Tables {
+    alignas(16) std::uint8_t start_low[16], above_high[16], zero_high[16];
+  };
 
   // For groups of whole halves of vectors: each sixteen columns have tables of their own.
   static bool takes(const Int4Matrix &codes) {
@@ -127,41 +140,40 @@ public:
            codes.group_size == 32 || codes.group_size == 16;
   }
 
-  Avx2Residual(const ResidualRows &matrix, std::int64_t quad)
-      : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)),
-        fine_(matrix.codes.group_size < kBlockColumns &&
-              matrix.codes.group_size != matrix.columns) {
-    fetch_streams(matrix, streams_);
-  }
+  // codes: from the first of the rows on
+  explicit Avx2Windows(const Int4Matrix &codes)
+      : codes_(codes),
+        fine_(codes.group_size < kBlockColumns && codes.group_size != codes.columns) {}
 
-  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+  // Blocks come one after the other.
+  SPEQ_MEMBER void reach(std::int64_t rows, std::int64_t first) {
     if (first == next_tables_) {
       fill_all(rows, first);
     }
-    const Int4Matrix &codes = matrix_.codes;
-    fetch_plane<kBlockColumns>(matrix_.bytes + row_ * matrix_.columns, matrix_.columns, first);
-    fetch_plane<kBlockColumns / 2>(codes.qweight + row_ * codes.row_bytes(), codes.row_bytes(),
-                                   first / 2);
-    for (int n = 0; n < rows; ++n) {
-      rebuild(n, first, present, blocks[n]);
-    }
+  }
+
+  // The tables of the columns of half a block, as vectors look them up.
+  __m256i table(std::int64_t n, int half, std::uint8_t (Tables::*bytes)[16]) const {
+    const int first = fine_ ? 2 * half : 0, second = fine_ ? first + 1 : 0;
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(tables_[n][first].*bytes)),
+                                   load16(tables_[n][second].*bytes), 1);
+  }
+
+  // The high bytes that the codes of half a block tell.
+  SPEQ_MEMBER __m256i high_bytes(std::int64_t n, int half, __m256i codes, __m256i low) const {
+    const __m256i start = _mm256_shuffle_epi8(table(n, half, &Tables::start_low), codes);
+    const __m256i reaches = _mm256_cmpeq_epi8(_mm256_max_epu8(low, start), low);
+    return _mm256_add_epi8(_mm256_shuffle_epi8(table(n, half, &Tables::above_high), codes),
+                           reaches);
   }
 
 private:
-  // By code: the low byte of the window's start, and one more than the high one. By class: the high
-  // bytes of code 0. Of the scale of sixteen columns.
-  struct Tables {
-    alignas(16) std::uint8_t start_low[16], above_high[16], zero_high[16];
-  };
-
-  void fill_all(int rows, std::int64_t first) {
-    const Int4Matrix &codes = matrix_.codes;
-    const std::int64_t group = codes.group_size;
-    next_tables_ += fine_ ? kBlockColumns : group;
-    for (int n = 0; n < rows; ++n) {
-      const Float16 *scales = codes.scales + (row_ + n) * codes.row_groups();
-      for (int part = 0; part < (fine_ ? 4 : 1) && first + part * 16 < codes.columns; ++part) {
-        fill(tables_[n][part], scales[(first + part * 16) / group]);
+  void fill_all(std::int64_t rows, std::int64_t first) {
+    next_tables_ += fine_ ? kBlockColumns : codes_.group_size;
+    for (std::int64_t n = 0; n < rows; ++n) {
+      const Float16 *scales = codes_.scales + n * codes_.row_groups();
+      for (int part = 0; part < (fine_ ? 4 : 1) && first + part * 16 < codes_.columns; ++part) {
+        fill(tables_[n][part], scales[(first + part * 16) / codes_.group_size]);
       }
     }
   }
@@ -199,6 +211,36 @@ private:
   }
   static_assert(kZeroClass == 3 && kClasses == 8);
 
+  Int4Matrix codes_;
+  bool fine_; // whether a block has several scales
+  std::int64_t next_tables_ = 0;
+  Tables tables_[kQuadRows][4];
+};
+
+class Avx2Residual {
+public:
+  using Block = WordBlock;
+
+  static bool takes(const Int4Matrix &codes) { return Avx2Windows::takes(codes); }
+
+  Avx2Residual(const ResidualRows &matrix, std::int64_t quad)
+      : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)),
+        windows_(matrix.codes.from(row_)) {
+    fetch_streams(matrix, streams_);
+  }
+
+  SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
+    windows_.reach(rows, first);
+    const Int4Matrix &codes = matrix_.codes;
+    fetch_plane<kBlockColumns>(matrix_.bytes + row_ * matrix_.columns, matrix_.columns, first);
+    fetch_plane<kBlockColumns / 2>(codes.qweight + row_ * codes.row_bytes(), codes.row_bytes(),
+                                   first / 2);
+    for (int n = 0; n < rows; ++n) {
+      rebuild(n, first, present, blocks[n]);
+    }
+  }
+
+private:
   SPEQ_MEMBER void rebuild(int n, std::int64_t first, std::int64_t present, Block &block) {
     const Int4Matrix &codes = matrix_.codes;
     const std::uint8_t *bytes = matrix_.bytes + (row_ + n) * matrix_.columns + first;
@@ -213,10 +255,7 @@ private:
     for (int half = 0; half < 2; ++half) {
       const __m256i of = codes_of_32(qweight + 16 * half);
       low[half] = load32(bytes + 32 * half);
-      const __m256i start = _mm256_shuffle_epi8(table(n, half, &Tables::start_low), of);
-      const __m256i reaches = _mm256_cmpeq_epi8(_mm256_max_epu8(low[half], start), low[half]);
-      high[half] =
-          _mm256_add_epi8(_mm256_shuffle_epi8(table(n, half, &Tables::above_high), of), reaches);
+      high[half] = windows_.high_bytes(n, half, of, low[half]);
       zeros[half] = _mm256_cmpeq_epi8(of, _mm256_set1_epi8(kInt4ZeroPoint));
     }
     const std::uint64_t zero_bits = bits_of(zeros[0], zeros[1]);
@@ -225,8 +264,8 @@ private:
                    classes);
     SPEQ_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const __m256i of_zeros =
-          _mm256_shuffle_epi8(table(n, half, &Tables::zero_high), classes[half]);
+      const __m256i of_zeros = _mm256_shuffle_epi8(
+          windows_.table(n, half, &Avx2Windows::Tables::zero_high), classes[half]);
       high[half] = _mm256_blendv_epi8(high[half], of_zeros, zeros[half]);
       escaped[half] = _mm256_cmpeq_epi8(classes[half], _mm256_set1_epi8(kEscape));
       store_words(block.words + 32 * half, low[half], high[half]);
@@ -289,26 +328,10 @@ private:
     }
   }
 
-  // The tables of the columns of half a block, as vectors look them up.
-  __m256i table(int n, int half, std::uint8_t (Tables::*bytes)[16]) const {
-    const int first = fine_ ? 2 * half : 0, second = fine_ ? first + 1 : 0;
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(tables_[n][first].*bytes)),
-                                   load16(tables_[n][second].*bytes), 1);
-  }
-
-  static __m256i codes_of_32(const std::uint8_t *qweight) {
-    const __m256i apart =
-        _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(qweight)));
-    return _mm256_and_si256(_mm256_or_si256(apart, _mm256_slli_epi16(apart, 4)),
-                            _mm256_set1_epi8(0xF));
-  }
-
   const ResidualRows &matrix_;
   std::int64_t row_;
   QuadStreams streams_;
-  bool fine_; // whether a block has several scales
-  std::int64_t next_tables_ = 0;
-  Tables tables_[kQuadRows][4];
+  Avx2Windows windows_;
 };
 
 } // namespace

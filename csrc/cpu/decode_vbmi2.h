@@ -133,34 +133,128 @@ private:
   __m512i high_bytes_;
 };
 
+// 64 codes, a byte each.
+inline __m512i codes_at(const std::uint8_t *qweight, std::int64_t present) {
+  const __m256i pairs =
+      present == kBlockColumns
+          ? _mm256_loadu_si256(reinterpret_cast<const __m256i *>(qweight))
+          : _mm256_maskz_loadu_epi8(__mmask32(~0u >> (32 - present / 2)), qweight);
+  const __m512i apart = _mm512_cvtepu8_epi16(pairs);
+  return _mm512_and_si512(_mm512_or_si512(apart, _mm512_slli_epi16(apart, 4)),
+                          _mm512_set1_epi8(0xF));
+}
+
+// What the codes of four rows tell of the high bytes of their words, under the scales of a block.
+class VectorWindows {
+public:
+  // By code: the bytes of the window's start, and, by class, the high bytes of code 0. Each 32
+  // columns have a scale of their own, and each 16 a copy of its tables.
+  struct Tables {
+    __m512i start_low, start_high, zero_high;
+
+    SPEQ_MEMBER __m512i high_bytes(__m512i codes, __m512i low) const {
+      const __mmask64 carry = _mm512_cmplt_epu8_mask(low, _mm512_shuffle_epi8(start_low, codes));
+      const __m512i high = _mm512_shuffle_epi8(start_high, codes);
+      return _mm512_mask_sub_epi8(high, carry, high, _mm512_set1_epi8(-1));
+    }
+  };
+
+  // For groups of whole blocks, or of halves.
+  static bool takes(const Int4Matrix &codes) {
+    return codes.group_size == codes.columns || codes.group_size % kBlockColumns == 0 ||
+           codes.group_size == kBlockColumns / 2;
+  }
+
+  // codes: from the first of the rows on
+  explicit VectorWindows(const Int4Matrix &codes)
+      : scales_(codes.scales), row_groups_(codes.row_groups()),
+        group_size_(std::min(codes.group_size, codes.columns)),
+        halves_(codes.group_size < kBlockColumns && codes.group_size != codes.columns) {}
+
+  // Blocks come one after the other.
+  SPEQ_MEMBER void reach(std::int64_t rows, std::int64_t first) {
+    if (first == next_tables_) {
+      const std::int64_t group = first / group_size_;
+      const std::int64_t second = halves_ && group + 1 < row_groups_ ? group + 1 : group;
+      for (std::int64_t n = 0; n < rows; ++n) {
+        const Float16 *scales = scales_ + n * row_groups_;
+        fill(tables_[n], scales[group], scales[second]);
+      }
+      next_tables_ += halves_ ? kBlockColumns : group_size_;
+    }
+    asm("" : "+m"(tables_)); // kept in memory: registers have too much else to hold
+  }
+
+  const Tables &of(std::int64_t n) const { return tables_[n]; }
+
+private:
+  // What `fill` works with: which bytes of the starts under both scales its tables are made of,
+  // what is taken off those, and the bits that are kept of them and set.
+  struct Steps {
+    alignas(64) float starts[16];
+    alignas(64) std::uint8_t low[64], high[64], zero[64], less[64], kept[64], set[64];
+  };
+  static constexpr Steps steps = [] {
+    Steps of{};
+    for (int i = 0; i < 64; ++i) {
+      const int code = i % 16, zero_class = i % kClasses, scale = i / 32 * 64;
+      const bool negative = zero_class > kZeroClass;
+      of.low[i] = std::uint8_t(scale + 4 * code + 2);
+      of.high[i] = std::uint8_t(scale + 4 * code + 3);
+      of.zero[i] = std::uint8_t(scale + 4 * kInt4ZeroPoint + 3);
+      of.less[i] = std::uint8_t(negative ? zero_class - kZeroClass - 1 : zero_class);
+      of.kept[i] = zero_class == kZeroClass ? 0 : 0x7F;
+      of.set[i] = negative ? 0x80 : 0;
+    }
+    for (int i = 0; i < 16; ++i) {
+      const int code = i - kInt4ZeroPoint;
+      of.starts[i] = code < 0 ? -kWindowStarts[-code] : kWindowStarts[code];
+    }
+    return of;
+  }();
+
+  static __m512i starts_of(Float16 scale) {
+    const bool finite = (scale.bits & 0x7C00) != 0x7C00;
+    const __m512 scales = _mm512_cvtph_ps(_mm256_set1_epi16(short(finite ? scale.bits : 0)));
+    return _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(steps.starts), scales));
+  }
+
+  static void fill(Tables &tables, Float16 first, Float16 second) {
+    const __m512i one = starts_of(first), other = starts_of(second);
+    const auto bytes = [&](const std::uint8_t *from) {
+      return _mm512_permutex2var_epi8(one, load64(from), other);
+    };
+    constexpr int kAndOr = 0xEA; // (first and second) or third
+    tables.start_low = bytes(steps.low);
+    tables.start_high = bytes(steps.high);
+    tables.zero_high =
+        _mm512_ternarylogic_epi32(_mm512_sub_epi8(bytes(steps.zero), load64(steps.less)),
+                                  load64(steps.kept), load64(steps.set), kAndOr);
+  }
+
+  const Float16 *scales_; // of the first row
+  std::int64_t row_groups_, group_size_;
+  bool halves_; // whether a block has two scales
+  std::int64_t next_tables_ = 0;
+  Tables tables_[kQuadRows];
+};
+
 class VectorResidual {
 public:
   using Block = VectorBlock;
 
-  // For groups of whole blocks.
-  static bool takes(const Int4Matrix &codes) {
-    return codes.group_size == codes.columns || codes.group_size % kBlockColumns == 0;
-  }
+  static bool takes(const Int4Matrix &codes) { return VectorWindows::takes(codes); }
 
   VectorResidual(const ResidualRows &matrix, std::int64_t quad)
-      : group_size_(matrix.codes.group_size), columns_(matrix.columns),
-        row_bytes_(matrix.codes.row_bytes()), row_groups_(matrix.codes.row_groups()),
+      : columns_(matrix.columns), row_bytes_(matrix.codes.row_bytes()),
         qweight_(matrix.codes.qweight + quad * kQuadRows * row_bytes_),
         bytes_(matrix.bytes + quad * kQuadRows * columns_), stream_(matrix.streams),
-        scales_(matrix.codes.scales + quad * kQuadRows * row_groups_), streams_(matrix.quad(quad)) {
+        streams_(matrix.quad(quad)), windows_(matrix.codes.from(quad * kQuadRows)) {
     fetch_streams(matrix, streams_);
   }
 
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
-    if (first == next_tables_) {
-      for (int n = 0; n < rows; ++n) {
-        fill(tables_[n], scales_[n * row_groups_]);
-      }
-      ++scales_;
-      next_tables_ += group_size_;
-    }
-    asm("" : "+m"(tables_)); // kept in memory: registers have too much else to hold
-
+    windows_.reach(rows, first);
     // Rows step by step together: what finds the places in the streams takes long, and not one row
     // shall wait for another. A block takes no more of the streams than may be read beyond.
     const std::uint8_t *bytes = bytes_ + first, *qweight = qweight_ + first / 2;
@@ -184,13 +278,9 @@ public:
     for (int n = 0; n < rows; ++n) {
       const __m512i classes =
           _mm512_maskz_expand_epi8(zeros[n], classes_at(stream_ + classes_of[n]));
-      const Tables &tables = tables_[n];
-      const __m512i low = load64(bytes + n * columns_);
-      const __mmask64 carry =
-          _mm512_cmplt_epu8_mask(low, _mm512_shuffle_epi8(spread(tables.start_low), codes[n]));
-      high[n] = _mm512_shuffle_epi8(spread(tables.start_high), codes[n]);
-      high[n] = _mm512_mask_sub_epi8(high[n], carry, high[n], _mm512_set1_epi8(-1));
-      high[n] = _mm512_mask_shuffle_epi8(high[n], zeros[n], spread(tables.zero_high), classes);
+      const VectorWindows::Tables &tables = windows_.of(n);
+      high[n] = tables.high_bytes(codes[n], load64(bytes + n * columns_));
+      high[n] = _mm512_mask_shuffle_epi8(high[n], zeros[n], tables.zero_high, classes);
       escapes[n] |= _mm512_mask_cmpeq_epi8_mask(zeros[n], classes, _mm512_set1_epi8(kEscape));
       back -= __builtin_popcountll(escapes[n]);
       escaped[n] = back;
@@ -205,24 +295,6 @@ public:
   }
 
 private:
-  // By code: the bytes of the window's start, and, by class, the high bytes of code 0.
-  struct alignas(64) Tables {
-    __m128i start_low, start_high, zero_high, unused;
-  };
-
-  static __m512i spread(const __m128i &table) { return _mm512_broadcast_i32x4(table); }
-
-  // 64 codes, a byte each.
-  static __m512i codes_at(const std::uint8_t *qweight, std::int64_t present) {
-    const __m256i pairs =
-        present == kBlockColumns
-            ? _mm256_loadu_si256(reinterpret_cast<const __m256i *>(qweight))
-            : _mm256_maskz_loadu_epi8(__mmask32(~0u >> (32 - present / 2)), qweight);
-    const __m512i apart = _mm512_cvtepu8_epi16(pairs);
-    return _mm512_and_si512(_mm512_or_si512(apart, _mm512_slli_epi16(apart, 4)),
-                            _mm512_set1_epi8(0xF));
-  }
-
   // The columns of the exceptions that are listed at `front`, which goes on behind them.
   [[gnu::noinline]] __mmask64 exceptions(std::int64_t &front) const {
     QuadStreams list{front, 0, streams_.end, true};
@@ -235,47 +307,10 @@ private:
     return columns;
   }
 
-  // What `fill` works with, where its tables lie: which bytes of the starts they are made of, what
-  // is taken off those, and the bits that are kept of them and set.
-  struct Steps {
-    alignas(64) float starts[16];
-    alignas(64) std::uint8_t bytes[64], less[64], kept[64], set[64];
-  };
-  static constexpr Steps steps = [] {
-    Steps of{};
-    for (int i = 0; i < 16; ++i) {
-      const int code = i - kInt4ZeroPoint;
-      of.starts[i] = code < 0 ? -kWindowStarts[-code] : kWindowStarts[code];
-      of.bytes[i] = std::uint8_t(4 * i), of.bytes[16 + i] = std::uint8_t(4 * i + 1);
-      of.kept[i] = of.kept[16 + i] = 0xFF;
-      const int zero_class = i % kClasses;
-      const bool negative = zero_class > kZeroClass;
-      of.bytes[32 + i] = 4 * kInt4ZeroPoint + 1;
-      of.less[32 + i] = std::uint8_t(negative ? zero_class - kZeroClass - 1 : zero_class);
-      of.kept[32 + i] = zero_class == kZeroClass ? 0 : 0x7F;
-      of.set[32 + i] = negative ? 0x80 : 0;
-    }
-    return of;
-  }();
-
-  static void fill(Tables &tables, Float16 scale) {
-    const bool finite = (scale.bits & 0x7C00) != 0x7C00;
-    const __m512 scales = _mm512_cvtph_ps(_mm256_set1_epi16(short(finite ? scale.bits : 0)));
-    const __m512i words = _mm512_srli_epi32(
-        _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(steps.starts), scales)), 16);
-    const __m512i bytes = _mm512_permutexvar_epi8(load64(steps.bytes), words);
-    const __m512i stepped = _mm512_sub_epi8(bytes, load64(steps.less));
-    constexpr int kAndOr = 0xEA; // (first and second) or third
-    _mm512_store_si512(
-        &tables, _mm512_ternarylogic_epi32(stepped, load64(steps.kept), load64(steps.set), kAndOr));
-  }
-
-  std::int64_t group_size_, columns_, row_bytes_, row_groups_;
+  std::int64_t columns_, row_bytes_;
   const std::uint8_t *qweight_, *bytes_, *stream_;
-  const Float16 *scales_; // of the first row, the next group's
   QuadStreams streams_;
-  std::int64_t next_tables_ = 0;
-  Tables tables_[kQuadRows];
+  VectorWindows windows_;
 };
 
 } // namespace

@@ -39,6 +39,10 @@ struct Int4Matrix {
 
   SPEQ_MEMBER std::int64_t row_bytes() const { return columns / 2; }
   SPEQ_MEMBER std::int64_t row_groups() const { return columns / group_size; }
+  // The same from a row on.
+  SPEQ_MEMBER Int4Matrix from(std::int64_t row) const {
+    return {qweight + row * row_bytes(), scales + row * row_groups(), columns, group_size};
+  }
 };
 
 // A BF16 matrix of a compact record: a byte for each weight in `bytes`, and what the streams say.
@@ -82,6 +86,47 @@ template <typename Rows> struct CodedKernels {
   // Words of the rows of a quad, `columns` of the matrix apart.
   void (*decode)(const Rows &matrix, std::int64_t quad, BFloat16 *words);
 };
+
+// Words of the rows of a quad, one row behind the other.
+struct WordQuad {
+  const BFloat16 *words;
+  std::int64_t rows, columns;
+};
+
+// The high bytes that the classes of a lossless matrix stand for, and the class of each high byte.
+struct ClassTable {
+  std::uint8_t high_bytes[kClasses];
+  alignas(64) std::uint8_t classes[256];
+};
+
+// Encodes a quad losslessly: low bytes and classes to where those of its rows lie in a record, and
+// escapes to its stream. Returns the end of the stream; what lies less than kSlackBytes behind it
+// may be overwritten.
+using SplitQuad = std::uint8_t *(*)(const WordQuad &quad, const ClassTable &table,
+                                    std::uint8_t *bytes, std::uint8_t *classes,
+                                    std::uint8_t *stream);
+
+// The two streams of a quad of residuals while they are filled, in one piece of memory: the front
+// from its start upwards, the back, whose first run is the last, from its end downwards. Between
+// them are kSlackBytes, into which vectors may be written whole.
+struct FilledStreams {
+  // Where the classes of a row of a block end, and the columns of those whose codes are not zero.
+  struct BlockRow {
+    std::uint8_t *classes_end;
+    std::uint64_t exceptions;
+  };
+  std::uint8_t *front, *back;
+  BlockRow *next_row;
+  std::uint64_t exceptions; // any row's
+
+  SPEQ_MEMBER void end_row(std::uint64_t of_row) {
+    *next_row++ = {front, of_row};
+    exceptions |= of_row;
+  }
+};
+
+// Fills the streams of a quad; `codes` begin with its first row.
+using FillStreams = void (*)(const WordQuad &quad, const Int4Matrix &codes, FilledStreams &streams);
 
 // For each query q: sums[q][i] += the sum over `count` rows of words, `columns` each, of the
 // query's weights by their words, in the order of the rows.
@@ -157,6 +202,8 @@ struct MicroKernels {
   void (*widen_bfloat16)(const BFloat16 *words, std::int64_t count, float *values);
   // Inputs from which it was faster to lay them into panels than to multiply them as they lie.
   std::int64_t panel_inputs, panel_pair_inputs;
+  SplitQuad split_quad;
+  FillStreams fill_streams;
 };
 
 // Whether a vectorised dot_int4 takes a group size; the portable one takes all even ones.

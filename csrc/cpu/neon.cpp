@@ -3,6 +3,7 @@
 
 namespace speq::cpu {
 
-const MicroKernels neon_kernels = with_coded<Neon, NeonScaled, NeonLossless, PortableResidual>();
+const MicroKernels neon_kernels =
+    with_coded<Neon, PortableEncoders, NeonScaled, NeonLossless, PortableResidual>();
 
 } // namespace speq::cpu

@@ -119,7 +119,8 @@ void matrix_pairs(const PanelRows &rows, const Panels &panels, const PanelSums &
 }
 
 constexpr MicroKernels by_matrices() {
-  MicroKernels kernels = with_pairs<NeonPairs, NeonScaled, NeonLossless, PortableResidual>();
+  MicroKernels kernels =
+      with_pairs<NeonPairs, PortableEncoders, NeonScaled, NeonLossless, PortableResidual>();
   kernels.panel_pairs = matrix_pairs;
   kernels.panel_pair_inputs = kernels.panel_inputs; // not measured: no such processor was at hand
   return kernels;

@@ -4,6 +4,6 @@
 namespace speq::cpu {
 
 const MicroKernels neon_dot_kernels =
-    with_coded<Neon, NeonScaled, NeonLossless, PortableResidual>();
+    with_coded<Neon, PortableEncoders, NeonScaled, NeonLossless, PortableResidual>();
 
 } // namespace speq::cpu

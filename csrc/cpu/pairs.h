@@ -146,10 +146,10 @@ template <typename P> struct PairStep {
   }
 };
 
-// All kernels with pairs but those of panels, with decoders as with_coded takes them.
-template <typename P, typename Scaled, typename Lossless, typename... Residual>
+// All kernels with pairs but those of panels, with encoders and decoders as with_coded takes them.
+template <typename P, typename Encoders, typename Scaled, typename Lossless, typename... Residual>
 constexpr MicroKernels with_pairs() {
-  MicroKernels kernels = with_coded<typename P::Vectors, Scaled, Lossless, Residual...>();
+  MicroKernels kernels = with_coded<typename P::Vectors, Encoders, Scaled, Lossless, Residual...>();
   using Product = PairProduct<P>;
   constexpr DotExact kDot = dot_pairs<P>;
   kernels.dot_bfloat16_pairs = kDot;

@@ -4,6 +4,7 @@
 
 #include "cpu/coded_tile.h"
 #include "cpu/decode_scaled.h"
+#include "cpu/encode_portable.h"
 #include "sum_order.h"
 
 namespace speq::cpu {
@@ -208,6 +209,8 @@ const MicroKernels portable_kernels = {
     widen_bfloat16,
     kNeverInPanels,
     kNeverInPanels,
+    split_quad<PortableSplit>,
+    fill_streams<PortableFiller>,
 };
 
 } // namespace speq::cpu

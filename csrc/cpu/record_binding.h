@@ -14,15 +14,13 @@ constexpr std::int64_t kEntryBytes = alignof(std::uint32_t);
 
 // Makes a record, where it has room for it, and says how large that is. In the calling thread
 // alone: whoever has many matrices encodes several at a time, and many do so while others compute.
-inline void encode(CompactEncoder &encoder, Tensor &record, Tensor &nbytes) {
+inline void encode(const CompactEncoder &encoder, Tensor &record, Tensor &nbytes) {
   check(record, "record", 1, ScalarType::Byte);
   check(nbytes, "nbytes", 1, ScalarType::Long);
   STD_TORCH_CHECK(nbytes.numel() == 1, "nbytes must hold one number");
-  encoder.measure(0, encoder.quads());
-  const std::int64_t wanted = encoder.finish();
-  *static_cast<std::int64_t *>(nbytes.mutable_data_ptr()) = wanted;
-  if (wanted <= record.numel() && encoder.can_write()) {
-    encoder.write(0, encoder.quads(), static_cast<std::uint8_t *>(record.mutable_data_ptr()));
+  *static_cast<std::int64_t *>(nbytes.mutable_data_ptr()) = encoder.nbytes();
+  if (encoder.nbytes() <= record.numel() && encoder.can_write()) {
+    encoder.write(static_cast<std::uint8_t *>(record.mutable_data_ptr()));
   }
 }
 

@@ -466,6 +466,8 @@ constexpr MicroKernels kernels_over = {
     widen_bfloat16,
     kPanelInputs<V>,
     kNeverInPanels,
+    nullptr,
+    nullptr,
 };
 
 } // namespace speq::cpu

@@ -164,10 +164,9 @@ void check_compact(const char *isa, const MicroKernels &kernels, bool lossless) 
   const Int4Matrix codes = {qweight.data(), scales.data(), columns, group_size};
   const CompactLayout layout = dense_layout(rows, columns, lossless);
   std::vector<std::uint8_t> record;
-  const auto encode = [&](CompactEncoder &&encoder) {
-    encoder.measure(0, encoder.quads());
-    record.assign(encoder.finish(), 0);
-    encoder.write(0, encoder.quads(), record.data());
+  const auto encode = [&](const CompactEncoder &encoder) {
+    record.assign(encoder.nbytes(), 0);
+    encoder.write(record.data());
   };
   if (lossless) {
     encode(LosslessEncoder(layout, {words.data()}));
