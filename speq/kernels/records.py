@@ -13,7 +13,10 @@ def encode_whole(op: str, layout: CompactLayout, *parts: Tensor) -> Tensor:
     """Encode parts with an op into a record [R] uint8 of exact size."""
     # The size is an upper bound. Unwritten pages take no memory.
     room = torch.empty(layout.most_bytes, dtype=torch.uint8)
-    return room[: encode_into(op, layout, room, *parts)].clone()
+    record = torch.empty(encode_into(op, layout, room, *parts), dtype=torch.uint8)
+    # Torch would copy with all threads, and callers encode in several at a time.
+    record.numpy()[:] = room[: len(record)].numpy()
+    return record
 
 
 def encode_into(op: str, layout: CompactLayout, record: Tensor, *parts: Tensor) -> int:
