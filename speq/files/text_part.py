@@ -7,8 +7,8 @@ from typing import Any
 
 from speq.errors import CheckpointError
 
-# Prefix of a text model's tensors, except its head.
-MODEL = "model."
+# Prefixes of a text model's tensors, and of its head's.
+MODEL, HEAD = "model.", "lm_head."
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class TextModelPart:
 
     model_type  of the text model's own configuration, which may also be alone in config.json
     prefix      prefix of its tensors on disk, in place of MODEL
+    head        the same of its head
     beside      prefixes of other parts' tensors
     field       field of config.json with its configuration
     renamed     parts of names on disk, each with what the model has in its place
@@ -25,6 +26,7 @@ class TextModelPart:
     model_type: str
     prefix: str = MODEL
     beside: tuple[str, ...] = ()
+    head: str = HEAD
     field: str = "text_config"
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -44,14 +46,20 @@ class TextModelPart:
         return found
 
     @property
+    def _prefixes(self) -> tuple[tuple[str, str], ...]:
+        return (self.prefix, MODEL), (self.head, HEAD)
+
+    @property
     def renaming(self) -> dict[str, str]:
         """What transformers' loader does not rename by itself: pattern and replacement."""
-        return {f"^{re.escape(self.prefix)}": MODEL}
+        changed = ((on_disk, own) for on_disk, own in self._prefixes if on_disk != own)
+        return {f"^{re.escape(on_disk)}": own for on_disk, own in changed}
 
     def called(self, stored: str) -> str:
         """Map a tensor's name on disk to its name in the text model."""
-        if stored.startswith(self.prefix):
-            stored = MODEL + stored[len(self.prefix) :]
+        for on_disk, own in self._prefixes:
+            if stored.startswith(on_disk):
+                stored = own + stored[len(on_disk) :]
         for on_disk, own in self.renamed:
             stored = stored.replace(on_disk, own)
         return stored
@@ -59,8 +67,12 @@ class TextModelPart:
     def stored(self, name: str) -> str:
         """Map a tensor's name in the text model to its name on disk."""
         name = self.published(name)
-        of_text = name.startswith(MODEL) and not self.is_beside(name)
-        return self.prefix + name[len(MODEL) :] if of_text else name
+        if self.is_beside(name):
+            return name
+        for on_disk, own in self._prefixes:
+            if name.startswith(own):
+                return on_disk + name[len(own) :]
+        return name
 
     def published(self, name: str) -> str:
         """Map a tensor's name in the text model to the name that transformers' loader renames."""

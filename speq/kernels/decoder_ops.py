@@ -83,12 +83,14 @@ class Positions:
     start    position where the first one's KV is written
     cos, sin [T, R], or as `reference_decoder.latent_attention_out` has them
     parents  [N] int64 of the tree of which they are the last nodes; None: a chain
+    query_scale  [T, 1]: what queries are multiplied by first; None: nothing
     """
 
     start: int
     cos: Tensor
     sin: Tensor
     parents: Tensor | None = None
+    query_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

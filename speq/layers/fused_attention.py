@@ -40,7 +40,7 @@ NORMED_VALUES = frozenset({"Gemma4TextAttention"})
 LATENT_ATTENTIONS = frozenset(
     {
         *("DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"),
-        *("KimiLinearAttention", "BailingHybridAttention"),
+        *("KimiLinearAttention", "BailingHybridAttention", "Mistral4Attention"),
     }
 )
 # They always rotate neighbouring columns together; the configuration of the others says so.
@@ -281,6 +281,9 @@ class FusedLatentAttention(FusedMixer):
         queries, latents = hidden_states, self.compress(hidden_states)
         for module in self.queries:
             queries = module(queries)
+        for sequence in batch.sequences:
+            if sequence.positions.query_scale is not None:
+                queries[sequence.rows].mul_(sequence.positions.query_scale)
         mixed = queries.new_empty(len(queries), self.value_width)
         for sequence in batch.sequences:
             decoder_ops.latent_attention(

@@ -26,7 +26,7 @@ NORMS = frozenset(
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
         *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3"),
         *("ExaoneMoe", "Laguna", "Afmoe", "GraniteMoe", "GraniteMoeHybrid"),
-        *("KimiLinear", "BailingHybrid"),
+        *("KimiLinear", "BailingHybrid", "Mistral4"),
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -44,7 +44,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
             *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"),
             *("Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter", "GptOssTopKRouter"),
             *("Lfm2MoeTopKRouter", "MellumTopKRouter", "LagunaTopKRouter"),
-            *("GraniteMoeTopKRouter", "GraniteMoeHybridTopKRouter"),
+            *("GraniteMoeTopKRouter", "GraniteMoeHybridTopKRouter", "Mistral4TopkRouter"),
         ),
         (None, None),
     ),

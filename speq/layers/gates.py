@@ -128,6 +128,21 @@ def deepseek_v3_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> R
     )
 
 
+def mistral4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """Mistral 4: softmax; groups by their two best experts."""
+    return ScoreGate(
+        RouterRule(
+            divided=bool(router.norm_topk_prob),
+            scale=float(router.routed_scaling_factor),
+            added=1e-20,
+            rounded=True,
+            groups=router.num_group,
+            kept_groups=router.topk_group,
+            group_best=2,
+        )
+    )
+
+
 def gemma4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
     """Gemma 4: divided by the sum, then scaled by expert."""
     return ScoreGate(RouterRule(divided=True, factors=as_float(router.per_expert_scale)))

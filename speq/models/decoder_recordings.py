@@ -83,6 +83,8 @@ class PassRecording:
                 given = located.positions[kind]
                 buffer.cos.copy_(given.cos)
                 buffer.sin.copy_(given.sin)
+                if buffer.query_scale is not None and given.query_scale is not None:
+                    buffer.query_scale.copy_(given.query_scale)
                 if buffer.parents is not None and given.parents is not None:
                     buffer.parents.copy_(given.parents)
         straight = self.experts.straight
@@ -100,6 +102,7 @@ def in_buffers(located: LocatedSequence, number: int) -> LocatedSequence:
             each.cos.clone(),
             each.sin.clone(),
             None if each.parents is None else each.parents.clone(),
+            None if each.query_scale is None else each.query_scale.clone(),
         )
         for kind, each in located.positions.items()
     }

@@ -15,6 +15,7 @@ from speq.layers.gates import (
     laguna_gate,
     lfm2_gate,
     minimax_gate,
+    mistral4_gate,
     normalized_gate,
     sparse_mixer,
 )
@@ -96,6 +97,8 @@ BAILING_RENAMED = (
     (".attention.", ".self_attn."),
     (".mlp.gate.expert_bias", f".mlp.gate.{CORRECTION}"),
 )
+# Types of configurations whose text_config says which family they are of.
+WRAPPERS = ("mistral3",)
 # Parts for images and audio.
 GEMMA4_BESIDE = tuple(
     f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
@@ -200,6 +203,21 @@ FAMILIES = {
             attention=cached_latents,
             check=check_pairs,
             predictor=deepseek_layer("DeepseekV3"),
+        ),
+        Family(
+            "kimi_k25",
+            "DeepseekV3Experts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            attention=cached_latents,
+            check=check_pairs,
+            text_part=TextModelPart(
+                "kimi_k2",
+                "language_model.model.",
+                ("vision_tower.", "mm_projector.", "model.mm_projector."),
+                "language_model.lm_head.",
+            ),
+            built_as=BuiltAs("deepseek_v3", {}),
         ),
         Family(
             "dots1",
@@ -344,6 +362,21 @@ FAMILIES = {
             text_part=TextModelPart("bailing_hybrid", renamed=BAILING_RENAMED),
         ),
         Family(
+            "mistral4",
+            "Mistral4Experts",
+            gate=mistral4_gate,
+            num_experts="n_routed_experts",
+            attention=cached_latents,
+            check=check_pairs,
+            text_part=TextModelPart(
+                "mistral4",
+                "language_model.model.",
+                ("vision_tower.", "multi_modal_projector."),
+                "language_model.lm_head.",
+            ),
+            causal="Mistral4ForCausalLM",
+        ),
+        Family(
             "gpt_oss",
             "GptOssExperts",
             names=GPT_OSS_NAMES,
@@ -392,7 +425,9 @@ FAMILIES = {
 
 def family_of(config: dict[str, Any], where: object) -> Family:
     """Find the family of a config.json. Raises SpeqError that lists the supported ones."""
-    model_type = config.get("model_type")
+    model_type, text = config.get("model_type"), config.get("text_config")
+    if model_type in WRAPPERS and isinstance(text, dict):
+        model_type = text.get("model_type", model_type)
     family = next((each for each in FAMILIES.values() if model_type in each.model_types), None)
     if family is None:
         raise UnsupportedError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
 from speq.errors import DependencyError
@@ -128,6 +128,7 @@ class Family:
                   they hold nothing else, by the names that transformers has
     built_as      the family whose classes run its text model, where transformers has no causal
                   model of its own for it; None: its own classes
+    causal        class of its causal model, where transformers' AutoModelForCausalLM lacks it
     """
 
     model_type: str
@@ -161,6 +162,7 @@ class Family:
     rotary: str = "rotary_emb"
     text_part: TextModelPart | None = None
     built_as: BuiltAs | None = None
+    causal: str | None = None
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -233,7 +235,10 @@ class Family:
         return content if self.text_part is None else self.text_part.config(content, where)
 
     def built_config(self, config: Any) -> Any:
-        """The configuration that a causal model is built from, of the text model's own."""
+        """The configuration that AutoModelForCausalLM builds from, of the text model's own."""
+        if self.causal is not None:
+            made = getattr(importlib.import_module(self.module), self.causal)
+            AutoModelForCausalLM.register(made.config_class, made, exist_ok=True)
         return config if self.built_as is None else self.built_as.config(config)
 
     def holds(self, name: str, num_layers: int | None) -> bool:

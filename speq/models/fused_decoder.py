@@ -7,7 +7,7 @@ norm.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,15 +66,38 @@ class DecoderOutput(NamedTuple):
     last_hidden_state: Tensor
 
 
+QueryScale = Callable[[Tensor], Tensor]
+
+
+def query_scale_of(config: Any) -> QueryScale | None:
+    """What a model multiplies queries by, made of their positions [T]; None: nothing.
+
+    Beyond the length that a model was first trained on it grows with the logarithm of a position,
+    as in Llama 4.
+    """
+    rotary = getattr(config, "rope_parameters", None) or {}
+    beta = rotary.get("llama_4_scaling_beta")
+    if beta is None:
+        return None
+    length = rotary["original_max_position_embeddings"]
+    return lambda positions: 1 + beta * torch.log(1 + torch.floor(positions / length))
+
+
 class RotaryTable:
     """Rotary cos and sin, computed once for many positions.
 
     rotary_emb  called with a tensor of the wanted dtype and position_ids [1, P]
     ahead       whether they may be computed before a sequence gets there
+    scale       makes of positions what queries are multiplied by; None: nothing
     """
 
-    def __init__(self, rotary_emb: Callable[..., tuple[Tensor, Tensor]], ahead: bool) -> None:
-        self._rotary_emb = rotary_emb
+    def __init__(
+        self,
+        rotary_emb: Callable[..., tuple[Tensor, Tensor]],
+        ahead: bool,
+        scale: QueryScale | None = None,
+    ) -> None:
+        self._rotary_emb, self._scale = rotary_emb, scale
         self._count = POSITIONS if ahead else 0
         self._first = 0
         self._cos = self._sin = torch.empty(0)
@@ -87,11 +110,18 @@ class RotaryTable:
         rows = like.shape[0]
         if tree is None:
             at = self._from(start, rows, like)
-            return Positions(start, self._cos[at : at + rows], self._sin[at : at + rows])
-        depths = tree.depths()
-        at = self._from(start - tree.first, max(depths) + 1, like)
-        places = torch.tensor(depths[tree.first :]) + at
-        return Positions(start, self._cos[places], self._sin[places], torch.tensor(tree.parents))
+            found = Positions(start, self._cos[at : at + rows], self._sin[at : at + rows])
+            positions = torch.arange(start, start + rows)
+        else:
+            depths = tree.depths()
+            at = self._from(start - tree.first, max(depths) + 1, like)
+            deep = torch.tensor(depths[tree.first :])
+            cos, sin = self._cos[deep + at], self._sin[deep + at]
+            found = Positions(start, cos, sin, torch.tensor(tree.parents))
+            positions = deep + start - tree.first
+        if self._scale is None:
+            return found
+        return replace(found, query_scale=self._scale(positions).to(like.dtype)[:, None])
 
     def _from(self, first: int, count: int, like: Tensor) -> int:
         """Extend the table to `count` positions from `first` on. Return the place of `first`."""
@@ -278,7 +308,10 @@ class FusedDecoder:
         self._embed = body.get_input_embeddings()
         width = getattr(body.config, "qk_rope_head_dim", 0)
         turns = cos_and_sin(family.rotary_of(body), kinds, width)
-        self._new_tables = lambda: {kind: RotaryTable(turn, ahead) for kind, turn in turns.items()}
+        scale = query_scale_of(body.config)
+        self._new_tables = lambda: {
+            kind: RotaryTable(turn, ahead, scale) for kind, turn in turns.items()
+        }
         # By KV slot: batched sequences differ in length.
         self._tables: dict[int, dict[str, RotaryTable]] = {}
         layers: list[Any] = own_layers(body)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from speq.errors import CheckpointError, UnsupportedError
 from speq.experts.expert_store import ExpertLayout
@@ -225,6 +225,14 @@ def hf_config(checkpoint: Checkpoint) -> Any:
     return config_in(checkpoint.path)
 
 
+def read_config(content: dict[str, Any], path: Path, family: Family) -> Any:
+    """Read a config.json with transformers, by another type's class where it lacks this one."""
+    built = family.built_as
+    if built is None or content["model_type"] in CONFIG_MAPPING:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return AutoConfig.for_model(**content | {"model_type": built.model_type})
+
+
 def config_in(path: Path) -> Any:
     """Read the configuration in a folder with transformers; that of the text model, if there are
     others. The folder need not have weights.
@@ -233,7 +241,7 @@ def config_in(path: Path) -> Any:
     family = family_of(content, path)
     check_sizes(family.config(content, path), path / "config.json")
     try:
-        whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        whole = read_config(content, path, family)
         config = family.built_config(whole.get_text_config())
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = " ".join(str(error).split())

@@ -21,6 +21,10 @@ RENAMED: dict[str, list[tuple[str, str]]] = {
         (".attention.", ".self_attn."),
     ],
     "hy_v3": [(".shared_mlp.", ".shared_experts.")],
+    **{
+        whole: [("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")]
+        for whole in ("mistral3", "kimi_k25")
+    },
     "laguna": [
         (".shared_expert.", ".shared_experts."),
         (".experts.e_score_correction_bias", ".gate.e_score_correction_bias"),

@@ -376,6 +376,35 @@ FAMILY_OPTIONS["bailing_hybrid"] = {
     "head_dim": 16,
     "num_nextn_predict_layers": 0,
 }
+FAMILY_OPTIONS["mistral4"] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    # Queries are multiplied from position 16 on.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
+FAMILY_OPTIONS["kimi_k25"] = {**FAMILY_OPTIONS["deepseek_v3"], "n_group": 1, "topk_group": 1}
 FAMILY_OPTIONS["qwen3_vl_moe"] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -432,6 +461,25 @@ VISION: dict[str, dict[str, Any]] = {
         "patch_size": 4,
     },
 }
+VISION["mistral4"] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+VISION["kimi_k25"] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+# Types of models of pictures and text, where a family is that of the text.
+WHOLES = {"mistral4": "mistral3"}
 # Those that the installed transformers has in a form that speq runs.
 FAMILIES = tuple(
     family
@@ -459,6 +507,7 @@ ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe"),
     *("qwen3_vl_moe", "glm4v_moe", "granitemoe", "bailing_hybrid"),
+    *("mistral4", "kimi_k25"),
 )
 # One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer.
 UNLIKE_IN_CACHES = ("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4")
@@ -527,6 +576,8 @@ BESIDE_PICTURES = {"qwen3_5_moe": "qwen3_5_moe_text"}
 # Families that are published with experts of a layer as [E, H, 2F] and [E, F, H]; transformers
 # saves a new model otherwise.
 PUBLISHED_TRANSPOSED = ("qwen3_vl_moe",)
+# Names that transformers' loader reads and `save_pretrained` does not write again.
+SAVED_OTHERWISE = {"kimi_k25": ("language_model.model.blocks.", "language_model.model.layers.")}
 FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 # Names on disk of the same.
 STACKED_LINEAR = {
@@ -586,6 +637,8 @@ def write_random(
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if model_type in PUBLISHED_TRANSPOSED:
         transpose_experts(path)
+    if model_type in SAVED_OTHERWISE:
+        rename_tensors(path, *SAVED_OTHERWISE[model_type])
     if model_type in BESIDE_PICTURES:
         put_beside_pictures(path, model_type)
     write_tokenizer(path)
@@ -609,6 +662,13 @@ def transpose_experts(path: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
+def rename_tensors(path: Path, saved: str, published: str) -> None:
+    """Rewrite the names in a folder's only file."""
+    file = path / "model.safetensors"
+    tensors = {name.replace(saved, published): each for name, each in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def model_class(config: Any) -> Any:
     """transformers' class of models that generate text, alone or of pictures too."""
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -619,9 +679,10 @@ def of_options(model_type: str, options: dict[str, Any]) -> Any:
     """`config_of`, of all options that it is to have."""
     if model_type not in VISION:
         return AutoConfig.for_model(BESIDE_PICTURES.get(model_type, model_type), **options)
+    whole = WHOLES.get(model_type, model_type)
     return AutoConfig.for_model(
-        model_type,
-        text_config=options,
+        whole,
+        text_config=options if whole == model_type else {**options, "model_type": model_type},
         vision_config=VISION[model_type],
         tie_word_embeddings=options["tie_word_embeddings"],
         eos_token_id=EOS,
@@ -700,12 +761,12 @@ def up_of(experts: Any) -> torch.Tensor:
 
 
 def model_name(stored: str) -> str:
-    """A tensor's name, where a checkpoint calls experts of a layer a linear layer, or the model a
-    backbone.
+    """A tensor's name, where a checkpoint calls experts of a layer a linear layer, or the model
+    otherwise.
     """
     for on_disk, own in STACKED_LINEAR.items():
         stored = stored.replace(on_disk, own)
-    return re.sub("^backbone\\.", "model.", stored)
+    return re.sub(r"^(backbone|language_model\.model)\.", "model.", stored)
 
 
 def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -142,7 +142,10 @@ DENSE = {
     "glm4_moe": (ATTENTION, SHARED),
     "glm4v_moe": (ATTENTION, SHARED),
     "glm4_moe_lite": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
-    "deepseek_v3": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
+    **dict.fromkeys(
+        ("deepseek_v3", "mistral4", "kimi_k25"),
+        ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
+    ),
     "dots1": (ATTENTION, SHARED),
     "hy_v3": (ATTENTION, SHARED),
     "afmoe": ([*ATTENTION, "self_attn.gate_proj"], SHARED),

@@ -120,6 +120,15 @@ def test_an_older_form_of_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -
         family_of({"model_type": "mixtral"}, "/a")
 
 
+def test_a_family_within_a_configuration_of_another_type() -> None:
+    """Mistral 4 is published as the text of a model of pictures, whose text may be dense too."""
+    config = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
+    assert family_of(config, "/a").model_type == "mistral4"
+    for text in ({"model_type": "mistral"}, {}, None):
+        with pytest.raises(SpeqError, match=r"/a is of family .*mistral.*not supported"):
+            family_of({"model_type": "mistral3", "text_config": text}, "/a")
+
+
 @pytest.mark.parametrize(
     ("version", "other", "before"),
     [

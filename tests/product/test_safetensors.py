@@ -232,6 +232,8 @@ MOE_LAYERS = {
     "nemotron_h": (1, 3),
     "kimi_linear": (1, 2),
     "bailing_hybrid": (1, 2),
+    "mistral4": (1, 2),
+    "kimi_k25": (1, 2),
 }
 
 

@@ -31,7 +31,10 @@ def names_in(folder: Path) -> list[str]:
 def test_each_tensor_of_a_family_is_used(family: str, tiny: Callable[[str], Path]) -> None:
     """But for those of MTP layers and of pictures."""
     found, names = tensors_of(tiny(family)), names_in(tiny(family))
-    beside = ("mtp.", "model.visual.", "model.vision_tower.", "model.embed_vision.")
+    beside = (
+        *("mtp.", "model.visual.", "model.vision_tower.", "model.embed_vision."),
+        *("vision_tower.", "multi_modal_projector.", "mm_projector.", "model.mm_projector."),
+    )
     assert (found.family, found.unknown, found.missing) == (family, (), ())
     assert found.left == sum(name.startswith(beside) for name in names)
     experts = sum(".experts." in model_name(name) and "bias" not in name for name in names)

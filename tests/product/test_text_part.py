@@ -65,6 +65,27 @@ def test_names_of_the_part_and_back(stored: str, name: str) -> None:
     assert part.called(name) == name
 
 
+@pytest.mark.parametrize("family", ["kimi_k25", "mistral4"])
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("language_model.model.layers.3.mlp.gate.weight", "model.layers.3.mlp.gate.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("vision_tower.blocks.0.norm.weight", "vision_tower.blocks.0.norm.weight"),
+    ],
+)
+def test_names_of_a_part_with_its_head(family: str, stored: str, name: str) -> None:
+    part = FAMILIES[family].text_part
+    assert part is not None
+    assert part.called(stored) == part.called(name) == name
+    assert part.stored(name) == stored
+    made = stored
+    for each in part.renaming.items():
+        made = re.sub(*each, made)
+    assert made == name
+    assert FAMILIES[family].holds(name, 4) == ("vision" not in name)
+
+
 def test_other_parts_are_left_unread(tiny: Folder, caplog: pytest.LogCaptureFixture) -> None:
     """They are no tensors of the model: nobody is warned of them, and no memory is planned."""
     opened = open_model(tiny(FAMILY))
@@ -102,6 +123,17 @@ def test_the_part_alone_and_in_shards(family: str, tiny: Folder, tmp_path: Path)
     index = json.dumps({"metadata": {}, "weight_map": shards})
     (sharded / "model.safetensors.index.json").write_text(index)
     assert run(sharded) == expected
+
+
+def test_kimi_k2_whose_configuration_transformers_lacks(tiny: Folder, tmp_path: Path) -> None:
+    """It is DeepSeek-V3's by another name, as which plain transformers reads it."""
+    alone, plain = (copied(tiny("kimi_k25"), tmp_path / name) for name in ("alone", "plain"))
+    tensors = {n: t for n, t in stored_tensors(alone).items() if n.startswith(("model.", "lm_"))}
+    for folder, name in ((alone, "kimi_k2"), (plain, "deepseek_v3")):
+        config = config_of(folder)["text_config"] | {"model_type": name}  # type: ignore[operator]
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    assert run(alone) == greedy_tokens(load_plain(plain), PROMPT, TOKENS)
 
 
 @pytest.mark.wide
