@@ -366,6 +366,7 @@ FAMILIES = {
             "Mistral4Experts",
             gate=mistral4_gate,
             num_experts="n_routed_experts",
+            since="5.23",
             attention=cached_latents,
             check=check_pairs,
             text_part=TextModelPart(
