@@ -11,8 +11,8 @@ namespace {
 
 // Norms and rotates queries into `turned_queries`, and writes keys and values to the cache.
 template <typename Type> void prepare(const AttentionProblem &problem, ExactRows &turned_queries) {
-  const auto &[span, width, rotary, queries, keys, values, cos, sin, query_weight, key_weight,
-               query_norm, key_norm, eps, cached_keys, cached_values, out] = problem;
+  const auto &[span, width, value_width, rotary, queries, keys, values, cos, sin, query_weight,
+               key_weight, query_norm, key_norm, eps, cached_keys, cached_values, out] = problem;
   std::vector<Type> turned(std::max(span.heads, span.kv_heads) * width);
   for (std::int64_t row = 0; row < span.rows; ++row) {
     const auto turn = [&](const void *words, std::int64_t count, const void *weight,
@@ -35,11 +35,13 @@ template <typename Type> void prepare(const AttentionProblem &problem, ExactRows
       turned_queries.fill(row * span.heads + head, turned.data() + head * width);
     }
     turn(keys, span.kv_heads, key_weight, key_norm);
-    const auto *value = static_cast<const Type *>(values) + row * span.kv_heads * width;
+    const auto *value = static_cast<const Type *>(values) + row * span.kv_heads * value_width;
     for (std::int64_t head = 0; head < span.kv_heads; ++head) {
-      const std::int64_t entry = (head * span.capacity + span.start + row) * width;
-      std::copy_n(turned.data() + head * width, width, static_cast<Type *>(cached_keys) + entry);
-      std::copy_n(value + head * width, width, static_cast<Type *>(cached_values) + entry);
+      const std::int64_t entry = head * span.capacity + span.start + row;
+      std::copy_n(turned.data() + head * width, width,
+                  static_cast<Type *>(cached_keys) + entry * width);
+      std::copy_n(value + head * value_width, value_width,
+                  static_cast<Type *>(cached_values) + entry * value_width);
     }
   }
 }
@@ -48,10 +50,10 @@ template <typename Type> void prepare(const AttentionProblem &problem, ExactRows
 
 void attention(const AttentionProblem &problem) {
   const AttentionSpan &span = problem.span;
-  const std::int64_t width = problem.width, count = span.rows * span.heads;
-  ExactRows queries(count, width, span.word, span.word);
-  BlockAttention blocks(span, {{problem.cached_keys, width, &queries}}, problem.cached_values,
-                        width, span.heads);
+  const std::int64_t width = problem.value_width, count = span.rows * span.heads;
+  ExactRows queries(count, problem.width, span.word, span.word);
+  BlockAttention blocks(span, {{problem.cached_keys, problem.width, &queries}},
+                        problem.cached_values, width, span.heads);
   with_type(span.word, [&](auto type) {
     using Type = decltype(type);
     prepare<Type>(problem, queries);

@@ -74,13 +74,14 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
   check(cached_values, "cached_values", 3, type);
   const std::int64_t rows = queries.size(0), kv_heads = cached_keys.size(0);
   const std::int64_t capacity = cached_keys.size(1), width = cached_keys.size(2);
+  const std::int64_t value_width = cached_values.size(2);
   STD_TORCH_CHECK(kv_heads > 0 && width > 0 && queries.size(1) % (kv_heads * width) == 0 &&
                       keys.size(0) == rows && keys.size(1) == kv_heads * width &&
-                      values.size(0) == rows && values.size(1) == kv_heads * width &&
-                      out.size(0) == rows && out.size(1) == queries.size(1),
+                      values.size(0) == rows && values.size(1) == kv_heads * value_width &&
+                      out.size(0) == rows && out.size(1) == queries.size(1) / width * value_width,
                   "queries, keys, values and out must be rows of the heads that are cached");
   STD_TORCH_CHECK(cached_values.size(0) == kv_heads && cached_values.size(1) == capacity &&
-                      cached_values.size(2) == width,
+                      value_width > 0,
                   "keys and values must be cached alike");
   STD_TORCH_CHECK(cos.size(0) == rows && sin.size(0) == rows && sin.size(1) == cos.size(1) &&
                       cos.size(1) % 2 == 0 && cos.size(1) <= width,
@@ -100,6 +101,7 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
   attention({
       span,
       width,
+      value_width,
       cos.size(1),
       queries.const_data_ptr(),
       keys.const_data_ptr(),

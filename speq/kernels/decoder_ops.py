@@ -141,13 +141,13 @@ def attention(
     cached: tuple[Tensor, Tensor],
     out: Tensor,
 ) -> None:
-    """Run `reference_decoder.attention_out` into out [T, heads * D]; see there for shapes.
+    """Run `reference_decoder.attention_out` into out [T, heads * V]; see there for shapes.
 
     A row's result does not depend on other rows: a node of a tree is bit-identical to the end of a
     chain of its ancestors.
 
     window  most positions that a row looks back, its own included; None: no limit
-    cached  keys and values [kv_heads, C, D], where the rows' KV is written
+    cached  keys [kv_heads, C, D] and values [kv_heads, C, V], where the rows' KV is written
     """
     query_norm, key_norm = heads.query_norm, heads.key_norm
     library.call(

@@ -53,12 +53,14 @@ def attention_out(
     nodes. The KV of all nodes is contiguous, and a node sees the KV before the tree, its own and
     its ancestors'.
 
-    queries, out         [T, heads * D]; keys and values [T, kv_heads * D]; all of one dtype
+    queries, keys        [T, heads * D] and [T, kv_heads * D]; all of one dtype
+    values, out          [T, kv_heads * V] and [T, heads * V]
     query_norm, key_norm [n] or None: weights of RMS norms over n neighbouring columns each, with
                          `eps`, before rotary embeddings
     cos, sin             [T, R]: rotary embeddings of the first R columns of a head, R at most D and
                          even
-    cached_keys, cached_values  [kv_heads, C, D]; the rows' KV is written from `start` on
+    cached_keys, cached_values  [kv_heads, C, D] and [kv_heads, C, V]; the rows' KV is written from
+                         `start` on
     window               most positions that a row looks back, its own included
     scale                factor of the scores
     parents              [N] int64, parent of each node, parents first and -1 for the root; None: a
@@ -73,7 +75,9 @@ def attention_out(
         for tensor, weight in ((queries, query_norm), (keys, key_norm))
     ]
     cached_keys[:, start:end] = turned[1]
-    cached_values[:, start:end] = values.view(rows, kv_heads, width).transpose(0, 1)
+    cached_values[:, start:end] = values.view(rows, kv_heads, cached_values.shape[2]).transpose(
+        0, 1
+    )
     group = queries.shape[1] // (kv_heads * width)
     seen_keys, seen_values = (
         cached[:, :end].repeat_interleave(group, 0) for cached in (cached_keys, cached_values)

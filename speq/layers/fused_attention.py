@@ -9,14 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import Heads, Latents, Positions, RMSNorm
 from speq.layers.arguments import refuse_unknown
-from speq.layers.fused_modules import Forward, own_forward, rms_norm_of, wide_norm_of
+from speq.layers.fused_modules import (
+    NORMS_ROUNDED_ONCE,
+    Forward,
+    own_forward,
+    rms_norm_of,
+    wide_norm_of,
+)
 
 # Classes of transformers with the usual forward, which is reimplemented here.
 ATTENTIONS = frozenset(
@@ -24,7 +29,8 @@ ATTENTIONS = frozenset(
     for family in (
         *("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral", "Phimoe"),
         *("Glm4Moe", "MiniMaxM2", "Dots1", "SolarOpen", "GptOss", "Lfm2Moe", "Mellum", "HYV3"),
-        *("ExaoneMoe", "GraniteMoe", "GraniteMoeHybrid", "NemotronH"),
+        *("ExaoneMoe", "GraniteMoe", "GraniteMoeHybrid", "NemotronH", "MiMoV2Flash"),
+        "FlexOlmo",
     )
 )
 # Classes whose results are multiplied by gates that their queries' projection makes as well.
@@ -49,6 +55,8 @@ INTERLEAVED = frozenset({"DeepseekV2Attention", "BailingHybridAttention"})
 LOW_RANK = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 # Their cos and sin are for half a head; the other half uses the same ones.
 HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
+# Their cos and sin are float32 whatever the rows are.
+WIDE_TURNS = frozenset({"FlexOlmoRotaryEmbedding"})
 # They take positions [3, 1, P] in time, height and width, which are alike in text.
 GRID_TURNS = frozenset({"Qwen3_5MoeTextRotaryEmbedding"})
 # They return complex numbers in place of cos and sin.
@@ -57,7 +65,10 @@ COMPLEX_TURNS = frozenset({"DeepseekV2RotaryEmbedding"})
 PAIR_TURNS = frozenset({"Ernie4_5_MoeRotaryEmbedding"})
 # They differ between kinds of layers, which they are called with.
 TURNS_BY_KIND = frozenset(
-    {"Gemma4TextRotaryEmbedding", "MellumRotaryEmbedding", "LagunaRotaryEmbedding"}
+    {
+        *("Gemma4TextRotaryEmbedding", "MellumRotaryEmbedding", "LagunaRotaryEmbedding"),
+        "MiMoV2FlashRotaryEmbedding",
+    }
 )
 
 
@@ -120,8 +131,10 @@ class FusedMixer(ABC):
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, heads: Heads, batch: DecodeBatch, layer: int
 ) -> Tensor:
-    """Attend sequence by sequence over what `layer` caches: [T, heads * D]."""
-    mixed = torch.empty_like(queries)
+    """Attend sequence by sequence over what `layer` caches: [T, heads * V]."""
+    cached_keys, cached_values = batch.sequences[0].layers[layer].row
+    heads_of_rows = queries.shape[1] // cached_keys.shape[2]
+    mixed = queries.new_empty(len(queries), heads_of_rows * cached_values.shape[2])
     alone = len(batch.sequences) == 1
     for sequence in batch.sequences:
         decoder_ops.attention(
@@ -158,7 +171,7 @@ class FusedAttention(FusedMixer):
     is_rotated  False in a layer without positions
     """
 
-    projections: tuple[nn.Module, nn.Module, nn.Module]
+    projections: tuple[Callable[[Tensor], Tensor], ...]
     heads: Heads
     is_rotated: bool = True
 
@@ -335,15 +348,30 @@ def parts_of(module: Any) -> tuple[Any, ...]:
     """What FusedAttention has of a module."""
     names = ("q_layernorm", "k_layernorm") if hasattr(module, "q_layernorm") else NORM_NAMES
     norms = [getattr(module, name, None) for name in names]
+    makers = [module.q_proj, module.k_proj]
+    if type(norms[0]).__name__ in NORMS_ROUNDED_ONCE:  # the attention op has none of these
+        makers = [nn.Sequential(*each) for each in zip(makers, norms, strict=True)]
+        norms = [None, None]
     query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
     return (
         module.o_proj if hasattr(module, "o_proj") else module.out_proj,
         module.layer_idx,
         own_forward(module),
-        (module.q_proj, module.k_proj, module.v_proj),
+        (*makers, values_of(module)),
         Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
         is_rotated(module),
     )
+
+
+def values_of(module: Any) -> Callable[[Tensor], Tensor]:
+    """What makes values of rows [T, H]."""
+    project, scale = module.v_proj, getattr(module, "v_scale", 1.0)
+
+    def scaled(rows: Tensor) -> Tensor:
+        values: Tensor = project(rows) * scale
+        return values
+
+    return project if scale == 1.0 else scaled
 
 
 def fused_attention(module: Any) -> FusedAttention:

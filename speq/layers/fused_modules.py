@@ -26,7 +26,7 @@ NORMS = frozenset(
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
         *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3"),
         *("ExaoneMoe", "Laguna", "Afmoe", "GraniteMoe", "GraniteMoeHybrid"),
-        *("KimiLinear", "BailingHybrid", "Mistral4"),
+        *("KimiLinear", "BailingHybrid", "Mistral4", "MiMoV2Flash"),
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -36,6 +36,7 @@ NORMS_ROUNDED_ONCE = {
     "Qwen3_5MoeRMSNorm": 1.0,
     "Gemma4RMSNorm": 0.0,
     "NemotronHRMSNorm": 0.0,
+    "FlexOlmoRMSNorm": 0.0,
 }
 # Routers by the rule of their gate: dtype of their logits and of their weights; None: of the rows.
 ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -45,6 +46,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
             *("Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter", "GptOssTopKRouter"),
             *("Lfm2MoeTopKRouter", "MellumTopKRouter", "LagunaTopKRouter"),
             *("GraniteMoeTopKRouter", "GraniteMoeHybridTopKRouter", "Mistral4TopkRouter"),
+            "FlexOlmoTopKRouter",
         ),
         (None, None),
     ),
@@ -57,7 +59,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
             *("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter"),
             *("Glm4MoeLiteTopkRouter", "Dots1TopkRouter", "SolarOpenTopkRouter", "HYV3TopKRouter"),
             *("ExaoneMoeTopkRouter", "NemotronHTopkRouter", "KimiLinearTopkRouter"),
-            "BailingHybridTopkRouter",
+            *("BailingHybridTopkRouter", "MiMoV2FlashTopkRouter"),
         ),
         (torch.float32, torch.float32),
     ),

@@ -135,6 +135,20 @@ def heads_with_sinks(config: Any) -> AttentionShape:
     return replace(shape, copied_width=copied_width, score_heads=config.num_attention_heads)
 
 
+def heads_of_windows(config: Any) -> AttentionShape:
+    """`heads_with_sinks` with values of their own width, and twice the heads of keys and values in
+    layers with windows.
+    """
+
+    def shapes(kind: str) -> KVShapes:
+        heads = config.num_key_value_heads * (2 if kind == "sliding_attention" else 1)
+        return (heads, config.head_dim), (heads, config.v_head_dim)
+
+    shape, by_layer = heads_with_sinks(config), tuple(map(shapes, config.layer_types))
+    widest = max(by_layer, key=elements)
+    return replace(shape, kv_shapes=widest, copied_width=2 * shape.copied_width, by_layer=by_layer)
+
+
 def attend_in_blocks(
     module: nn.Module,
     query: Tensor,

@@ -27,6 +27,7 @@ from speq.models.attention import (
     heads_by_layer,
     heads_of_layers,
     heads_of_some_layers,
+    heads_of_windows,
     heads_with_sinks,
 )
 from speq.models.delta_net import delta_states
@@ -71,6 +72,7 @@ LAGUNA_RENAMED = (
     (f".mlp.experts.{CORRECTION}", f".mlp.gate.{CORRECTION}"),
     (".mlp.shared_expert.", ".mlp.shared_experts."),
 )
+MIMO_RENAMED = ((".self_attn.attention_sink_bias", ".self_attn.sinks"),)
 GRANITE_NAMES = ExpertNames(
     blocks=("block_sparse_moe",), routers=("router",), mlp="block_sparse_moe"
 )
@@ -94,6 +96,14 @@ BAILING_RENAMED = (
         (f".attention.{each}", f".self_attn.forget_gate.{each}")
         for each in ("f_proj.", "dt_bias", "A_log")
     ),
+    (".attention.", ".self_attn."),
+    (".mlp.gate.expert_bias", f".mlp.gate.{CORRECTION}"),
+)
+SARVAM_RENAMED = (
+    (".word_embeddings.", ".embed_tokens."),
+    (".attention.dense.", ".self_attn.o_proj."),
+    (".attention.query_layernorm.", ".self_attn.q_norm."),
+    (".attention.key_layernorm.", ".self_attn.k_norm."),
     (".attention.", ".self_attn."),
     (".mlp.gate.expert_bias", f".mlp.gate.{CORRECTION}"),
 )
@@ -142,6 +152,7 @@ FAMILIES = {
             ),
         ),
         Family("olmoe", "OlmoeExperts", expert_width="intermediate_size"),
+        Family("flex_olmo", "FlexOlmoExperts", expert_width="intermediate_size", normed=True),
         Family(
             "mixtral",
             "MixtralExperts",
@@ -218,6 +229,26 @@ FAMILIES = {
                 "language_model.lm_head.",
             ),
             built_as=BuiltAs("deepseek_v3", {}),
+        ),
+        Family(
+            "sarvam_mla",
+            "DeepseekV3Experts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            since="5.24",
+            attention=cached_latents,
+            check=check_pairs,
+            classes="deepseek_v3",
+        ),
+        Family(
+            "sarvam_moe",
+            "Glm4MoeExperts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            since="5.24",
+            check=check_pairs,
+            text_part=TextModelPart("sarvam_moe", renamed=SARVAM_RENAMED),
+            classes="glm4_moe",
         ),
         Family(
             "dots1",
@@ -391,6 +422,17 @@ FAMILIES = {
             stacked=Stacked.INTERLEAVED,
             activation=CLAMPED,
             check=check_clamped,
+        ),
+        Family(
+            "mimo_v2_flash",
+            "MiMoV2FlashExperts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            typed_masks=True,
+            attention=heads_of_windows,
+            attention_by=BESIDE_SINKS,
+            check=check_pairs,
+            text_part=TextModelPart("mimo_v2_flash", renamed=MIMO_RENAMED),
         ),
         Family(
             "lfm2_moe",

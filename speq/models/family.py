@@ -128,6 +128,7 @@ class Family:
                   they hold nothing else, by the names that transformers has
     built_as      the family whose classes run its text model, where transformers has no causal
                   model of its own for it; None: its own classes
+    classes       the family of transformers whose classes it has, if not its own
     causal        class of its causal model, where transformers' AutoModelForCausalLM lacks it
     """
 
@@ -162,6 +163,7 @@ class Family:
     rotary: str = "rotary_emb"
     text_part: TextModelPart | None = None
     built_as: BuiltAs | None = None
+    classes: str | None = None
     causal: str | None = None
 
     @property
@@ -173,7 +175,9 @@ class Family:
     @property
     def module(self) -> str:
         """The module of transformers that has its classes."""
-        name = self.model_type if self.built_as is None else self.built_as.model_type
+        name = self.classes or self.model_type
+        if self.built_as is not None:
+            name = self.built_as.model_type
         return f"transformers.models.{name}.modeling_{name}"
 
     @property
@@ -219,10 +223,7 @@ class Family:
         """Raise SpeqError where the installed transformers lacks the family, or has it in an older
         form.
         """
-        try:
-            found = importlib.util.find_spec(self.module) is not None
-        except ModuleNotFoundError:
-            found = False
+        found = importlib.util.find_spec(f"transformers.models.{self.model_type}") is not None
         if not found or is_before(transformers_version, self.since):
             lacks = "has in an older form" if found else "lacks"
             raise DependencyError(

@@ -23,6 +23,7 @@ from speq.layers.fused_attention import (
     HALF_TURNS,
     PAIR_TURNS,
     TURNS_BY_KIND,
+    WIDE_TURNS,
     DecodeBatch,
     DecodeSpan,
     fuse_attention,
@@ -45,7 +46,12 @@ GEMMA_LAYERS = frozenset({"Gemma4TextDecoderLayer"})
 # Layers whose parts' results are multiplied before they are added.
 MULTIPLIED = frozenset({"GraniteMoeDecoderLayer", "GraniteMoeHybridDecoderLayer"})
 # Names of the norms behind a layer's mixer and behind its feed-forward, in layers that have both.
-NORMS_BEHIND = {"AfmoeDecoderLayer": ("post_attention_layernorm", "post_mlp_layernorm")}
+NORMS_BEHIND = {
+    "AfmoeDecoderLayer": ("post_attention_layernorm", "post_mlp_layernorm"),
+    "FlexOlmoDecoderLayer": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+# Layers that have those alone.
+NORMED_BEHIND_ALONE = frozenset({"FlexOlmoDecoderLayer"})
 # Names of the norms before a layer's mixer and before its feed-forward, or before its only part.
 NORM_NAMES = (
     ("input_layernorm", "pre_mlp_layernorm"),
@@ -419,6 +425,10 @@ def cos_and_sin(rotary_emb: Any, kinds: Sequence[str], width: int = 0) -> dict[s
         cos, sin = rotary_emb(like, position_ids=position_ids)
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
+    def of_rounded(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary_emb(like, position_ids=position_ids)
+        return cos.to(like.dtype), sin.to(like.dtype)
+
     def of_complex(like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         turns = rotary_emb(like, position_ids=position_ids)
         return turns.real.contiguous(), turns.imag.contiguous()
@@ -438,6 +448,7 @@ def cos_and_sin(rotary_emb: Any, kinds: Sequence[str], width: int = 0) -> dict[s
         (COMPLEX_TURNS, of_complex),
         (PAIR_TURNS, of_pairs),
         (HALF_TURNS, of_whole_heads),
+        (WIDE_TURNS, of_rounded),
     ):
         if name in names:
             return {ANY_KIND: turns}
@@ -480,6 +491,8 @@ def norms_of(layer: Any) -> tuple[nn.Module, ...]:
     """The norms before a decoder layer's mixer and before its feed-forward, or before its only
     part.
     """
+    if type(layer).__name__ in NORMED_BEHIND_ALONE:
+        return nn.Identity(), nn.Identity()
     for names in NORM_NAMES:
         if all(hasattr(layer, name) for name in names):
             return tuple(getattr(layer, name) for name in names)

@@ -63,7 +63,7 @@ class MtpLayerKind(NamedTuple):
 
 
 # Prefixes of MTP tensors that are not among the model's own layers.
-APART = ("mtp.", "model.mtp_")
+APART = ("mtp.", "model.mtp_", "model.mtp.")
 
 
 def deepseek_layer(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> MtpLayerKind:

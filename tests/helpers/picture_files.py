@@ -20,6 +20,7 @@ RENAMED: dict[str, list[tuple[str, str]]] = {
         (".attention.f_proj.", ".self_attn.forget_gate.f_proj."),
         (".attention.", ".self_attn."),
     ],
+    "mimo_v2_flash": [(".attention_sink_bias", ".sinks")],
     "hy_v3": [(".shared_mlp.", ".shared_experts.")],
     **{
         whole: [("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")]

@@ -376,6 +376,26 @@ FAMILY_OPTIONS["bailing_hybrid"] = {
     "head_dim": 16,
     "num_nextn_predict_layers": 0,
 }
+FAMILY_OPTIONS["flex_olmo"] = FAMILY_OPTIONS["olmoe"]
+FAMILY_OPTIONS["sarvam_mla"] = FAMILY_OPTIONS["deepseek_v3"] | {"q_lora_rank": None}
+FAMILY_OPTIONS["sarvam_moe"] = {
+    **{name: value for name, value in FAMILY_OPTIONS["glm4_moe"].items() if name != "head_dim"},
+    "head_dim": 16,
+}
+FAMILY_OPTIONS["mimo_v2_flash"] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+}
 FAMILY_OPTIONS["mistral4"] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -507,7 +527,7 @@ ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe"),
     *("qwen3_vl_moe", "glm4v_moe", "granitemoe", "bailing_hybrid"),
-    *("mistral4", "kimi_k25"),
+    *("mistral4", "kimi_k25", "mimo_v2_flash", "sarvam_moe", "sarvam_mla", "flex_olmo"),
 )
 # One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer.
 UNLIKE_IN_CACHES = ("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4")
@@ -549,6 +569,7 @@ SPREAD = {
         "_proj.bias": 0.5,
         "sinks": 1.0,
     },
+    "mimo_v2_flash": {"sinks": 1.0},
     # Layers say more than the token before, which is what the tied head would repeat.
     "gemma4": {
         "post_attention_layernorm.weight": 3.0,

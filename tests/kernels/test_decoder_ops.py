@@ -79,7 +79,8 @@ def test_norm_rounds_twice() -> None:
 @dataclass(frozen=True)
 class AttentionCase:
     """norm: columns that a norm of queries and keys takes, 0 for none, -1 for all of a row.
-    tree: parents of the nodes behind a root; empty: a chain.
+    tree: parents of the nodes behind a root; empty: a chain. values: columns of a head of values, 0
+    for those of keys.
     """
 
     rows: int
@@ -91,6 +92,7 @@ class AttentionCase:
     norm: int
     window: int | None
     tree: tuple[int, ...] = ()
+    values: int = 0
 
     @property
     def parents(self) -> Tensor | None:
@@ -109,6 +111,8 @@ CASES = [
     AttentionCase(1, 700, 8, 2, 80, 80, 0, 100),
     AttentionCase(5, 3000, 9, 1, 64, 64, 0, None),
     AttentionCase(3, 2046, 16, 4, 128, 128, 128, 1500),
+    AttentionCase(5, 37, 4, 2, 24, 8, 0, None, values=16),
+    AttentionCase(2, 700, 4, 1, 16, 16, 16, 100, values=40),
 ]
 
 
@@ -125,22 +129,27 @@ class Problem:
 
     @classmethod
     def of(cls, case: AttentionCase, dtype: torch.dtype) -> "Problem":
-        def rows(heads: int, seed: int) -> Tensor:
-            return normal(case.rows, heads * case.width, dtype=dtype, seed=seed)
+        value_width = case.values or case.width
+
+        def rows(heads: int, seed: int, width: int = case.width) -> Tensor:
+            return normal(case.rows, heads * width, dtype=dtype, seed=seed)
 
         def norm(heads: int, seed: int) -> RMSNorm | None:
             columns = heads * case.width if case.norm < 0 else case.norm
             return RMSNorm(normal(columns, dtype=dtype, seed=seed), 1e-5) if columns else None
 
         angles = normal(case.rows, case.rotary // 2, seed=8).repeat(1, 2)
-        shape = (case.kv_heads, case.start + case.rows + 3, case.width)
+        entries = case.kv_heads, case.start + case.rows + 3
         return cls(
             rows(case.heads, 1),
             rows(case.kv_heads, 2),
-            rows(case.kv_heads, 3),
+            rows(case.kv_heads, 3, value_width),
             Heads(case.width**-0.5, norm(case.heads, 4), norm(case.kv_heads, 5)),
             Positions(case.start, angles.cos().to(dtype), angles.sin().to(dtype), case.parents),
-            (normal(*shape, dtype=dtype, seed=6), normal(*shape, dtype=dtype, seed=7)),
+            (
+                normal(*entries, case.width, dtype=dtype, seed=6),
+                normal(*entries, value_width, dtype=dtype, seed=7),
+            ),
         )
 
     def part(self, first: int, last: int) -> "Problem":
@@ -151,7 +160,9 @@ class Problem:
         return Problem(*parts, self.heads, positions, self.cached)
 
     def run(self, window: int | None) -> Tensor:
-        out = torch.empty_like(self.queries)
+        keys, values = self.cached
+        heads = self.queries.shape[1] // keys.shape[2]
+        out = self.queries.new_empty(len(self.queries), heads * values.shape[2])
         decoder_ops.attention(
             self.queries,
             self.keys,
@@ -168,6 +179,7 @@ class Problem:
 # Whole trees, and trees of which earlier passes have run some nodes.
 TREES = [
     AttentionCase(4, 0, 2, 1, 16, 16, 0, None, (0, 0, 1)),
+    AttentionCase(8, 37, 4, 2, 192, 64, 0, 9, (0, 0, 1, 1, 2, 4, 6), 128),
     AttentionCase(8, 37, 4, 2, 32, 16, 32, None, (0, 0, 1, 1, 2, 4, 6)),
     AttentionCase(8, 37, 4, 2, 32, 16, 0, 3, (0, 0, 1, 1, 2, 4, 6)),
     AttentionCase(1, 9, 6, 3, 10, 4, -1, 4, (0, 1, 0, 3, 2)),
@@ -182,7 +194,7 @@ TREES = [
 @pytest.mark.parametrize("case", [*CASES, *TREES], ids=str)
 def test_attention_is_torchs(case: AttentionCase, dtype: torch.dtype) -> None:
     ours, plain = Problem.of(case, dtype), Problem.of(case, dtype)
-    wanted = torch.empty_like(plain.queries)
+    wanted = plain.queries.new_empty(case.rows, case.heads * (case.values or case.width))
     norms = (ours.heads.query_norm, ours.heads.key_norm)
     weights = [None if norm is None else norm.weight for norm in norms]
     reference_decoder.attention_out(

@@ -136,6 +136,8 @@ DENSE = {
     "qwen3_vl_moe": (ATTENTION, [f"mlp.{name}" for name in MLP]),
     "mellum": (ATTENTION, []),
     "olmoe": (ATTENTION, []),
+    "flex_olmo": (ATTENTION, []),
+    "mimo_v2_flash": (ATTENTION, []),
     "mixtral": (ATTENTION, []),
     "phimoe": (ATTENTION, []),
     "deepseek_v2": ([*LATENT, "self_attn.q_proj"], SHARED),

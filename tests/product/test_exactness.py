@@ -519,6 +519,19 @@ VARIANTS = {
         "granitemoehybrid",
         {"position_embedding_type": "rope", "mamba_n_groups": 1},
     ),
+    "mimo_v2_flash with windows in all layers and values as they are": (
+        "mimo_v2_flash",
+        {
+            "layer_types": ["sliding_attention"] * 3,
+            "attention_value_scale": None,
+            "attention_bias": True,
+            "n_group": 1,
+        },
+    ),
+    "mistral4 without latent queries and with heads in halves": (
+        "mistral4",
+        {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1},
+    ),
     "exaone_moe with windows in all layers": (
         "exaone_moe",
         {"layer_types": ["sliding_attention"] * 3, "n_group": 1, "norm_topk_prob": False},

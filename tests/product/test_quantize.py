@@ -56,7 +56,7 @@ from tests.reference.windows import told
 
 Folder = Callable[[str], Path]
 # Families that norm what experts add, which quantising refuses.
-NORMED = ("gemma4", "afmoe")
+NORMED = ("gemma4", "afmoe", "flex_olmo")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 

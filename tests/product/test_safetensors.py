@@ -234,6 +234,7 @@ MOE_LAYERS = {
     "bailing_hybrid": (1, 2),
     "mistral4": (1, 2),
     "kimi_k25": (1, 2),
+    "mimo_v2_flash": (1, 2),
 }
 
 
