@@ -66,7 +66,7 @@ def tensors_of(folder: Path) -> Tensors:
     experts: set[tuple[int, int | None, str]] = set()
     seen, unknown = set[str](), list[str]()
     names = own_names(stored_names(folder), family, model)
-    for stored, name in names.items():
+    for stored, (name, *parts) in names.items():
         words = words_name(name)
         matrix = family.names.matrix(words)
         if not family.holds(name, config.num_hidden_layers) and matrix is None:
@@ -78,7 +78,7 @@ def tensors_of(folder: Path) -> Tensors:
             counts["left"] += 1
         elif name in wanted | buffers or words in wanted:
             counts["rest"] += 1
-            seen.add(name if name in wanted else words)
+            seen |= {name if name in wanted else words, *parts}
         elif family.names.router.search(name):
             counts["rest"] += 1
         else:
@@ -104,8 +104,10 @@ def stored_names(folder: Path) -> list[str]:
         return [*file.keys()]
 
 
-def own_names(stored: Iterable[str], family: Family, model: Any) -> dict[str, str]:
-    """What speq and transformers' loader make of names on disk; experts keep theirs."""
+def own_names(stored: Iterable[str], family: Family, model: Any) -> dict[str, list[str]]:
+    """What speq and transformers' loader make of names on disk; experts keep theirs. Several where
+    the loader splits a tensor.
+    """
     part = family.text_part
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -119,8 +121,12 @@ def own_names(stored: Iterable[str], family: Family, model: Any) -> dict[str, st
     for name in stored:
         own = name if part is None else part.called(name)
         taken = own if part is None else part.published(own)
-        is_expert = family.names.is_expert(own)
-        made[name] = own if is_expert else rename_source_key(taken, renamings, joined)[0]
+        if family.names.is_expert(own):
+            made[name] = [own]
+            continue
+        own, by = rename_source_key(taken, renamings, joined)
+        parts = next((each.target_patterns for each in joined if by in each.source_patterns), [""])
+        made[name] = [own.replace(parts[0], each) for each in parts]
     return made
 
 

@@ -347,7 +347,7 @@ def fusing(name: str) -> Callable[[Any], FusedMixer] | None:
 def parts_of(module: Any) -> tuple[Any, ...]:
     """What FusedAttention has of a module."""
     names = ("q_layernorm", "k_layernorm") if hasattr(module, "q_layernorm") else NORM_NAMES
-    norms = [getattr(module, name, None) for name in names]
+    norms: list[Any] = [getattr(module, name, None) for name in names]
     makers = [module.q_proj, module.k_proj]
     if type(norms[0]).__name__ in NORMS_ROUNDED_ONCE:  # the attention op has none of these
         makers = [nn.Sequential(*each) for each in zip(makers, norms, strict=True)]

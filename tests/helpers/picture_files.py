@@ -21,6 +21,11 @@ RENAMED: dict[str, list[tuple[str, str]]] = {
         (".attention.", ".self_attn."),
     ],
     "mimo_v2_flash": [(".attention_sink_bias", ".sinks")],
+    "sarvam_moe": [
+        (".attention.dense.", ".self_attn.o_proj."),
+        (".attention.", ".self_attn."),
+        (".word_embeddings.", ".embed_tokens."),
+    ],
     "hy_v3": [(".shared_mlp.", ".shared_experts.")],
     **{
         whole: [("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")]
@@ -37,10 +42,17 @@ EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<at>\d+)\.(?P<projection>\w+)
 
 def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Tensors of a folder's only file, by the names that the model of text has for them."""
-    family, made = json.loads((path / "config.json").read_text())["model_type"], {}
+    config, made = json.loads((path / "config.json").read_text()), {}
+    family = config["model_type"]
     for name, tensor in load_file(path / FILE).items():
         for on_disk, own in [(PREFIX, "model."), *RENAMED.get(family, [])]:
             name = name.replace(on_disk, own)
+        if ".query_key_value." in name:
+            kv = config["num_key_value_heads"] * config["head_dim"]
+            parts = tensor.split([len(tensor) - 2 * kv, kv, kv])
+            for each, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+                made[name.replace("query_key_value", each)] = part
+            continue
         made[name] = tensor
     return made
 

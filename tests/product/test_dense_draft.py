@@ -26,6 +26,7 @@ from speq.planning.candidates import candidates_of
 from speq.planning.demand import Budget, demand_of
 from speq.planning.model_spec import ModelSpec
 from tests.helpers.gptq_files import copy_folder
+from tests.helpers.picture_files import stored_tensors
 from tests.helpers.quantising import SETTINGS, quantise_to
 from tests.helpers.tiny_models import BY_FAMILY
 from tests.reference import int4
@@ -141,8 +142,10 @@ DENSE = {
     "mixtral": (ATTENTION, []),
     "phimoe": (ATTENTION, []),
     "deepseek_v2": ([*LATENT, "self_attn.q_proj"], SHARED),
+    "sarvam_mla": ([*LATENT, "self_attn.q_proj"], SHARED),
     "glm4_moe": (ATTENTION, SHARED),
     "glm4v_moe": (ATTENTION, SHARED),
+    "sarvam_moe": (ATTENTION, SHARED),
     "glm4_moe_lite": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
     **dict.fromkeys(
         ("deepseek_v3", "mistral4", "kimi_k25"),
@@ -182,7 +185,7 @@ DENSE = {
 @pytest.mark.parametrize("family", BY_FAMILY)
 def test_which_layers_drafts_run_on_codes(family: str, tiny: Folder) -> None:
     opened = open_model(tiny(family))
-    shapes, tensors = opened.shape.draft_layers, opened.checkpoint.tensors
+    shapes, stored = opened.shape.draft_layers, stored_tensors(tiny(family))
     attention, mlp = DENSE[family]
     for choice, wanted, head in (
         ("none", [], False),
@@ -199,7 +202,7 @@ def test_which_layers_drafts_run_on_codes(family: str, tiny: Folder) -> None:
             # A head that is the embedding's has no matrix of its own there.
             tied = name == "lm_head" and opened.shape.tied
             module = "model.embed_tokens" if tied else name
-            assert tensors[f"{module}.weight"][1].shape == (layout.outputs, layout.columns)
+            assert stored[f"{module}.weight"].shape == (layout.outputs, layout.columns)
             assert layout.planes == (2 if name == "lm_head" else 1)
     opened.close()
 

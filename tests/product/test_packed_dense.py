@@ -91,7 +91,11 @@ def test_raw_packs_have_none(tiny_bfloat16: Folder, tmp_path: Path) -> None:
     assert not (tmp_path / "packed" / "dense.bin").exists()
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+# Families with some matrices in one tensor on disk: packs leave it as it is, and runs encode these.
+SPLIT = ("sarvam_moe",)
+
+
+@pytest.mark.parametrize("family", [each for each in BY_FAMILY if each.values[0] not in SPLIT])
 def test_runs_read_records_and_encode_none(
     family: str, tiny_bfloat16: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,6 +235,8 @@ MOE_LAYERS = {
     "mistral4": (1, 2),
     "kimi_k25": (1, 2),
     "mimo_v2_flash": (1, 2),
+    "sarvam_moe": (1, 2),
+    "sarvam_mla": (1, 2),
 }
 
 
