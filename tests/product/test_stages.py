@@ -74,7 +74,7 @@ PASSES = (
     ("granitemoehybrid", "1,2", "bfloat16"),
     ("nemotron_h", "2,3", "float32"),
     ("kimi_linear", "2,1", "float32"),
-    ("mistral4", "1,2", "bfloat16"),
+    ("mistral4", "2,1", "bfloat16"),
     ("mimo_v2_flash", "2,1", "float32"),
     ("flex_olmo", "1,2", "bfloat16"),
 )
