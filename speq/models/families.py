@@ -36,6 +36,7 @@ from speq.models.family_checks import (
     check_clamped,
     check_deepseek_v2,
     check_gemma4,
+    check_mistral4,
     check_nemotron,
     check_pairs,
 )
@@ -399,7 +400,7 @@ FAMILIES = {
             num_experts="n_routed_experts",
             since="5.23",
             attention=cached_latents,
-            check=check_pairs,
+            check=check_mistral4,
             text_part=TextModelPart(
                 "mistral4",
                 "language_model.model.",

@@ -86,3 +86,15 @@ def check_pairs(config: Any, num_experts: int, where: object) -> None:
             f"leave {config.topk_group} groups of {size} experts to choose from; a group must "
             f"have at least 2, and those chosen from at least num_experts_per_tok, {top_k}"
         )
+
+
+def check_mistral4(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for groups as `check_pairs` does, and without what queries grow by."""
+    check_pairs(config, num_experts, where)
+    for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        given = config.rope_parameters.get(name)
+        if not isinstance(given, int | float):
+            raise CheckpointError(
+                f"{where} has {name} {given!r} in rope_parameters; it must be a number: download "
+                "it again"
+            )

@@ -25,7 +25,14 @@ from speq.models.packed_batch import SequenceTokens
 from speq.models.resident import mapped_regions
 from speq.routing import Route
 from speq.version import is_before
-from tests.helpers.tiny_models import greedy_tokens, load_plain, write_fused, write_model
+from tests.helpers.tiny_models import FAMILIES as INSTALLED
+from tests.helpers.tiny_models import (
+    config_of,
+    greedy_tokens,
+    load_plain,
+    write_fused,
+    write_model,
+)
 
 BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "solar_open")
 
@@ -120,6 +127,7 @@ def test_an_older_form_of_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -
         family_of({"model_type": "mixtral"}, "/a")
 
 
+@pytest.mark.skipif("mistral4" not in INSTALLED, reason="transformers has it in an older form")
 def test_a_family_within_a_configuration_of_another_type() -> None:
     """Mistral 4 is published as the text of a model of pictures, whose text may be dense too."""
     config = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
@@ -127,6 +135,17 @@ def test_a_family_within_a_configuration_of_another_type() -> None:
     for text in ({"model_type": "mistral"}, {}, None):
         with pytest.raises(SpeqError, match=r"/a is of family .*mistral.*not supported"):
             family_of({"model_type": "mistral3", "text_config": text}, "/a")
+
+
+@pytest.mark.skipif("mistral4" not in INSTALLED, reason="transformers has it in an older form")
+@pytest.mark.parametrize("name", ["llama_4_scaling_beta", "original_max_position_embeddings"])
+def test_what_queries_grow_by_is_wanted(name: str) -> None:
+    """transformers' own layers would fail in a pass without it."""
+    config = config_of("mistral4").text_config
+    FAMILIES["mistral4"].check(config, 8, "/a")
+    config.rope_parameters = {**config.rope_parameters, name: None}
+    with pytest.raises(SpeqError, match=f"/a has {name} None in rope_parameters; it must be a num"):
+        FAMILIES["mistral4"].check(config, 8, "/a")
 
 
 @pytest.mark.parametrize(
