@@ -58,6 +58,7 @@ AttentionSpan span_of(const Tensor &queries, std::int64_t heads, std::int64_t kv
           parents_of(parents),
           word_of(queries, "queries"),
           float(scale),
+          nullptr,
           nullptr};
 }
 
@@ -122,7 +123,8 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
 void latent_attention_out(Tensor queries, Tensor latents, Tensor norm, double eps, Tensor expansion,
                           Tensor cos, Tensor sin, bool interleaved, Tensor cached_latents,
                           Tensor cached_rotary, std::int64_t start, std::int64_t window,
-                          double scale, std::optional<Tensor> parents, Tensor out) {
+                          double scale, std::optional<Tensor> parents, Tensor out,
+                          std::optional<Tensor> chosen) {
   const ScalarType type = queries.scalar_type();
   for (const Tensor *tensor : {&queries, &latents, &expansion, &out}) {
     check(*tensor, "queries, latents, expansion and out", 2, type);
@@ -156,7 +158,13 @@ void latent_attention_out(Tensor queries, Tensor latents, Tensor norm, double ep
                         tensor->size(1) == (neighbours ? rotary / 2 : rotary),
                     "cos and sin must have a row for each of queries, of the rotated columns");
   }
-  const AttentionSpan span = span_of(queries, heads, 1, capacity, start, window, scale, parents);
+  AttentionSpan span = span_of(queries, heads, 1, capacity, start, window, scale, parents);
+  if (chosen.has_value()) {
+    check(*chosen, "chosen", 2, ScalarType::Bool);
+    STD_TORCH_CHECK(chosen->size(0) == rows && chosen->size(1) == start + rows,
+                    "chosen must have a row for each of queries, of what is cached behind them");
+    span.chosen = static_cast<const bool *>(chosen->const_data_ptr());
+  }
   if (rows == 0) {
     return;
   }

@@ -142,11 +142,23 @@ template <typename Type> void BlockAttention::attend_share(const Share &share) {
       continue;
     }
     float **weights = &score_rows[row * heads];
+    std::vector<std::int64_t> left;
+    for (std::int64_t at = from; at < to; ++at) {
+      if (!attends(row, at)) {
+        left.push_back(at - from);
+      }
+    }
+    if (std::int64_t(left.size()) == to - from) {
+      continue;
+    }
     for (std::int64_t g = 0; g < heads; ++g) {
       const std::int64_t i = row * heads + g;
       weights[g] += from - first;
       for (std::int64_t at = std::max(from, root_); at < to; ++at) {
         weights[g][at - from] = node_score_rows[i][entry_at(row, at) - root_];
+      }
+      for (const std::int64_t at : left) {
+        weights[g][at] = -std::numeric_limits<float>::infinity();
       }
       soften(weights[g], to - from, span_.scale, *totals[i]);
       for (std::int64_t k = 0; k < to - from; ++k) {
@@ -178,9 +190,12 @@ void BlockAttention::merge(std::int64_t query, float *out) const {
     const std::int64_t at = partial_at(head / group_, block) + i;
     const SoftmaxSum &part = totals_[at];
     const float *part_sums = sums_.data() + at * value_width_;
-    if (block == first) {
+    if (block == first || total.sum == 0.0f) {
       total = part;
       std::copy_n(part_sums, value_width_, out);
+      continue;
+    }
+    if (part.sum == 0.0f) { // the row attends to nothing there
       continue;
     }
     const float most = std::max(total.most, part.most);

@@ -18,6 +18,7 @@ struct AttentionSpan {
   Word word;                   // of all arrays
   float scale;
   const void *sinks; // [heads], or null: sink scores, which take their share of the weights
+  const bool *chosen; // [rows, start + rows]: KV that a row attends to, of what it sees; null: all
 };
 
 // Columns of keys, and the same columns of queries. A score is the sum over all parts.
@@ -60,6 +61,12 @@ private:
   // The place of the KV at a position that a row sees.
   std::int64_t entry_at(std::int64_t row, std::int64_t position) const {
     return position < root_ ? position : root_ + paths_[row][position - root_];
+  }
+
+  // True if a row attends to the KV at a position that it sees.
+  bool attends(std::int64_t row, std::int64_t position) const {
+    return span_.chosen == nullptr ||
+           span_.chosen[row * (span_.start + span_.rows) + entry_at(row, position)];
   }
 
   // The first position that a row sees.

@@ -178,6 +178,7 @@ def latent_attention(
     window: int | None,
     cached: tuple[Tensor, Tensor],
     out: Tensor,
+    chosen: Tensor | None = None,
 ) -> None:
     """Run `reference_decoder.latent_attention_out` into out [T, heads * V]; see there for shapes.
 
@@ -186,6 +187,7 @@ def latent_attention(
 
     window  as `attention` has it
     cached  latents [1, C, L] and rotated keys [1, C, R], where the rows' KV is written
+    chosen  [T, start + T] bool: what a row attends to, of what it sees; None: all
     """
     library.call(
         "latent_attention",
@@ -203,6 +205,7 @@ def latent_attention(
         parameters.scale,
         positions.parents,
         out,
+        chosen,
     )
 
 

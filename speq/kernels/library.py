@@ -158,7 +158,8 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "latent_attention": (
         "(Tensor queries, Tensor latents, Tensor norm, float eps, Tensor expansion, Tensor cos, "
         "Tensor sin, bool interleaved, Tensor(a!) cached_latents, Tensor(b!) cached_rotary, "
-        "int start, int window, float scale, Tensor? parents, Tensor(c!) out) -> ()",
+        "int start, int window, float scale, Tensor? parents, Tensor(c!) out, "
+        "Tensor? chosen=None) -> ()",
         reference_decoder.latent_attention_out,
     ),
     "masked_attention": (

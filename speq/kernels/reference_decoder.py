@@ -108,6 +108,7 @@ def latent_attention_out(
     scale: float,
     parents: Tensor | None,
     out: Tensor,
+    chosen: Tensor | None = None,
 ) -> None:
     """Multi-head latent attention (MLA, arXiv:2405.04434) of T tokens, a chain or a tree's last
     nodes, as in `attention_out`: it caches latents, which are expanded to heads of keys and values.
@@ -122,6 +123,7 @@ def latent_attention_out(
     interleaved     the columns that are rotated together are neighbours
     cached_latents, cached_rotary  [1, C, L] and [1, C, R]; the rows' KV is written from `start` on
     out             [T, heads * V]
+    chosen          [T, start + T] bool: what a row attends to, of what it sees; None: all
     """
     rows, rank, rotary = len(queries), cached_latents.shape[2], cached_rotary.shape[2]
     end = start + rows
@@ -132,12 +134,13 @@ def latent_attention_out(
     cached_latents[0, start:end] = _norm(latents[:, :rank], norm, eps)
     cached_rotary[0, start:end] = _rotate_columns(latents[:, rank:], cos, sin, interleaved)
     expanded = F.linear(cached_latents[0, :end], expansion).view(end, heads, -1).transpose(0, 1)
+    visible = _visible(rows, start, window, parents)
     rotated_keys = cached_rotary[:, :end].expand(heads, -1, -1)
     attended = F.scaled_dot_product_attention(
         torch.cat((split[..., :key_width], turned), dim=-1)[None],
         torch.cat((expanded[..., :key_width], rotated_keys), dim=-1)[None],
         expanded[..., key_width:][None],
-        attn_mask=_visible(rows, start, window, parents),
+        attn_mask=visible if chosen is None else visible & chosen,
         scale=scale,
     )[0]
     out.copy_(attended.transpose(0, 1).reshape(rows, -1))

@@ -22,6 +22,7 @@ from speq.layers.fused_modules import (
     rms_norm_of,
     wide_norm_of,
 )
+from speq.layers.indexer import Indexer
 
 # Classes of transformers with the usual forward, which is reimplemented here.
 ATTENTIONS = frozenset(
@@ -47,10 +48,16 @@ LATENT_ATTENTIONS = frozenset(
     {
         *("DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention"),
         *("KimiLinearAttention", "BailingHybridAttention", "Mistral4Attention"),
+        *("DeepseekV32Attention", "GlmMoeDsaAttention"),
     }
 )
 # They always rotate neighbouring columns together; the configuration of the others says so.
-INTERLEAVED = frozenset({"DeepseekV2Attention", "BailingHybridAttention"})
+INTERLEAVED = frozenset(
+    {
+        *("DeepseekV2Attention", "BailingHybridAttention"),
+        *("DeepseekV32Attention", "GlmMoeDsaAttention"),
+    }
+)
 # What makes queries of latent attention where these have latents too.
 LOW_RANK = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 # Their cos and sin are for half a head; the other half uses the same ones.
@@ -282,6 +289,8 @@ class FusedLatentAttention(FusedMixer):
     compress     makes latents and the key columns that are rotated
     value_width  columns of all heads' results
     gates        makes what heads' results are multiplied by the sigmoid of; None: nothing
+    indexer      chooses what rows attend to; None: all that they see
+    chooses      whether it chooses in this layer; False: in a layer before
     """
 
     queries: tuple[nn.Module, ...]
@@ -289,29 +298,54 @@ class FusedLatentAttention(FusedMixer):
     latents: Latents
     value_width: int
     gates: nn.Module | None = None
+    indexer: Indexer | None = None
+    chooses: bool = False
 
     def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        *low_rank, last = self.queries
         queries, latents = hidden_states, self.compress(hidden_states)
-        for module in self.queries:
+        for module in low_rank:
             queries = module(queries)
+        chosen = self.choose(hidden_states, queries, batch)
+        queries = last(queries)
         for sequence in batch.sequences:
             if sequence.positions.query_scale is not None:
                 queries[sequence.rows].mul_(sequence.positions.query_scale)
         mixed = queries.new_empty(len(queries), self.value_width)
-        for sequence in batch.sequences:
+        for sequence, of_sequence in zip(batch.sequences, chosen, strict=True):
             decoder_ops.latent_attention(
                 queries[sequence.rows],
                 latents[sequence.rows],
                 self.latents,
                 sequence.positions,
                 batch.window,
-                sequence.layers[self.layer].row,
+                sequence.layers[self.layer].row[:2],
                 mixed[sequence.rows],
+                of_sequence,
             )
         if self.gates is None:
             return mixed
         gates = self.gates(hidden_states).float().sigmoid().to(mixed.dtype)
         return (mixed.view(*gates.shape, -1) * gates.unsqueeze(-1)).flatten(1)
+
+    def choose(
+        self, hidden_states: Tensor, query_latents: Tensor, batch: DecodeBatch
+    ) -> Sequence[Tensor | None]:
+        """What rows attend to, sequence by sequence, as `decoder_ops.latent_attention` has it."""
+        indexer = self.indexer
+        if indexer is None:
+            return [None] * len(batch.sequences)
+        if self.chooses:
+            indexer.chosen = [
+                indexer.choose_cached(
+                    hidden_states[each.rows],
+                    query_latents[each.rows],
+                    each.positions,
+                    each.layers[self.layer].row[2][0],
+                )
+                for each in batch.sequences
+            ]
+        return indexer.chosen
 
 
 # Usual names of the norms of queries and keys.
@@ -459,6 +493,8 @@ def fused_latent_attention(module: Any) -> FusedLatentAttention:
         ),
         module.num_heads * module.v_head_dim,
         getattr(module, "g_proj", None),
+        getattr(module, "chooser", None),
+        getattr(module, "indexer", None) is not None,
     )
 
 

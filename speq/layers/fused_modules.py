@@ -26,7 +26,7 @@ NORMS = frozenset(
         *("Glm4Moe", "Glm4MoeLite", "MiniMaxM2", "Dots1", "SolarOpen"),
         *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3"),
         *("ExaoneMoe", "Laguna", "Afmoe", "GraniteMoe", "GraniteMoeHybrid"),
-        *("KimiLinear", "BailingHybrid", "Mistral4", "MiMoV2Flash"),
+        *("KimiLinear", "BailingHybrid", "Mistral4", "MiMoV2Flash", "DeepseekV32", "GlmMoeDsa"),
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -60,6 +60,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
             *("Glm4MoeLiteTopkRouter", "Dots1TopkRouter", "SolarOpenTopkRouter", "HYV3TopKRouter"),
             *("ExaoneMoeTopkRouter", "NemotronHTopkRouter", "KimiLinearTopkRouter"),
             *("BailingHybridTopkRouter", "MiMoV2FlashTopkRouter"),
+            *("DeepseekV32TopkRouter", "GlmMoeDsaTopkRouter"),
         ),
         (torch.float32, torch.float32),
     ),

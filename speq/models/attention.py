@@ -13,8 +13,9 @@ from transformers.masking_utils import sdpa_mask
 from speq.kernels import decoder_ops
 from speq.layers.arguments import LAYER_ARGUMENTS, refuse_unknown
 
-# (heads, width) of a layer's cached keys and of its cached values.
-KVShapes = tuple[tuple[int, int], tuple[int, int]]
+# (heads, width) of a layer's cached keys, of its cached values, and of its indexer's keys if it has
+# an indexer.
+KVShapes = tuple[tuple[int, int], ...]
 
 # Arguments of attention that are ignored: the mask already holds the window, and nothing is
 # trained.
@@ -31,7 +32,7 @@ SINK_ALIGNMENT = 8
 class AttentionShape:
     """Sizes of one layer's attention; of the widest layer where layers differ.
 
-    kv_shapes       of the cached keys and values
+    kv_shapes       of what is cached
     query_width     elements of a token's queries, of all heads
     group           query heads that share a key head
     copied_width    elements that attention in blocks copies of each token that it sees
@@ -125,6 +126,24 @@ def cached_latents(config: Any) -> AttentionShape:
     )
 
 
+def indexed_latents(config: Any) -> AttentionShape:
+    """`cached_latents` of tokens that an indexer chooses; layers without one use the choice of the
+    layer before.
+    """
+    shape, heads = cached_latents(config), config.index_n_heads
+    indexed = (*shape.kv_shapes, (1, config.index_head_dim))
+    types = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    return replace(
+        shape,
+        kv_shapes=indexed,
+        query_width=shape.query_width + heads * config.index_head_dim,
+        # The indexer's keys in float32, and scores of a row on their way to one number.
+        copied_width=shape.copied_width + 2 * config.index_head_dim + 6 * heads,
+        score_heads=heads,
+        by_layer=tuple(indexed if kind == "full" else shape.kv_shapes for kind in types),
+    )
+
+
 def heads_with_sinks(config: Any) -> AttentionShape:
     """`cached_heads` with sinks."""
     shape = cached_heads(config)
@@ -157,6 +176,7 @@ def attend_in_blocks(
     attention_mask: Tensor,
     scaling: float,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     native: bool = True,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -166,12 +186,15 @@ def attend_in_blocks(
     value              [B, kv_heads, N, V]; the result is [B, T, heads, V]
     attention_mask     [B, 1, T, N] bool, true where seen
     s_aux              [heads], sinks: scores that take their share of a row's weights
+    indices            [B, T, N] bool, what an `Indexer` chose of what is seen
     native             in 16 and 32 bits the blocks are a native op's, which reads what a row sees
                        alone; False on a GPU, which has none
 
     Queries that share keys are rows of one product, so that no keys are repeated.
     """
     refuse_unknown("attention", others, BESIDE_MASK)
+    if indices is not None:
+        attention_mask = indices[:, None]
     batch, heads, count, _ = query.shape
     kv_heads, width = key.shape[1], value.shape[3]
     group = heads // kv_heads

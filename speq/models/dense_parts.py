@@ -20,6 +20,8 @@ ONLY_PART = "mixer"
 MIXING = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"})
 # Small matrices that say how fast states fade.
 DECAYING = ("in_proj_ba", "in_proj_a", "in_proj_b", "f_proj", "f_a_proj", "f_b_proj", "b_proj")
+# Module of attention that chooses what it attends to.
+INDEXER = "indexer"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -60,7 +62,7 @@ def dense_shapes(model: Any, names: ExpertNames) -> tuple[DenseShape, ...]:
 def part_of(name: str, names: ExpertNames) -> str | None:
     """The part of a module inside a layer; None if drafts run the exact one."""
     *inside, own = name.split(".")
-    if own in DECAYING:
+    if own in DECAYING or INDEXER in inside:
         return None
     if "linear_attn" in inside:
         return ATTENTION

@@ -29,6 +29,7 @@ from speq.models.attention import (
     heads_of_some_layers,
     heads_of_windows,
     heads_with_sinks,
+    indexed_latents,
 )
 from speq.models.delta_net import delta_states
 from speq.models.family import BuiltAs, Family
@@ -36,6 +37,7 @@ from speq.models.family_checks import (
     check_clamped,
     check_deepseek_v2,
     check_gemma4,
+    check_indexers,
     check_mistral4,
     check_nemotron,
     check_pairs,
@@ -215,6 +217,26 @@ FAMILIES = {
             attention=cached_latents,
             check=check_pairs,
             predictor=deepseek_layer("DeepseekV3"),
+        ),
+        Family(
+            "deepseek_v32",
+            "DeepseekV32Experts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            since="5.23",
+            typed_masks=True,
+            attention=indexed_latents,
+            check=check_indexers,
+        ),
+        Family(
+            "glm_moe_dsa",
+            "GlmMoeDsaExperts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            since="5.23",
+            typed_masks=True,
+            attention=indexed_latents,
+            check=check_indexers,
         ),
         Family(
             "kimi_k25",

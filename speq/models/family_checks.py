@@ -55,6 +55,19 @@ def check_nemotron(config: Any, num_experts: int, where: object) -> None:
             )
 
 
+def check_indexers(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for groups as `check_pairs` does, and for a first layer that is to use the
+    choice of an indexer before it.
+    """
+    check_pairs(config, num_experts, where)
+    types = getattr(config, "indexer_types", None) or ["full"]
+    if types[0] != "full" or len({*types} - {"full", "shared"}):
+        raise CheckpointError(
+            f"{where} has indexer_types {types[:8]}; each must be full or shared, and the first "
+            "full; download config.json again, or correct that value"
+        )
+
+
 def check_gemma4(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for parts that other models of the family have, and speq does not run."""
     for name, what in (

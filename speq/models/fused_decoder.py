@@ -377,9 +377,10 @@ class FusedDecoder:
         return self._beyond(hidden) if normed is None else normed
 
     @property
-    def ends_here(self) -> bool:
-        """True if this machine has all layers."""
-        return self._next_stage is None and self._layers[-1].next_norm is not None
+    def recordable(self) -> bool:
+        """True if this machine has all layers, and the host chooses in none what rows attend to."""
+        ends_here = self._next_stage is None and self._layers[-1].next_norm is not None
+        return ends_here and not any(hasattr(each.mixer, "chooser") for each in self._layers)
 
     def _see(self, layer: int, hidden: Tensor) -> None:
         if self.capture is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from speq.errors import Broken
+from speq.errors import Broken, present
 from speq.models.attention import KVShapes
 from speq.models.length import Length
 from speq.models.states import NO_STATES, StateShape, StateSnapshot
@@ -21,26 +21,33 @@ from speq.models.tree import Tree
 # A change to the KV cache of a KV slot: the slot, the name of the method, and its argument.
 Change = tuple[int, str, Any]
 
+NO_INDEXER = "an indexer's keys were given to a layer without an indexer"
+
 
 class KVLayer(CacheLayerMixin):
     """Keys and values of one layer, [1, heads, C, width].
 
-    row  both without the first dimension; used by the fused decoder
+    index_keys  [1, 1, C, width], keys of an indexer; None: the layer has none
+    row         all of them without the first dimension; used by the fused decoder
     """
 
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, length: Length) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, length: Length, index_keys: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.keys, self.values, self.length = keys, values, length
-        self.row = keys[0], values[0]
+        self.index_keys = index_keys
+        self.row = tuple(each[0] for each in self.tensors)
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.keys, self.values]
+        both = [self.keys, self.values]
+        return both if self.index_keys is None else [*both, self.index_keys]
 
     def keep(self, start: int, nodes: Tensor) -> None:
         """Keep, of the KV from `start` on, that at positions `nodes`, in that order."""
@@ -65,6 +72,13 @@ class KVLayer(CacheLayerMixin):
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def update_indexer(self, index_keys: Tensor) -> Tensor:
+        """Write an indexer's keys [1, T, width] as `update` does. Return all of them."""
+        held, start = present(self.index_keys, NO_INDEXER)[:, 0], self.length.count
+        end = start + index_keys.shape[1]
+        held[:, start:end] = index_keys
+        return held[:, :end]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length.count + query_length, 0
 
@@ -88,7 +102,7 @@ class PlacedKVLayer(KVLayer):
     """
 
     def __init__(self, layer: KVLayer, places: Tensor, seen: int) -> None:
-        super().__init__(layer.keys, layer.values, layer.length)
+        super().__init__(layer.keys, layer.values, layer.length, layer.index_keys)
         if seen > layer.keys.shape[2]:
             raise Broken(f"attention over {seen} tokens of a KV cache of {layer.keys.shape[2]}")
         self._places, self._seen = places, seen
@@ -101,6 +115,11 @@ class PlacedKVLayer(KVLayer):
         self.values.index_copy_(2, self._places, value_states)
         return self.keys[:, :, : self._seen], self.values[:, :, : self._seen]
 
+    def update_indexer(self, index_keys: Tensor) -> Tensor:
+        held = present(self.index_keys, NO_INDEXER)[:, 0]
+        held.index_copy_(1, self._places, index_keys)
+        return held[:, : self._seen]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._seen, 0
 
@@ -111,7 +130,7 @@ class NoLayer(KVLayer):
     def __init__(self, dtype: torch.dtype, device: torch.device, length: Length) -> None:
         nothing = torch.empty(1, 0, 0, 0, dtype=dtype, device=device)
         super().__init__(nothing, nothing, length)
-        self.row = ()  # type: ignore[assignment]
+        self.row = ()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -121,7 +140,7 @@ class NoLayer(KVLayer):
 class KVCache(Cache):
     """KV of up to `capacity` tokens of one sequence.
 
-    kv_shapes  (heads, width) of keys and of values, in each layer
+    kv_shapes  (heads, width) of what each layer caches, as `AttentionShape` has it
     by_layer   kv_shapes of each layer, where they differ
     number     KV slot
     states     layers that keep states in place of KV
@@ -166,8 +185,8 @@ class KVCache(Cache):
                 return NoLayer(dtype, device, length)
             if states.kind is not None and layer in states.layers:
                 return states.kind.layer(dtype, device, length)
-            keys, values = by_layer[layer] if by_layer else kv_shapes
-            return KVLayer(storage(keys), storage(values), length)
+            keys, values, *others = map(storage, by_layer[layer] if by_layer else kv_shapes)
+            return KVLayer(keys, values, length, *others)
 
         super().__init__(layers=[made(layer) for layer in range(num_layers)])
         held = [each for each in states.layers if own is None or each in own]

@@ -22,6 +22,8 @@ from speq.models.packed_batch import BatchSpan
 
 # Argument of gemma4's layers for KV that layers share; the supported models share none.
 GEMMA4 = ("shared_kv_states",)
+# Argument of glm_moe_dsa's layers for what the indexer of an earlier layer chose.
+CHOSEN = "prev_topk_indices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,11 @@ class MissingLayer(nn.Module):
     per_layer_input, others  arguments that transformers passes to layers
     """
 
-    def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Tensor:
-        refuse_unknown(type(self).__name__, others, (*CACHE_NAMES, *LAYER_ARGUMENTS, *GEMMA4))
-        return hidden_states
+    def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Any:
+        known = (*CACHE_NAMES, *LAYER_ARGUMENTS, *GEMMA4, CHOSEN)
+        refuse_unknown(type(self).__name__, others, known)
+        # Layers that are given an earlier one's choice return theirs as well.
+        return (hidden_states, None) if CHOSEN in others else hidden_states
 
 
 class NextStageLayer(MissingLayer):
@@ -107,9 +111,11 @@ class NextStageLayer(MissingLayer):
         super().__init__()
         self.others: RemoteStages | None = None
 
-    def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Any:
         stages = present(self.others, "a pass began before the stages were joined")
-        return stages.run(super().forward(hidden_states, per_layer_input, **others))
+        left = super().forward(hidden_states, per_layer_input, **others)
+        made = stages.run(hidden_states)
+        return (made, None) if isinstance(left, tuple) else made
 
 
 class StageInput(nn.Module):

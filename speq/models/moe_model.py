@@ -23,6 +23,7 @@ from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.layers.arguments import cache_name
 from speq.layers.dense_linear import DenseLinear, dense_linears
 from speq.layers.dense_matrix import ExactMatrix
+from speq.layers.indexer import install_indexers
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
 from speq.models.attention import IN_BLOCKS
 from speq.models.decoder_recordings import DecoderRecordings
@@ -118,6 +119,8 @@ class MoEModel:
         layers = own_layers(hf_model.model)
         self._states = family.states(self._config)
         self._states.hold(layers)
+        if isinstance(device, Processor):
+            install_indexers(layers)
         # Follows its own layers if other machines hold the rest.
         self._next_stage = next_stage_layer(hf_model.model)
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:
@@ -133,7 +136,7 @@ class MoEModel:
         # Of passes of few tokens, on the CPU; None: there are none.
         self.recordings: DecoderRecordings | None = None
         listed = recorded and library.has_cpu_library()
-        if listed and isinstance(decoder, FusedDecoder) and decoder.ends_here:
+        if listed and isinstance(decoder, FusedDecoder) and decoder.recordable:
             self.recordings = DecoderRecordings(decoder, self._switch)
 
     @property

@@ -104,6 +104,11 @@ class BatchKVLayer(CacheLayerMixin):
         seen = [layer.update(keys, values) for layer, keys, values in pieces]
         return torch.cat([keys for keys, _ in seen], 2), torch.cat([each for _, each in seen], 2)
 
+    def update_indexer(self, index_keys: Tensor) -> Tensor:
+        """Write an indexer's keys [1, T, width] as `update` does."""
+        pieces = zip(self._layers, index_keys.split(self._counts, dim=1), strict=True)
+        return torch.cat([layer.update_indexer(each) for layer, each in pieces], 1)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 

@@ -55,6 +55,8 @@ SIZES = {
     "kv_lora_rank": 32,
     "q_lora_rank": 32,
     "sliding_window": 8,
+    "index_n_heads": 16,
+    "index_topk": 16,
     "n_group": 2,
     "topk_group": 1,
 }

@@ -17,6 +17,7 @@ from speq.kernels import library, many_rows
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.grouping import most_fused_rows
 from speq.kernels.ops import HIDDEN_ACTS
+from speq.layers.indexer import uses_earlier_choice
 from speq.models.attention import AttentionShape, KVShapes, elements
 from speq.models.bounds import MOST, check_sizes
 from speq.models.dense import packable_modules
@@ -24,7 +25,7 @@ from speq.models.dense_parts import DenseShape, dense_shapes
 from speq.models.families import family_of
 from speq.models.family import Family
 from speq.models.kv_cache import KVCache
-from speq.models.layer_range import LayerRange, build_part
+from speq.models.layer_range import LayerRange, build_part, own_layers
 from speq.models.states import NO_STATES, StateShape
 
 DTYPES = {
@@ -302,6 +303,11 @@ def shape_of(
     family.check(config, num_experts, where)
     model = skeleton(family, config, where, part)
     layers = tuple(family.moe_blocks(model))
+    if part is not None and uses_earlier_choice(own_layers(model.model)[0]):
+        raise CheckpointError(
+            f"layer {part.first} of {where} attends to what the indexer of a layer before it "
+            "chooses; let its stage begin at a layer with an indexer of its own"
+        )
     if not layers and part is not None:
         raise CheckpointError(
             f"layers {part.first} to {part.last - 1} of {where} have no routed experts: give that "

@@ -425,6 +425,16 @@ FAMILY_OPTIONS["mistral4"] = {
     },
 }
 FAMILY_OPTIONS["kimi_k25"] = {**FAMILY_OPTIONS["deepseek_v3"], "n_group": 1, "topk_group": 1}
+FAMILY_OPTIONS["deepseek_v32"] = {
+    **FAMILY_OPTIONS["deepseek_v3"],
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 16,
+}
+FAMILY_OPTIONS["glm_moe_dsa"] = {
+    **FAMILY_OPTIONS["deepseek_v32"],
+    "indexer_types": ["full", "shared", "full"],
+}
 FAMILY_OPTIONS["qwen3_vl_moe"] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -521,16 +531,25 @@ WITH_STATES = tuple(
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
     *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid", "nemotron_h"),
-    "kimi_linear",
+    *("kimi_linear", "deepseek_v32"),
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
     *("glm4_moe_lite", "minimax_m2", "hunyuan_v1_moe", "hy_v3", "exaone_moe"),
     *("qwen3_vl_moe", "glm4v_moe", "granitemoe", "bailing_hybrid"),
     *("mistral4", "kimi_k25", "mimo_v2_flash", "sarvam_moe", "sarvam_mla", "flex_olmo"),
+    "glm_moe_dsa",
 )
-# One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer.
-UNLIKE_IN_CACHES = ("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4")
+# One family of each kind of cache: heads, latents, states, sinks, convolutions, widths by layer,
+# and keys of an indexer.
+UNLIKE_IN_CACHES = tuple(
+    family
+    for family in (
+        *("qwen2_moe", "deepseek_v2", "qwen3_next", "gpt_oss", "lfm2_moe", "gemma4"),
+        "deepseek_v32",
+    )
+    if family in FAMILIES
+)
 MARKS: dict[str, Any] = dict.fromkeys(LIKE_OTHERS, pytest.mark.wide)
 MARKS |= dict.fromkeys(ALIKE, pytest.mark.full)
 BY_FAMILY = [
@@ -562,6 +581,10 @@ SPREAD = {
     **{
         each: {"layernorm.weight": 2.0, "o_norm.weight": 1.0, "dt_bias": 1.0, "A_log": 1.0}
         for each in ("kimi_linear", "bailing_hybrid")
+    },
+    **{
+        each: {"indexer.k_norm.weight": 1.0, "indexer.k_norm.bias": 0.5}
+        for each in ("deepseek_v32", "glm_moe_dsa")
     },
     "gpt_oss": {
         "gate_up_proj_bias": 4.0,

@@ -27,7 +27,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 class Case:
     """widths: columns of a head's keys that are not rotated, of those that are, of its values, and
     of latents. tree: parents of the nodes behind a root, of which the rows are the last; empty: a
-    chain.
+    chain. chosen: share of what rows see that they attend to, besides the first entry.
     """
 
     rows: int
@@ -37,6 +37,7 @@ class Case:
     columns: str
     window: int | None = None
     tree: tuple[int, ...] = ()
+    chosen: float = 1.0
 
     @property
     def parents(self) -> Tensor | None:
@@ -53,6 +54,9 @@ CASES = [
     Case(8, 37, 3, (8, 8, 12, 24), PARTED, None, (0, 0, 1, 1, 2, 4, 6)),
     Case(3, 509, 12, (16, 4, 8, 32), NEIGHBOURS, None, (0, 0, 0, 2, 3, 5, 5, 6)),
     Case(6, 1022, 4, (20, 6, 8, 48), HALVES, 600, (0, 1, 0, 3, 1)),
+    Case(4, 37, 3, (8, 8, 12, 24), PARTED, chosen=0.3),
+    Case(3, 2046, 16, (128, 64, 128, 512), PARTED, chosen=0.001),
+    Case(3, 509, 12, (16, 4, 8, 32), HALVES, None, (0, 0, 0, 2, 3, 5, 5, 6), 0.02),
 ]
 
 
@@ -66,6 +70,7 @@ class Problem:
     positions: Positions
     cached: tuple[Tensor, Tensor]
     value_width: int
+    chosen: Tensor | None = None
 
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype) -> "Problem":
@@ -79,7 +84,12 @@ class Problem:
         cos, sin = angles.cos(), angles.sin()
         if case.columns != NEIGHBOURS:
             cos, sin = (part.repeat(1, 2).to(dtype) for part in (cos, sin))
-        room = case.start + case.rows + 3
+        end = case.start + case.rows
+        room = end + 3
+        chosen = None
+        if case.chosen < 1:
+            chosen = torch.rand(case.rows, end, generator=generator) < case.chosen
+            chosen[:, 0] = True
         expansion = normal(case.heads * (key + value), rank) * rank**-0.5
         return cls(
             normal(case.rows, case.heads * (key + rotary)),
@@ -93,13 +103,17 @@ class Problem:
             Positions(case.start, cos, sin, case.parents),
             (normal(1, room, rank), normal(1, room, rotary)),
             case.heads * value,
+            chosen,
         )
 
     def rows(self, rows: list[int], start: int, parents: Tensor | None = None) -> "Problem":
         """Some of the rows, over the same cache."""
         positions = Positions(start, self.positions.cos[rows], self.positions.sin[rows], parents)
         queries, latents = self.queries[rows], self.latents[rows]
-        return replace(self, queries=queries, latents=latents, positions=positions)
+        chosen = self.chosen
+        if chosen is not None:
+            chosen = chosen[rows, : start + len(rows)].contiguous()
+        return replace(self, queries=queries, latents=latents, positions=positions, chosen=chosen)
 
     def copy(self) -> "Problem":
         """The same over a cache of its own."""
@@ -115,6 +129,7 @@ class Problem:
             window,
             self.cached,
             out,
+            self.chosen,
         )
         return out
 
@@ -137,6 +152,7 @@ class Problem:
             given.scale,
             positions.parents,
             out,
+            self.chosen,
         )
         return out
 
@@ -182,6 +198,14 @@ def test_a_branch_is_its_chain(dtype: torch.dtype, start: int, window: int | Non
     attended = whole.run(window)
     for node, path in enumerate(paths):
         assert torch.equal(attended[node], before.copy().rows(path, start).run(window)[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_of_what_is_seen_may_be_chosen(dtype: torch.dtype) -> None:
+    case = CASES[6]
+    plain, chosen = Problem.of(case, dtype), Problem.of(case, dtype)
+    chosen.chosen = torch.ones(case.rows, case.start + case.rows, dtype=torch.bool)
+    assert torch.equal(plain.run(None), chosen.run(None))
 
 
 def test_it_does_not_depend_on_threads() -> None:

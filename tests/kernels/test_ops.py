@@ -390,7 +390,7 @@ DECODER_ARGUMENTS: dict[str, list[Any]] = {
         *(torch.ones(2, 3 * 6), torch.ones(2, 7), torch.ones(5), 1e-6, torch.ones(3 * 7, 5)),
         *(torch.ones(2, 2), torch.zeros(2, 2), True),
         *(torch.zeros(1, 9, 5), torch.zeros(1, 9, 2), 3, 9, 0.5),
-        *(torch.tensor([-1, 0, 0]), torch.zeros(2, 3 * 3)),
+        *(torch.tensor([-1, 0, 0]), torch.zeros(2, 3 * 3), torch.ones(2, 5).bool()),
     ],
     "masked_attention": [
         *(torch.ones(4, 3, 6), torch.ones(2, 9, 6), torch.ones(2, 9, 5)),
@@ -592,6 +592,8 @@ def raw_arguments(op: str) -> list[Any]:
         ("latent_attention", 13, torch.tensor([-1, 0, 2])),
         ("latent_attention", 14, torch.zeros(2, 3 * 3 + 1)),
         ("latent_attention", 14, torch.zeros(3, 3 * 3)),
+        ("latent_attention", 15, torch.ones(2, 4).bool()),
+        ("latent_attention", 15, torch.ones(2, 5)),
         ("masked_attention", 0, torch.ones(4, 3, 7)),
         ("masked_attention", 0, torch.ones(3, 3, 6)),
         ("masked_attention", 0, torch.ones(4, 6, 3).mT),

@@ -193,9 +193,10 @@ def test_attention(
 
 @pytest.mark.parametrize("columns", ["halves", "parted", "neighbours"])
 @pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("chooses", [False, True])
 @pytest.mark.parametrize(("parents", "rows"), [(CHAIN, 7), (TREE, 3)])
 def test_latent_attention(
-    parents: list[int], rows: int, window: int | None, columns: str, random: Random
+    parents: list[int], rows: int, chooses: bool, window: int | None, columns: str, random: Random
 ) -> None:
     heads, key, rotary, value, rank, before = 3, 6, 4, 5, 8, 6
     start = before + len(parents) - rows
@@ -204,10 +205,13 @@ def test_latent_attention(
     angles, out = random(rows, rotary // 2), torch.empty(rows, heads * value)
     given = angles if columns == "neighbours" else angles.repeat(1, 2)
     cached = random(1, 20, rank), random(1, 20, rotary)
+    chosen = random(rows, start + rows) > 0 if chooses else None
+    if chosen is not None:
+        chosen[range(rows), range(start, start + rows)] = True
     reference_decoder.latent_attention_out(
         queries, latents, norm, 1e-5, expansion, given.cos(), given.sin(), columns != "halves",
         *cached, start, window or 1 << 40, 0.3,
-        torch.tensor(parents) if parents == TREE else None, out,
+        torch.tensor(parents) if parents == TREE else None, out, chosen,
     )  # fmt: skip
 
     def turned(part: np.ndarray, row: int) -> np.ndarray:
@@ -227,6 +231,8 @@ def test_latent_attention(
         np.testing.assert_allclose(own[0].numpy(), normed, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(own[1].numpy(), turned(latent[rank:], row), rtol=1e-4, atol=1e-5)
         seen = decoder.seen_by(len(parents) - rows + row, parents, before, window)
+        if chosen is not None:
+            seen = [each for each in seen if chosen[row, each]]
         entries, rotated = numbers(cached[0][0][seen]), numbers(cached[1][0][seen])
         for at in range(heads):
             query = numbers(queries[row]).reshape(heads, -1)[at]

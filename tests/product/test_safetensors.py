@@ -222,6 +222,8 @@ MOE_LAYERS = {
     "glm4v_moe": (1, 2),
     "glm4_moe_lite": (1, 2),
     "deepseek_v3": (1, 2),
+    "deepseek_v32": (1, 2),
+    "glm_moe_dsa": (1, 2),
     "dots1": (1, 2),
     "ernie4_5_moe": (1, 2),
     "hy_v3": (1, 2),

@@ -61,7 +61,7 @@ def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], P
     assert 0 < result.stats["acceptance_rate"] < 1
     cache = generator.runtime.engine.caches[0]
     with_entries = [layer for layer in cache.layers if isinstance(layer, KVLayer)]
-    kept = [(layer.keys.clone(), layer.values.clone()) for layer in with_entries]
+    kept = [[each.clone() for each in layer.tensors] for layer in with_entries]
     length = cache.length
     assert length == len(PROMPT) + 39
     generator.generate(PROMPT + result.token_ids[:39], max_new_tokens=1, ignore_eos=True)
@@ -70,8 +70,8 @@ def test_the_cache_holds_exact_entries_only(family: str, tiny: Callable[[str], P
     states = ("granitemoehybrid", "nemotron_h", "kimi_linear", "bailing_hybrid")
     far = family in ("gemma4", *states)
     close = {"rtol": 1e-4, "atol": 5e-5} if far else {}
-    for (keys, values), layer in zip(kept, with_entries, strict=True):
-        for ours, theirs in ((keys, layer.keys), (values, layer.values)):
+    for tensors, layer in zip(kept, with_entries, strict=True):
+        for ours, theirs in zip(tensors, layer.tensors, strict=True):
             torch.testing.assert_close(ours[:, :, :length], theirs[:, :, :length], **close)
 
 
