@@ -17,7 +17,7 @@ struct AttentionSpan {
   const std::int64_t *parents; // [nodes], the root's is -1; null: each node's is the one before it
   Word word;                   // of all arrays
   float scale;
-  const void *sinks; // [heads], or null: sink scores, which take their share of the weights
+  const void *sinks;  // [heads], or null: sink scores, which take their share of the weights
   const bool *chosen; // [rows, start + rows]: KV that a row attends to, of what it sees; null: all
 };
 

@@ -49,6 +49,11 @@ class AttentionShape:
     score_heads: int = 0
     by_layer: tuple[KVShapes, ...] = ()
 
+    @property
+    def shares_choices(self) -> bool:
+        """True if layers attend to what the indexer of a layer before them chose."""
+        return len({len(each) for each in self.by_layer}) > 1
+
     def block_bytes(self, rows: int, context: int, dtype: torch.dtype) -> int:
         """Bytes of attention in blocks of `rows` rows over `context` tokens: what is copied, and a
         block's mask and rows.

@@ -33,6 +33,9 @@ MOST = {
     "qk_nope_head_dim": 1 << 14,
     "qk_rope_head_dim": 1 << 14,
     "v_head_dim": 1 << 14,
+    "index_n_heads": 1 << 12,
+    "index_head_dim": 1 << 14,
+    "index_topk": 1 << 40,
     "conv_L_cache": 1 << 10,
     "max_position_embeddings": 1 << 40,
 }

@@ -56,10 +56,20 @@ def check_nemotron(config: Any, num_experts: int, where: object) -> None:
 
 
 def check_indexers(config: Any, num_experts: int, where: object) -> None:
-    """Raise SpeqError for groups as `check_pairs` does, and for a first layer that is to use the
-    choice of an indexer before it.
+    """Raise SpeqError for groups as `check_pairs` does, for sizes of indexers, and for a first
+    layer that is to use the choice of one before it.
     """
     check_pairs(config, num_experts, where)
+    for name, least in (
+        *(("index_topk", 1), ("index_n_heads", 1)),
+        ("index_head_dim", config.qk_rope_head_dim),
+    ):
+        given = getattr(config, name)
+        if given < least:
+            raise CheckpointError(
+                f"{where} has {name} {given}; it must be at least {least}: download config.json "
+                "again, or correct that value"
+            )
     types = getattr(config, "indexer_types", None) or ["full"]
     if types[0] != "full" or len({*types} - {"full", "shared"}):
         raise CheckpointError(

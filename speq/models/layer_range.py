@@ -6,7 +6,7 @@ need not know of stages.
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,6 +88,13 @@ class RemoteStages(Protocol):
         """End the run."""
 
 
+def returned(hidden_states: Tensor, others: Mapping[str, Any]) -> Any:
+    """What a layer without an indexer returns, given these other arguments: layers that are given
+    an earlier one's choice return theirs as well.
+    """
+    return (hidden_states, None) if CHOSEN in others else hidden_states
+
+
 class MissingLayer(nn.Module):
     """Placeholder for a decoder layer of another machine: the identity.
 
@@ -97,8 +104,7 @@ class MissingLayer(nn.Module):
     def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Any:
         known = (*CACHE_NAMES, *LAYER_ARGUMENTS, *GEMMA4, CHOSEN)
         refuse_unknown(type(self).__name__, others, known)
-        # Layers that are given an earlier one's choice return theirs as well.
-        return (hidden_states, None) if CHOSEN in others else hidden_states
+        return returned(hidden_states, others)
 
 
 class NextStageLayer(MissingLayer):
@@ -113,9 +119,8 @@ class NextStageLayer(MissingLayer):
 
     def forward(self, hidden_states: Tensor, per_layer_input: None = None, **others: Any) -> Any:
         stages = present(self.others, "a pass began before the stages were joined")
-        left = super().forward(hidden_states, per_layer_input, **others)
-        made = stages.run(hidden_states)
-        return (made, None) if isinstance(left, tuple) else made
+        super().forward(hidden_states, per_layer_input, **others)
+        return returned(stages.run(hidden_states), others)
 
 
 class StageInput(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from speq.errors import Broken
 from speq.layers.offloaded_experts import ExpertBackend
+from speq.models.layer_range import returned
 from speq.models.moe_model import MoEModel
 
 
@@ -33,12 +34,12 @@ class LayerwiseModel:
         seen: list[Tensor] = []
 
         def overhear(arguments: dict[str, Any]) -> Any:
-            def forward(hidden_states: Tensor, *more: Any, **others: Any) -> Tensor:
+            def forward(hidden_states: Tensor, *more: Any, **others: Any) -> Any:
                 seen.append(hidden_states)
                 if any(each is not None for each in more):
                     raise Broken("a layer was given positional arguments")
                 arguments.update(others)
-                return hidden_states
+                return returned(hidden_states, others)
 
             return forward
 
@@ -56,7 +57,9 @@ class LayerwiseModel:
         """Run one layer: [T, H] in any float dtype to [T, H] in the model's."""
         inputs = hidden_states[None].to(self._model.device, self._model.dtype)
         with self._model.using(backend):
-            return self._layers[layer](inputs, **self._arguments[layer])[0]
+            made = self._layers[layer](inputs, **self._arguments[layer])
+        # Some return what their indexer chose besides.
+        return (made[0] if isinstance(made, tuple) else made)[0]
 
     @torch.inference_mode()
     def logits(self, hidden_states: Tensor) -> Tensor:

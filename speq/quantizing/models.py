@@ -153,6 +153,12 @@ def quantize_with(
                 "output of experts; speq quantize adds it without a norm: leave the draft to be "
                 "rounded, or give a GPTQ checkpoint"
             )
+        if opened.shape.attention.shares_choices:
+            raise OptionError(
+                f"model {str(model)!r} has layers that attend to what the indexer of a layer "
+                "before them chose; speq quantize runs each layer alone: leave the draft to be "
+                "rounded, or give a GPTQ checkpoint"
+            )
         if opened.store.codec.needs_draft:
             raise OptionError(
                 f"model {str(model)!r} is packed as residuals of a draft; give the one it was "

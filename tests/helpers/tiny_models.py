@@ -525,6 +525,8 @@ WITH_STATES = tuple(
     )
     if family in FAMILIES
 )
+# Families whose attention is over what an indexer chooses.
+INDEXED = tuple(each for each in ("deepseek_v32", "glm_moe_dsa") if each in FAMILIES)
 # Families that are mostly built like another one here run in the wider checks, as do those whose
 # own part has tests of its own (test_delta.py, test_gemma4.py, test_qwen3_vl.py ...). Those that
 # differ in next to nothing run in the long ones.

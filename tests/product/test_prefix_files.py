@@ -18,7 +18,7 @@ from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.errors import SpeqError
 from speq.models.kv_cache import KVCache
 from tests.helpers.often import often
-from tests.helpers.tiny_models import WITH_STATES, greedy_tokens, load_plain
+from tests.helpers.tiny_models import INDEXED, WITH_STATES, greedy_tokens, load_plain
 
 PROMPT = [*range(20, 70)]
 OTHER = [*range(120, 160)]
@@ -62,7 +62,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "gemma4", *WITH_STATES])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "gemma4", *WITH_STATES, *INDEXED])
 def test_a_later_run_reads_what_was_run(
     family: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

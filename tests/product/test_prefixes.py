@@ -23,7 +23,7 @@ from speq.models.kv_cache import KVCache, KVLayer, common_prefix
 from speq.models.packed_batch import SequenceTokens
 from tests.helpers.heads import write_random_head
 from tests.helpers.often import often
-from tests.helpers.tiny_models import WITH_STATES, greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import INDEXED, WITH_STATES, greedy_tokens, load_plain, write_model
 
 CHUNK, CONTEXT = 16, 160
 SAMPLING = SamplingParams(max_new_tokens=10, ignore_eos=True)
@@ -431,7 +431,15 @@ FAMILY_DTYPES += [("olmoe", dtype) for dtype in BOTH]
 FAMILY_DTYPES += [("qwen3_next", "bfloat16"), ("lfm2_moe", "float32")]
 OTHER_FAMILIES = [
     (family, dtype)
-    for family in ("gpt_oss", "deepseek_v3", "gemma4", "qwen3_moe", "glm4_moe", *WITH_STATES)
+    for family in (
+        "gpt_oss",
+        "deepseek_v3",
+        "gemma4",
+        "qwen3_moe",
+        "glm4_moe",
+        *WITH_STATES,
+        *INDEXED,
+    )
     for dtype in BOTH
     if (family, dtype) not in FAMILY_DTYPES
 ]

@@ -77,6 +77,8 @@ PASSES = (
     ("mistral4", "2,1", "bfloat16"),
     ("mimo_v2_flash", "2,1", "float32"),
     ("flex_olmo", "1,2", "bfloat16"),
+    ("deepseek_v32", "2,1", "float32"),
+    ("glm_moe_dsa", "2,1", "bfloat16"),
 )
 
 
