@@ -493,7 +493,7 @@ def fused_latent_attention(module: Any) -> FusedLatentAttention:
         ),
         module.num_heads * module.v_head_dim,
         getattr(module, "g_proj", None),
-        getattr(module, "chooser", None),
+        module.chooser if hasattr(module, "indexer") else None,
         getattr(module, "indexer", None) is not None,
     )
 

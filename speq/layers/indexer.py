@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speq.errors import present
 from speq.kernels.decoder_ops import Positions
+from speq.kernels.ops import linear
 from speq.layers.arguments import find_cache
 
 # Classes whose keys and queries have neighbouring columns that are rotated together.
@@ -94,7 +95,8 @@ class Indexer:
             return seen
         heads = self._queries(query_latents).unflatten(1, (self._heads, -1)).transpose(0, 1)
         queries = self._rotated(heads, cos, sin).float()
-        weights = self._weights(hidden_states).float() * self._heads**-0.5
+        matrix = self._weights.weight
+        weights = linear(hidden_states.to(matrix.dtype), matrix, None).float() * self._heads**-0.5
         chosen, keys = seen.clone(), keys.float()
         for row in rows:
             places = seen[row].nonzero()[:, 0]
@@ -133,9 +135,10 @@ def uses_earlier_choice(layer: Any) -> bool:
     return hasattr(attention, "indexer") and attention.indexer is None
 
 
-def install_indexers(layers: Iterable[Any]) -> None:
-    """Replace the indexers of decoder layers, and tell each layer's attention whose choice is its
-    own.
+def install_indexers(layers: Iterable[Any], replacing: bool) -> None:
+    """Tell the attention of each decoder layer whose choice is its own.
+
+    replacing  transformers' own passes use it as well
     """
     indexer: Indexer | None = None
     for layer in layers:
@@ -143,5 +146,7 @@ def install_indexers(layers: Iterable[Any]) -> None:
         if not hasattr(attention, "indexer"):
             continue
         if not uses_earlier_choice(layer):
-            indexer = attention.indexer.forward = Indexer(attention.indexer)
+            indexer = Indexer(attention.indexer)
+            if replacing:
+                attention.indexer.forward = indexer
         attention.chooser = present(indexer, "the first layer of a part has no indexer")

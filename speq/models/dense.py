@@ -15,7 +15,7 @@ from speq.kernels.ops import Int4Pair
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
 from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
 from speq.layers.offloaded_experts import ActiveBackend
-from speq.models.dense_parts import EXPANDING
+from speq.models.dense_parts import EXPANDING, WEIGHING
 from speq.models.resident import MappedWeights
 from speq.units import Done
 
@@ -31,12 +31,13 @@ def plain_modules(
     model: nn.Module, routers: Iterable[nn.Module] = ()
 ) -> Iterator[tuple[str, Plain]]:
     """Yield transformers' own dense layers and embedding, by name. Derived classes are left as they
-    are, except an embedding that scales its rows. So are the modules of routers.
+    are, except an embedding that scales its rows. So are the modules of routers, and what weighs
+    an indexer's heads.
     """
     left = {id(module) for router in routers for module in router.modules()}
     for name, module in model.named_modules():
         plain = type(module) in (nn.Linear, nn.Embedding) or is_scaled(module)
-        if plain and id(module) not in left:
+        if plain and id(module) not in left and not name.endswith(WEIGHING):
             yield name, module
 
 

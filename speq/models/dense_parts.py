@@ -20,8 +20,9 @@ ONLY_PART = "mixer"
 MIXING = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"})
 # Small matrices that say how fast states fade.
 DECAYING = ("in_proj_ba", "in_proj_a", "in_proj_b", "f_proj", "f_a_proj", "f_b_proj", "b_proj")
-# Module of attention that chooses what it attends to.
-INDEXER = "indexer"
+# Module of attention that chooses what it attends to, and its part that weighs its heads, which may
+# be in a dtype of its own.
+INDEXER, WEIGHING = "indexer", "indexer.weights_proj"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 

@@ -120,7 +120,7 @@ class MoEModel:
         self._states = family.states(self._config)
         self._states.hold(layers)
         if isinstance(device, Processor):
-            install_indexers(layers)
+            install_indexers(layers, self._config._attn_implementation == IN_BLOCKS)
         # Follows its own layers if other machines hold the rest.
         self._next_stage = next_stage_layer(hf_model.model)
         if isinstance(device, Processor) and self.dtype in EXACT_DTYPES:

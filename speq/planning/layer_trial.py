@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speq.devices.device import Processor
+from speq.layers.indexer import uses_earlier_choice
 from speq.models.family import Family
 from speq.models.moe_model import MoEModel
 from speq.models.opened import Opened
@@ -57,10 +59,13 @@ class PassTimes:
 
 
 def only_layer(model: nn.Module, family: Family, dtype: torch.dtype) -> nn.Module:
-    """Leave a model without storage one layer, the first that has experts, and memory for it."""
+    """Leave a model without storage one layer, the first that has experts and needs no other, and
+    memory for it.
+    """
     body: nn.Module = model.model  # type: ignore[assignment]
-    at = next(iter(family.moe_blocks(model)))
-    layer: nn.Module = body.layers[at]  # type: ignore[assignment,index]
+    layers: Any = body.layers
+    at = next(each for each in family.moe_blocks(model) if not uses_earlier_choice(layers[each]))
+    layer: nn.Module = layers[at]
     body.layers = nn.ModuleList([layer])
     kinds = getattr(model.config, "layer_types", None)
     if kinds:  # so that each that stands for another is given what this one takes
