@@ -38,7 +38,6 @@ from tests.helpers.picture_files import stored_tensors
 from tests.helpers.smallest import two_slot_budget
 from tests.helpers.tiny_models import BY_FAMILY, write_model
 
-
 # Weights outside routers and biases that are no matrices of dense layers.
 LEFT = re.compile(r"\.router\.|indexer\.weights_proj")
 

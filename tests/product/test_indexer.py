@@ -162,7 +162,7 @@ def test_keys_of_indexers_are_cached_and_planned(family: str, tiny: Folder) -> N
 def test_choices_are_not_recorded(family: str, tiny: Folder) -> None:
     """The host chooses in each pass, and reads what it chooses by."""
     generator = Generator.from_pretrained(tiny(family), "64MiB", dtype="float32")
-    model = generator.runtime.loaded.model
+    model = generator.runtime.model
     assert isinstance(model.body.forward, FusedDecoder)
     assert model.recordings is None
     generator.close()
