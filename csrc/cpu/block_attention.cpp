@@ -143,7 +143,7 @@ template <typename Type> void BlockAttention::attend_share(const Share &share) {
     }
     float **weights = &score_rows[row * heads];
     std::vector<std::int64_t> left;
-    for (std::int64_t at = from; at < to; ++at) {
+    for (std::int64_t at = from; at < to && span_.chosen != nullptr; ++at) {
       if (!attends(row, at)) {
         left.push_back(at - from);
       }

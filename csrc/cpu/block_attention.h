@@ -63,10 +63,9 @@ private:
     return position < root_ ? position : root_ + paths_[row][position - root_];
   }
 
-  // True if a row attends to the KV at a position that it sees.
+  // True if a row attends to the KV at a position that it sees, of those that were chosen.
   bool attends(std::int64_t row, std::int64_t position) const {
-    return span_.chosen == nullptr ||
-           span_.chosen[row * (span_.start + span_.rows) + entry_at(row, position)];
+    return span_.chosen[row * (span_.start + span_.rows) + entry_at(row, position)];
   }
 
   // The first position that a row sees.

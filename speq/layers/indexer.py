@@ -100,7 +100,7 @@ class Indexer:
         chosen, keys = seen.clone(), keys.float()
         for row in rows:
             places = seen[row].nonzero()[:, 0]
-            scores = (queries[:, row] @ keys[places].mT * self._scale).relu_()
+            scores = (queries[:, row] @ rows_at(keys, places).mT * self._scale).relu_()
             best = (weights[row] @ scores).topk(self.top_k).indices
             chosen[row] = False
             chosen[row, places[best]] = True
@@ -113,6 +113,12 @@ class Indexer:
             turning = torch.cat((turning[..., 0::2], turning[..., 1::2]), -1)
         first, second = turning.chunk(2, -1)
         return torch.cat((turning * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+
+def rows_at(rows: Tensor, places: Tensor) -> Tensor:
+    """Rows at ascending places; a view where these follow one another."""
+    first, last = int(places[0]), int(places[-1]) + 1
+    return rows[first:last] if last - first == len(places) else rows[places]
 
 
 def seen_by(rows: int, positions: Positions) -> Tensor:
