@@ -31,7 +31,8 @@ class MtpShape:
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        return self.model.attention.kv_shapes
+        keys, values = self.model.attention.kv_shapes
+        return keys, values
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -137,7 +137,7 @@ def seen_by(rows: int, positions: Positions) -> Tensor:
 
 def uses_earlier_choice(layer: Any) -> bool:
     """True for a decoder layer that attends to what the indexer of a layer before it chose."""
-    attention = getattr(layer, "self_attn", None)
+    attention: Any = getattr(layer, "self_attn", None)
     return hasattr(attention, "indexer") and attention.indexer is None
 
 
@@ -148,7 +148,7 @@ def install_indexers(layers: Iterable[Any], replacing: bool) -> None:
     """
     indexer: Indexer | None = None
     for layer in layers:
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         if not hasattr(attention, "indexer"):
             continue
         if not uses_earlier_choice(layer):
