@@ -3,7 +3,6 @@ chooses, its keys in caches and plans, and what is refused.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +177,7 @@ def test_quantising_layers_that_use_another_ones_choice(tiny: Folder, tmp_path: 
         quantize(tiny("glm_moe_dsa"), out=tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["blocks", "exponents of blocks"])
+@pytest.mark.parametrize("name", ["blocks", "powers of 2"])
 def test_fp8_as_published(name: str, tiny_bfloat16: Folder, tmp_path: Path) -> None:
     """With scales of blocks as float32, or as their exponents of 2."""
     model, words = tmp_path / "model", tmp_path / "words"
@@ -186,11 +185,3 @@ def test_fp8_as_published(name: str, tiny_bfloat16: Folder, tmp_path: Path) -> N
     ids = [*range(3, 40)]
     expected = greedy_tokens(load_plain(words), ids, 20)
     assert tokens_of(model, ids, 20) == expected
-
-
-def test_exponents_are_read_where_the_config_says_so(tiny_bfloat16: Folder, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    silent = replace(PUBLISHERS["exponents of blocks"], settings=PUBLISHERS["blocks"].settings)
-    write_fp8(model, tmp_path / "words", tiny_bfloat16("qwen3_moe"), publisher=silent)
-    with pytest.raises(SpeqError, match=r"is torch\.float8_e8m0fnu .* must be float32 or bfloat16"):
-        open_model(model)
