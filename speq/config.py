@@ -205,6 +205,16 @@ class ComputeOptions(Options):
 
     device: Device = "auto"
     dtype: Dtype = "auto"
+    sums: Annotated[
+        str,
+        Option(
+            "Order in which exact products are added up: canonical (one order, that of GPUs, so "
+            "that an expert has the same bits wherever it runs), fast (pairs of BF16 first, where "
+            "the processor multiplies such), or auto: canonical on a GPU, whose processor may "
+            "compute experts for it, and fast on the CPU.",
+            Choice(("auto", "canonical", "fast")),
+        ),
+    ] = "auto"
     graphs: Annotated[
         str,
         Option(

@@ -198,7 +198,7 @@ class EngineLayout:
         identity = [
             *(__version__, transformers_version(), torch.__version__, torch.get_num_threads()),
             *(device_name(device), built and (built.st_size, built.st_mtime_ns)),
-            *(str(loaded.model_spec.dtype), stamp(loaded.opened.checkpoint)),
+            *(str(loaded.model_spec.dtype), stamp(loaded.opened.checkpoint), loaded.config.sums),
         ]
         return PrefixFiles(memory.prefix_folder, memory.prefix_cache_limit, json.dumps(identity))
 

@@ -21,6 +21,7 @@ from speq.config import (
 )
 from speq.devices.device import Accelerator, Processor
 from speq.devices.named import find_device
+from speq.errors import OptionError
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
@@ -138,6 +139,7 @@ def load(
     if copy is not None:
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
         config = replace(config, codec=opened.store.codec.name)
+    config = replace(config, sums=sums_on(device, config.sums))
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
     readers = config.reader_threads
     if readers is None:
@@ -185,6 +187,7 @@ def load(
             progress or no_progress,
             opened.part,
             graphs,
+            compute.sums == "canonical" and isinstance(device, Processor),
         )
         sizes = tuple(model.dense_sizes)
         if sizes != spec.dense.sizes:
@@ -249,3 +252,23 @@ def load(
     if loaded.copy is not None:
         loaded.copy.begin()
     return loaded
+
+
+def sums_on(device: Processor | Accelerator, asked: str) -> str:
+    """The order of sums of a run: "canonical" or "fast". Raises OptionError where the device lacks
+    the one that is asked for.
+    """
+    if not isinstance(device, Processor):
+        if asked == "fast":
+            raise OptionError(
+                f"sums is fast and the device is {device.torch}; GPUs have the canonical order "
+                "alone, and so has a processor that computes experts for one: leave sums out, or "
+                "give device cpu"
+            )
+        return "canonical"
+    if asked == "canonical" and not library.has_cpu_library():
+        raise OptionError(
+            "sums is canonical and there are no native CPU kernels; only those have that order: "
+            "leave sums out, or install speq with its kernels (`speq doctor` says why it has none)"
+        )
+    return "fast" if asked == "auto" else asked

@@ -144,9 +144,9 @@ class Runtime:
         memory, host = self.plan.report(), self._loaded.host
         if host is not None:
             memory |= {"host_records": host.nbytes, "host_pinned": host.pinned_bytes}
-        form = self._loaded.model_spec.dense.name
+        form, sums = self._loaded.model_spec.dense.name, self.config.sums
         codec, readers = self.residency_plan.codec, self.readers
-        return RunStats(start_s, memory, codec, form, self.planned, readers)
+        return RunStats(start_s, memory, codec, form, sums, self.planned, readers)
 
     @contextmanager
     def watched(self, stats: RunStats) -> Iterator[None]:

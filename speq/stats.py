@@ -472,6 +472,7 @@ FIGURES = {
     "received over PCIe per second (mean and maximum), clocks, and memory in use",
     "codec": "codec of the experts in slots",
     "dense": "form of the weights outside the experts: raw, lossless or residual",
+    "sums": "order in which exact products are added up: canonical or fast",
     "planned": "the planner's reason for codec and draft, if it had a choice",
     "reader_threads": "threads that read experts from disk, as given or as a survey chose",
 }
@@ -525,6 +526,7 @@ class RunStats:
 
     codec    of the experts in slots
     dense    form of the weights outside the experts
+    sums     order in which exact products are added up
     planned  the planner's reason for these and the draft, if it had a choice
     readers  threads that read experts from disk
     card     figures of the GPU during the run, if its driver gave any
@@ -536,6 +538,7 @@ class RunStats:
     memory: dict[str, int]
     codec: str = "raw"
     dense: str = "raw"
+    sums: str = "fast"
     planned: str | None = None
     readers: int = 0
     card: dict[str, Any] | None = None
@@ -625,6 +628,7 @@ class RunStats:
             "card": self.card,
             "codec": self.codec,
             "dense": self.dense,
+            "sums": self.sums,
             "planned": self.planned,
             "reader_threads": self.readers,
         }

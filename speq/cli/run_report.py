@@ -80,6 +80,7 @@ def print_summary(stats: dict[str, Any]) -> None:
     held = format_bytes(memory["non_expert_weights"])
     table.add_row("shared weights", f"{held}, {stats['dense']}")
     table.add_row("reader threads", str(stats["reader_threads"]))
+    table.add_row("order of sums", stats["sums"])
     console(stderr=True).print(table)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,11 +88,16 @@ class MoEModel:
         device: Processor | Accelerator,
         records: Mapping[str, ExactMatrix],
         recorded: bool = True,
+        in_order: bool = False,
     ) -> None:
         """
         records   packed matrices, by the names of their modules
         recorded  record passes of few tokens on the CPU as lists of ops
+        in_order  the CPU kernels add up in the order of `library.ordered_sums`
         """
+        self._sums: Callable[[], AbstractContextManager[None]] = (
+            library.ordered_sums if in_order else nullcontext
+        )
         self._hf_model = hf_model
         self._config = hf_model.config
         self._family = family
@@ -209,7 +214,8 @@ class MoEModel:
         """Run the experts of `backend` inside the block."""
         self._switch.use(backend)
         try:
-            yield
+            with self._sums():
+                yield
         finally:
             self._switch.use(None)
 
@@ -372,9 +378,7 @@ class MoEModel:
         backend  of the pass that made the hidden states: drafts may have a head of their own
         """
         head = self._hf_model.get_output_embeddings()
-        if backend is None:
-            return self._scaled(head(hidden_states))
-        with self.using(backend):
+        with self._sums() if backend is None else self.using(backend):
             return self._scaled(head(hidden_states))
 
     def _scaled(self, logits: Tensor) -> Tensor:
@@ -483,11 +487,12 @@ def load(
     progress: Progress = no_progress,
     part: LayerRange | None = None,
     recorded: bool = True,
+    in_order: bool = False,
 ) -> MoEModel:
     """Load a model, or a part of it, without its experts.
 
     records   packs its matrices; None: they stay plain weights
-    recorded  as MoEModel has it
+    recorded, in_order  as MoEModel has them
     progress  called with (what, done, total)
 
     Raises SpeqError if the checkpoint lacks a tensor or has one of another shape.
@@ -546,4 +551,4 @@ def load(
     if isinstance(device, Processor):
         make_resident(model, mapped, progress)
     check.finish(partial(progress, "comparing weights with their checksums"))
-    return MoEModel(model.eval().to(device.torch), family, device, held, recorded)
+    return MoEModel(model.eval().to(device.torch), family, device, held, recorded, in_order)

@@ -40,6 +40,12 @@ class _RunTune(TypedDict, total=False):
     """
     prefix_cache_limit: str | int
     """Most bytes of prefix_cache; what was used longest ago goes."""
+    sums: str
+    """Order in which exact products are added up: canonical (one order, that of GPUs, so that an
+    expert has the same bits wherever it runs), fast (pairs of BF16 first, where the processor
+    multiplies such), or auto: canonical on a GPU, whose processor may compute experts for it,
+    and fast on the CPU.
+    """
     graphs: str
     """Passes that are recorded and run as a whole, as graphs of a GPU and as lists of ops on the
     CPU: auto (all but those of prompts) or none.

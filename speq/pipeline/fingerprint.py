@@ -88,6 +88,7 @@ class RunSettings:
     """Options that rank 0 decides for all pipeline stages."""
 
     dtype: str
+    sums: str
     drafter: str
     draft_length: int | None
     context_length: int | None

@@ -135,6 +135,7 @@ def with_run_settings(config: RunConfig, shared: RunSettings) -> RunConfig:
     return replace(
         config,
         dtype=shared.dtype,
+        sums=shared.sums,
         drafter="none" if shared.drafter == "none" else PLACEHOLDER_DRAFTER,
         draft_length=shared.draft_length,
         context_length=shared.context_length,

@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 MOST_BYTES = 1 << 24
 # What stages of no model in particular agree on.
 AGREED = ModelFingerprint("f" * 64, current_versions(), [2, 1])
-SHARED = RunSettings("float32", "ngram", None, None, 1)
+SHARED = RunSettings("float32", "auto", "ngram", None, None, 1)
 
 
 @dataclass

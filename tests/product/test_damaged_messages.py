@@ -249,6 +249,7 @@ def test_the_first_stage_takes_no_odd_answer(answer: StageMessage) -> None:
 
 SHARED = {
     "dtype": "float32",
+    "sums": "auto",
     "drafter": "ngram",
     "draft_length": None,
     "context_length": 64,
@@ -289,5 +290,5 @@ def test_what_is_agreed_on_is_json(text: bytes) -> None:
 
 
 def test_shared_options_come_as_they_went() -> None:
-    shared = RunSettings("bfloat16", "head", 3, None, 4)
+    shared = RunSettings("bfloat16", "canonical", "head", 3, None, 4)
     assert RunSettings.of_json(shared.to_json().encode()) == shared

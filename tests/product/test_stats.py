@@ -374,6 +374,7 @@ def test_summary_of_a_run() -> None:
     assert figures.pop("memory") == {"budget": 1000, "slots": 300}
     assert figures.pop("layers") == []
     assert (figures.pop("codec"), figures.pop("dense")) == ("raw", "raw")
+    assert figures.pop("sums") == "fast"
     assert (figures.pop("planned"), figures.pop("card")) == (None, None)
     assert figures.pop("reader_threads") == 0
     assert figures.pop("budget") is None
