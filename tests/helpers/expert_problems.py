@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from speq.kernels import compact_ops, library, reference
-from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
+from speq.kernels.scaled_layout import (
+    Fp8Layout,
+    Int4GroupsLayout,
+    Mxfp4Layout,
+    Nvfp4Layout,
+    ScaledLayout,
+)
 from speq.kernels.scaled_words import fp8_codes, mxfp4_codes, part_of
 from tests.reference.experts import gate_up_rows
 
@@ -91,16 +97,23 @@ class Problem:
         yield "moe_grouped_out", alike
         yield "moe_grouped_lossless_out", self.lossless()
         width = self.down.shape[2]
+        gated = self.gate_up.shape[1] != width
         if not self.hidden.shape[1] % 2 and not width % 2:
             yield "moe_grouped_residual_out", self.residual()
         if not self.hidden.shape[1] % 64 and not width % 64:
-            gated = self.gate_up.shape[1] != width
             layout = Fp8Layout(self.hidden.shape[1], width, BLOCK, BLOCK, gated)
             fp8 = self._records(layout, lambda matrix: fp8_codes(matrix, BLOCK, BLOCK))
             yield "moe_grouped_fp8_out", (fp8, width, BLOCK, BLOCK)
             if gated:
                 mxfp4 = self._records(Mxfp4Layout(self.hidden.shape[1], width), mxfp4_codes)
                 yield "moe_grouped_mxfp4_out", (mxfp4, width)
+        if not self.hidden.shape[1] % 32 and not width % 32:
+            of = self.hidden.shape[1], width
+            for kind in ((32, False, False), (32, True, True)):
+                slots = self._drawn(Int4GroupsLayout(*of, *kind, gated), 16)
+                yield "moe_grouped_int4_out", (slots, width, *kind)
+            slots = self._drawn(Nvfp4Layout(*of, gated), 8)
+            yield "moe_grouped_nvfp4_out", (slots, width, False)
 
     def lossless(self) -> tuple[Tensor, int]:
         experts = zip(self.gate_up, self.down, strict=True)
@@ -121,6 +134,23 @@ class Problem:
             torch.stack([pair[of][part] for pair in pairs]) for of in (0, 1) for part in (0, 1)
         ]
         return slots_of(records), self.table, *codes, None
+
+    def _drawn(self, layout: ScaledLayout, scale_bits: int) -> Tensor:
+        """Records of any codes, under scales of usual sizes: 16 bits, or e4m3 and a float32."""
+        rng = random.Random(int(self.ids.sum()))
+        records = []
+        for _ in self.gate_up:
+            record = torch.frombuffer(bytearray(rng.randbytes(layout.nbytes)), dtype=torch.uint8)
+            for sections in layout.parts:
+                scales = part_of(record, sections[1])
+                if scale_bits == 16:  # from 2^-15 to 1 / 32 in either format
+                    scales[1::2] = scales[1::2] % 8 + 0x20
+                else:
+                    scales.copy_(scales % 64 + 32)
+                    one = torch.tensor([rng.uniform(1e-4, 1e-2)])
+                    part_of(record, sections[2]).copy_(one.view(torch.uint8))
+            records.append(record)
+        return slots_of(records)
 
     def _records(self, layout: ScaledLayout, codes_of: Any) -> Tensor:
         width = self.down.shape[2]
