@@ -95,6 +95,8 @@ class ExpertLoader:
         share.copied(self.throttle.transfer_s)
         missing = [key for key in keys if key not in ready and key not in self._under_way]
         chosen = set(share.choose(missing))
+        if chosen:
+            share.begin()
         self.cache.unpin(chosen)
         return [key for key in keys if key not in chosen]
 

@@ -49,10 +49,15 @@ class ShareRates:
         )
 
 
+def nothing() -> None:
+    """Begin nothing."""
+
+
 class HostShare:
     """Chooses the experts that the host computes, and measures what that takes.
 
     open   whether the layer that is served may have such experts
+    begin  called where it has, before the device waits for copies
     holds  tells whether host memory has an expert's record
     """
 
@@ -60,6 +65,7 @@ class HostShare:
         self, num_layers: int, num_experts: int, holds: Callable[[ExpertKey], bool]
     ) -> None:
         self.open = False
+        self.begin: Callable[[], None] = nothing
         self._holds = holds
         self._uses = np.zeros((num_layers, num_experts))
         self._copy_s = self._beside_s = self._alone_s = self._round_trip_s = 0.0

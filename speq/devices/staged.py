@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator, StreamEvent
+from speq.errors import present
 
 
 class Readback:
@@ -14,22 +15,34 @@ class Readback:
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._staging = device.staging(0, torch.uint8)
+        self._begun: tuple[StreamEvent, tuple[Tensor, ...]] | None = None
 
     def read(self, *tensors: Tensor) -> list[Tensor]:
         """Copy tensors to host memory. The host waits until the compute stream has reached this
         point.
         """
+        self.begin(*tensors)
+        return self.take()
+
+    def begin(self, *tensors: Tensor) -> None:
+        """Queue the copies of `read`, for `take`. The host does not wait."""
         pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if len(self._staging) < len(packed):
             # Twice as much, so that growing sequences do not allocate pinned memory repeatedly.
             self._staging = self._device.staging(2 * len(packed), torch.uint8)
-        staging = self._staging[: len(packed)]
         compute = self._device.compute
-        compute.copy(staging, packed)
-        compute.record().wait()
+        compute.copy(self._staging[: len(packed)], packed)
+        self._begun = compute.record(), tensors
+
+    def take(self) -> list[Tensor]:
+        """Wait for the tensors of the last `begin`, and return them."""
+        event, tensors = present(self._begun, "a readback was taken that never began")
+        self._begun = None
+        event.wait()
+        sizes = [tensor.nbytes for tensor in tensors]
         # Copies: the next read overwrites the staging memory.
-        values = zip(staging.split([len(piece) for piece in pieces]), tensors, strict=True)
+        values = zip(self._staging[: sum(sizes)].split(sizes), tensors, strict=True)
         return [value.clone().view(like.dtype).view(like.shape) for value, like in values]
 
 

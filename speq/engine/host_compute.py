@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
 from speq.layers.host_experts import MOST_ROWS, HostExperts
 from speq.routing import Route
 from speq.scheduler.expert_loader import ExpertLoader
-from speq.scheduler.host_share import HostShare
+from speq.scheduler.host_share import HostShare, nothing
 from speq.stats import Recorder, TimeSpan
 
 
@@ -23,24 +24,19 @@ class HostCompute:
         loader.share = share
 
     @contextmanager
-    def allowed(self, rows: int) -> Iterator[None]:
-        """Inside the block, a layer of so many rows may have such experts."""
-        self._share.open = rows <= MOST_ROWS
+    def allowed(self, hidden_states: Tensor) -> Iterator[None]:
+        """Inside the block, the layer of these rows [T, H] may have such experts."""
+        self._share.open = len(hidden_states) <= MOST_ROWS
+        self._share.begin = partial(self._experts.begin, hidden_states)
         try:
             yield
         finally:
             self._share.open = False
+            self._share.begin = nothing
 
-    def run(
-        self,
-        layer: int,
-        hidden_states: Tensor,
-        route: Route,
-        experts: Sequence[int],
-        outputs: Tensor,
-    ) -> None:
+    def run(self, layer: int, route: Route, experts: Sequence[int], outputs: Tensor) -> None:
         """Write the outputs of some experts of a route [T, K, H], at their places."""
-        times = self._experts.run(layer, hidden_states, route, experts, outputs)
+        times = self._experts.run(layer, route, experts, outputs)
         self._share.computed(len(experts), times.compute_s, times.round_trip_s)
         self._recorder.add(TimeSpan("host", times.start_s, times.end_s, layer))
         self._recorder.step.host_experts += len(experts)

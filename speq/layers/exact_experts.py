@@ -36,17 +36,10 @@ class ExpertServer(Protocol):
 class HostServer(Protocol):
     """Missing experts that the host computes."""
 
-    def allowed(self, rows: int) -> AbstractContextManager[None]:
-        """Inside the block, a layer of so many rows may have such experts."""
+    def allowed(self, hidden_states: Tensor) -> AbstractContextManager[None]:
+        """Inside the block, the layer of these rows [T, H] may have such experts."""
 
-    def run(
-        self,
-        layer: int,
-        hidden_states: Tensor,
-        route: Route,
-        experts: Sequence[int],
-        outputs: Tensor,
-    ) -> None:
+    def run(self, layer: int, route: Route, experts: Sequence[int], outputs: Tensor) -> None:
         """Write the outputs of some experts of a route [T, K, H], at their places."""
 
 
@@ -130,7 +123,7 @@ class ExactExperts:
         waves = self._server.serve(layer, grouping.experts)
         biases = self._biases[layer] if self._biases else None
         left = set(grouping.experts)
-        allowed = nullcontext() if host is None else host.allowed(len(hidden_states))
+        allowed = nullcontext() if host is None else host.allowed(hidden_states)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with allowed, closing(waves), self._timed("layer", layer):
             for slots in waves:
@@ -146,10 +139,8 @@ class ExactExperts:
                     biases,
                 )
             if left:
-                # The device is at work on what was launched above.
-                present(host, "experts were not served").run(
-                    layer, hidden_states, route, sorted(left), outputs
-                )
+                # The device copies and computes what was asked for above.
+                present(host, "experts were not served").run(layer, route, sorted(left), outputs)
         return outputs
 
     @property

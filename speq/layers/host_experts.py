@@ -72,20 +72,18 @@ class HostExperts:
         self._table = HostSlotTable(num_experts)
         self._clock = clock
 
-    def run(
-        self,
-        layer: int,
-        hidden_states: Tensor,
-        route: Route,
-        experts: Sequence[int],
-        outputs: Tensor,
-    ) -> HostTimes:
-        """Write the outputs of some experts of a route: [T, K, H] on the device, at their places.
+    def begin(self, hidden_states: Tensor) -> None:
+        """Have a layer's rows come to the host: [T, H] on the device, at most MOST_ROWS rows. Work
+        that is queued behind this does not delay them.
+        """
+        self._readback.begin(hidden_states)
 
-        hidden_states  [T, H] on the device, at most MOST_ROWS rows
+    def run(self, layer: int, route: Route, experts: Sequence[int], outputs: Tensor) -> HostTimes:
+        """Write the outputs of some experts of a route for the rows of `begin`: [T, K, H] on the
+        device, at their places.
         """
         start_s = self._clock()
-        (hidden,) = self._readback.read(hidden_states)
+        (hidden,) = self._readback.take()
         began_s = self._clock()
         found = torch.empty(outputs.shape, dtype=outputs.dtype)
         biases = self._biases[layer] if self._biases else None

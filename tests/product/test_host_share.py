@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from speq.errors import Broken
+from speq.layers.host_experts import HostExperts
 from speq.measure.timeline import trace_events
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.host_share import RETRY, HostShare, ShareRates
+from speq.scheduler.stream_transfer import StreamTransfer
 from tests.helpers.cells import Cell, Folders, loaded
 from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.tiny_models import FAMILIES, UNLIKE_IN_CACHES, greedy_tokens, load_plain
@@ -262,3 +265,36 @@ def test_experts_that_nobody_serves_are_an_error(
     with pytest.raises(Broken, match="experts were not served"):
         generator.generate(PROMPT, max_new_tokens=4)
     generator.close()
+
+
+def test_rows_go_to_the_host_before_the_device_waits_for_copies(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind that wait, the host would begin when the copies have ended."""
+    cell, log = CELLS[1], list[tuple[str, int]]()
+    model, draft = folders.of("qwen3_moe", cell)
+    monkeypatch.setattr(
+        HostShare, "choose", lambda share, missing: [*missing][::2] if share.open else []
+    )
+
+    def noted(kind: str, where: type, name: str, layer_of: Any) -> None:
+        whole = getattr(where, name)
+
+        def call(self: Any, *given: Any) -> Any:
+            log.append((kind, layer_of(*given)))
+            return whole(self, *given)
+
+        monkeypatch.setattr(where, name, call)
+
+    noted("served", ExpertLoader, "serve", lambda layer, *_: layer)
+    noted("rows", HostExperts, "begin", lambda rows: -1)
+    noted("awaited", StreamTransfer, "wait", lambda ticket: ticket.key.layer)
+    noted("computed", HostExperts, "run", lambda layer, *_: layer)
+    run(cell, model, draft, order=3)
+    found, layer_log = 0, list[str]()
+    for kind, _ in log:
+        layer_log = [] if kind == "served" else [*layer_log, kind]
+        if kind == "computed":
+            assert layer_log[0] == "rows"
+            found += "awaited" in layer_log
+    assert found
