@@ -286,10 +286,10 @@ class AdaptiveDraftLength:
             1 + model.nodes(passes, option.mode.nodes) for passes in (drafted, drafted + 1)
         )
         more = model.distinct(next_rows) - model.distinct(rows)
-        new = (model.new_experts(next_rows) - model.new_experts(rows)) * surprise
+        missing_s = (model.missing_s(next_rows) - model.missing_s(rows)) * surprise
         estimate = option.model
-        exposed = estimate.exposed if estimate.new_s < estimate.compute_s else 1.0
-        cost_s = model.draft_token_s + more * model.compute.slope + new * model.link.value * exposed
+        exposed = estimate.exposed if estimate.missing_s < estimate.compute_s else 1.0
+        cost_s = model.draft_token_s + more * model.compute.slope + missing_s * exposed
         accepted = accept_prob * option.mode.acceptance.accepted
         self._stopped = cost_s > STOP * accepted * self._options[self._best].token_s
         return not self._stopped

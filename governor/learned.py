@@ -67,7 +67,7 @@ class LearnedSteps:
             terms = dict(entries["prior"])
             for name in ("verify", "distinct"):
                 terms[name] = points_of(terms[name])
-            for name in ("missed", "exposed"):
+            for name in {"missed", "exposed", "hosted"} & terms.keys():
                 plain, drafting = terms[name]
                 terms[name] = plain, drafting
             made = cls(
@@ -85,8 +85,11 @@ class LearnedSteps:
         """Raise SpeqError for figures that cannot have been measured."""
         prior = self.prior
         points = (*prior.verify, *prior.distinct, *self.step_s)
-        shares = (*(prior.missed or ()), *prior.exposed, prior.acceptance)
-        terms = (prior.draft_base_s, prior.draft_token_s, prior.transfer_s, prior.expert_bytes)
+        shares = (*(prior.missed or ()), *prior.exposed, *prior.hosted, prior.acceptance)
+        terms = (
+            *(prior.draft_base_s, prior.draft_token_s, prior.transfer_s, prior.expert_bytes),
+            prior.host_s,
+        )
         for value in [value for _, value in points]:
             checked_number("a measured figure", value, LEAST, MOST)
         for value in [*[at for at, _ in points], *terms, prior.drafts, prior.tokens]:
@@ -117,4 +120,6 @@ def prior_of(model: StepModel, acceptance: float) -> Prior:
         exposed=(exposed[0], exposed[1]),
         acceptance=acceptance,
         tokens=TOKENS,
+        host_s=model.host.value,
+        hosted=(min(traffic[0].hosted.value, 1.0), min(traffic[1].hosted.value, 1.0)),
     )

@@ -10,23 +10,23 @@ from speq.stats import StepStats
 class Prices:
     """Costs learnt from finished steps of any draft length.
 
-    An expert costs the part of its transfer time in which the computation waited.
+    An expert costs the part of its transfer time in which the computation waited. Where the host
+    computes others meanwhile, the longer of both is the cost of all.
     """
 
-    _link: Ratio = field(default_factory=Ratio)
-    _exposed: Ratio = field(default_factory=Ratio)
+    _delay: Ratio = field(default_factory=Ratio)
     _token: Ratio = field(default_factory=Ratio)
 
     def observe(self, step: StepStats) -> None:
         self._token.add(step.end_s - step.start_s, step.emitted)
-        if step.moved:
-            self._link.add(step.link_s, step.moved)
-            self._exposed.add(step.exposed_s, step.link_s)
+        missing = step.moved + step.host_experts
+        if missing:
+            self._delay.add(max(step.exposed_s, step.host_s), missing)
 
     @property
     def expert_s(self) -> float:
-        """Seconds that a missing expert delays a verification; 0 while nothing was moved."""
-        return self._link.value * min(self._exposed.value, 1.0)
+        """Seconds that a missing expert delays a verification; 0 while none was missing."""
+        return self._delay.value
 
     @property
     def token_s(self) -> float:

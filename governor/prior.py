@@ -23,6 +23,8 @@ class Prior:
     exposed     share of the transfers that computation does not hide, plainly and with a draft
     acceptance  that a drafted token stands; None: not known
     tokens      tokens of the run that weigh as much as that
+    host_s      of an expert that a GPU's host computes
+    hosted      such experts over experts asked for, plainly and with a draft
     """
 
     verify: Points
@@ -36,6 +38,8 @@ class Prior:
     exposed: tuple[float, float] = (1.0, 1.0)
     acceptance: float | None = None
     tokens: float = 0.0
+    host_s: float = 0.0
+    hosted: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of_profile(cls, profile: Profile) -> "Prior":
@@ -49,4 +53,5 @@ class Prior:
             profile.expert_bytes,
             acceptance=profile.acceptance,
             tokens=PROFILED_TOKENS,
+            host_s=profile.host_expert_s,
         )

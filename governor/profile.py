@@ -18,6 +18,7 @@ POINTS = {
     "verify": (1 << 20, 1e-9, MOST_S),
     "distinct": (1 << 20, 1.0, 1e9),
     "routes": (1 << 20, 1.0, 1e9),
+    "host": (1 << 20, 1e-9, MOST_S),
 }
 
 
@@ -52,6 +53,7 @@ class Profile:
     encode_bytes_per_s  the same of encoding them, by all threads that read; of codecs that this
                        model's published experts can be encoded by as they are read
     codec              of the exact experts that were verified with
+    host               (rows, seconds of an expert that the processor computes for a GPU)
     acceptance         that a drafted token stands, given that those before it did; None: not known
     """
 
@@ -69,6 +71,7 @@ class Profile:
     encode_bytes_per_s: dict[str, float] = field(default_factory=dict)
     codec: str = "raw"
     acceptance: float | None = None
+    host: Points = ()
 
     def __post_init__(self) -> None:
         """Raises SpeqError for figures that cannot have been measured."""
@@ -108,6 +111,11 @@ class Profile:
         return self.draft_token_s > 0
 
     @property
+    def host_expert_s(self) -> float:
+        """Seconds of an expert of one row on the host of a GPU; 0: it was not measured."""
+        return self.host[0][1] if self.host else 0.0
+
+    @property
     def slow_tier(self) -> Link:
         """The link at the largest size that was measured: experts are large."""
         return Link(self.link[-1][1], self.transfer_overhead_s, self.first_fetch_s)
@@ -123,7 +131,7 @@ class Profile:
             if content.pop("format") != FORMAT:
                 raise ValueError("another format")
             key = ProfileKey(**content.pop("key"))
-            for name in POINTS:
+            for name in POINTS.keys() & content.keys():
                 content[name] = points_of(content[name])
             return cls(key=key, **content)
         except SpeqError as error:

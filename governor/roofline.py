@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Term = Literal["draft", "verification", "link"]
+Term = Literal["draft", "verification", "link", "host"]
 Points = tuple[tuple[float, float], ...]
 
 
@@ -53,7 +53,8 @@ class StepEstimate(NamedTuple):
     draft_s, verify_s  T_draft(k) and T_verify(k + 1), all experts in slots
     new_s          T_pcie,new(k): the link's time for moved_bytes, the experts that are new
     first_fetch_s  T_pcie,init
-    exposed        share of `new_s` that computation does not hide: 1 is Eq. 3, 0 full overlap
+    exposed        share of `missing_s` that computation does not hide: 1 is Eq. 3, 0 full overlap
+    host_s         time of a GPU's host for the missing experts that it computes meanwhile
     """
 
     draft_length: int
@@ -64,6 +65,12 @@ class StepEstimate(NamedTuple):
     moved_bytes: float = 0.0
     first_fetch_s: float = 0.0
     exposed: float = 1.0
+    host_s: float = 0.0
+
+    @property
+    def missing_s(self) -> float:
+        """Time for missing experts: link and host are at work at once."""
+        return max(self.new_s, self.host_s)
 
     @property
     def compute_s(self) -> float:
@@ -72,12 +79,12 @@ class StepEstimate(NamedTuple):
     @property
     def serial_s(self) -> float:
         """T_cycle as in the paper (Eq. 3): the draft hides only the first fetch."""
-        return max(self.draft_s, self.first_fetch_s) + self.new_s + self.verify_s
+        return max(self.draft_s, self.first_fetch_s) + self.missing_s + self.verify_s
 
     @property
     def overlapped_s(self) -> float:
         """T_cycle if transfers hide behind the draft and the layers before theirs."""
-        return max(self.compute_s, self.new_s)
+        return max(self.compute_s, self.missing_s)
 
     @property
     def step_s(self) -> float:
@@ -103,9 +110,12 @@ class StepEstimate(NamedTuple):
     @property
     def limit(self) -> Term:
         """The longest term."""
+        missing_s, compute_s = self.missing_s, self.compute_s
         terms: dict[Term, float] = {
             "draft": self.draft_s,
             "verification": self.verify_s,
-            "link": self.step_s - self.compute_s if self.new_s <= self.compute_s else self.new_s,
+            "link" if self.new_s >= self.host_s else "host": self.step_s - compute_s
+            if missing_s <= compute_s
+            else missing_s,
         }
         return max(terms, key=lambda term: terms[term])

@@ -1,11 +1,12 @@
 """Learns the terms of a step's time from finished steps (MoE-SpeQ 3.2.2).
 
-The roofline model has four terms:
+The roofline model has five terms:
 
 1. drafting, linear in k;
 2. verification, linear in the distinct experts it requests;
 3. experts to move, in proportion to these;
-4. the share of their transfer that is not hidden.
+4. experts that a GPU's host computes meanwhile, in proportion to the distinct ones as well;
+5. the share of the longer of 3 and 4 that is not hidden.
 
 Lengths that were never measured are extrapolated.
 """
@@ -33,10 +34,12 @@ class Traffic:
     """Shares that the link's time depends on.
 
     missed   experts moved over experts that a verification requests
-    exposed  share of the hideable transfer time that was not hidden
+    hosted   experts that the host computed over the same
+    exposed  share of the hideable time of transfers, or of the host, that was not hidden
     """
 
     missed: Ratio = field(default_factory=Ratio)
+    hosted: Ratio = field(default_factory=Ratio)
     exposed: Ratio = field(default_factory=Ratio)
 
 
@@ -63,6 +66,7 @@ class StepModel:
     spread: Mean = field(default_factory=lambda: Mean(SPREAD))
     fan: Mean = field(default_factory=lambda: Mean(FAN))  # tokens of a tree over passes
     link: Ratio = field(default_factory=Ratio)
+    host: Ratio = field(default_factory=Ratio)  # seconds of an expert that the host computes
     expert_bytes: Ratio = field(default_factory=Ratio)
     plain: Traffic = field(default_factory=Traffic)
     drafting: Traffic = field(default_factory=Traffic)
@@ -76,16 +80,20 @@ class StepModel:
             model.draft_token = Mean(prior.draft_token_s, prior.drafts)
         model.link.add(prior.transfer_s, 1)
         model.expert_bytes.add(prior.expert_bytes, 1)
+        if prior.host_s:
+            model.host.add(prior.host_s, 1)
         for rows, experts in prior.distinct:
             model._learn_spread(rows, experts)
         if model.single:
             for rows, verify_s in prior.verify:
                 model.compute.add(model.distinct(rows), verify_s)
         if prior.missed is not None:
-            for traffic, missed, exposed in zip(
-                (model.plain, model.drafting), prior.missed, prior.exposed, strict=True
+            for traffic, missed, hosted, exposed in zip(
+                *((model.plain, model.drafting), prior.missed, prior.hosted, prior.exposed),
+                strict=True,
             ):
                 traffic.missed.add(missed * model.single, model.single)
+                traffic.hosted.add(hosted * model.single, model.single)
                 traffic.exposed.add(exposed * prior.transfer_s, prior.transfer_s)
         return model
 
@@ -109,10 +117,13 @@ class StepModel:
         if self.link.known:
             made.link.add(self.link.value, 1)
             made.expert_bytes.add(self.expert_bytes.value, 1)
+        if self.host.known:
+            made.host.add(self.host.value, 1)
         plain_s = self.verify_s(made.single)
         for known, new in ((self.plain, made.plain), (self.drafting, made.drafting)):
             if known.missed.known:
                 new.missed.add(known.missed.value * made.single, made.single)
+                new.hosted.add(known.hosted.value * made.single, made.single)
             if known.exposed.known:
                 new.exposed.add(known.exposed.value * plain_s, plain_s)
         return made
@@ -141,17 +152,22 @@ class StepModel:
             self.draft_token.add(tokens_s / (step.passes or step.deepest))
         if step.branches and step.passes:
             self.fan.add((rows - 1) / step.passes)
-        verify_s = max(step.end_s - step.start_s - step.draft_s - step.stall_s, 0.0)
+        waited_s = max(step.stall_s, step.host_s)
+        verify_s = max(step.end_s - step.start_s - step.draft_s - waited_s, 0.0)
         self.compute.add(step.requests, verify_s)
         traffic.missed.add(step.moved, step.requests)
+        traffic.hosted.add(step.host_experts, step.requests)
+        if step.host_experts:
+            self.host.add(step.host_s, step.host_experts)
         if step.moved:
             self.link.add(step.link_s, step.moved)
             self.expert_bytes.add(step.moved_bytes, step.moved)
         compute_s = step.draft_s + verify_s
-        hideable_s = min(compute_s, step.link_s)
+        missing_s = max(step.link_s, step.host_s)
+        hideable_s = min(compute_s, missing_s)
         if hideable_s > 0:
-            overlapped_s = max(compute_s, step.link_s)
-            traffic.exposed.add(compute_s + step.stall_s - overlapped_s, hideable_s)
+            overlapped_s = max(compute_s, missing_s)
+            traffic.exposed.add(compute_s + waited_s - overlapped_s, hideable_s)
 
     def _learn_spread(self, rows: float, experts: float) -> None:
         if rows == 1:
@@ -170,6 +186,18 @@ class StepModel:
     def new_experts(self, rows: float) -> float:
         """|E_new|: experts to move among the distinct ones of `rows` rows."""
         return self.distinct(rows) * self._missed(self.drafting if rows > 1 else self.plain)
+
+    def missing_s(self, rows: float) -> float:
+        """Time of the link and of the host, whichever is longer, for the experts that `rows` rows
+        miss.
+        """
+        experts, traffic = self.distinct(rows), self.drafting if rows > 1 else self.plain
+        moved_s = experts * self._missed(traffic) * self.link.value
+        return max(moved_s, experts * self._hosted(traffic) * self.host.value)
+
+    def _hosted(self, traffic: Traffic) -> float:
+        known = traffic.hosted if traffic.hosted.known else self.plain.hosted
+        return min(known.value, 1.0)
 
     def _missed(self, traffic: Traffic) -> float:
         known = traffic.missed if traffic.missed.known else self.plain.missed
@@ -212,11 +240,12 @@ class StepModel:
             draft_token_s, base_s, traffic = secondary.draft_token.value, 0.0, secondary.traffic
         transfer_s, expert_bytes = self.link.value, self.expert_bytes.value
         plain, drafting = (
-            (self._missed(each), self._exposed(each)) for each in (self.plain, traffic)
+            (self._missed(each), self._exposed(each), self._hosted(each) * self.host.value)
+            for each in (self.plain, traffic)
         )
         found = []
         for draft_length, emitted in zip(lengths, tokens, strict=True):
-            missed, exposed = drafting if draft_length else plain
+            missed, exposed, host_s = drafting if draft_length else plain
             experts = self._distinct(_log_rows(self.nodes(draft_length, most_nodes)))
             moved = experts * missed
             found.append(
@@ -229,6 +258,7 @@ class StepModel:
                     moved * expert_bytes,
                     0.0,
                     exposed,
+                    experts * host_s,
                 )
             )
         return found

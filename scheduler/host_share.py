@@ -59,16 +59,22 @@ class HostShare:
     open   whether the layer that is served may have such experts
     begin  called where it has, before the device waits for copies
     holds  tells whether host memory has an expert's record
+    expert_s  of an expert on the host, measured before; 0: not known
     """
 
     def __init__(
-        self, num_layers: int, num_experts: int, holds: Callable[[ExpertKey], bool]
+        self,
+        num_layers: int,
+        num_experts: int,
+        holds: Callable[[ExpertKey], bool],
+        expert_s: float = 0.0,
     ) -> None:
         self.open = False
         self.begin: Callable[[], None] = nothing
         self._holds = holds
         self._uses = np.zeros((num_layers, num_experts))
-        self._copy_s = self._beside_s = self._alone_s = self._round_trip_s = 0.0
+        self._copy_s = self._round_trip_s = 0.0
+        self._beside_s = self._alone_s = expert_s
         self._copied = 0  # of the last layer
         self._without = 0  # layers since one had experts on the host
 

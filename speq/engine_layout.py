@@ -198,7 +198,7 @@ class EngineLayout:
         identity = [
             *(__version__, transformers_version(), torch.__version__, torch.get_num_threads()),
             *(device_name(device), built and (built.st_size, built.st_mtime_ns)),
-            *(str(loaded.model_spec.dtype), stamp(loaded.opened.checkpoint), loaded.config.sums),
+            *(str(loaded.model_spec.dtype), stamp(loaded.opened.checkpoint), loaded.sums),
         ]
         return PrefixFiles(memory.prefix_folder, memory.prefix_cache_limit, json.dumps(identity))
 
@@ -238,7 +238,8 @@ class EngineLayout:
             *(device, codec, transfer, sizes.num_experts, sizes.activation, sizes.biases),
             self.recorder.clock,
         )
-        share = HostShare(sizes.num_layers, sizes.num_experts, transfer.holds)
+        expert_s = self.loaded.host_expert_s
+        share = HostShare(sizes.num_layers, sizes.num_experts, transfer.holds, expert_s)
         return lambda loader: HostCompute(experts, loader, share, self.recorder)
 
     def _transfer(self, slots: Tensor, readers: int) -> tuple[TransferEngine, Timed]:

@@ -74,6 +74,8 @@ class Loaded:
     head        what drafts out of hidden states, where one does
     others      stages that run the layers behind these; None: this machine has the last ones
     learning    what governors of such runs learn is kept under it; None: it is not kept
+    sums        the order of sums, "canonical" or "fast"
+    host_expert_s  of an expert that the host computes for a device, by a profile; 0: not known
     """
 
     config: RunConfig
@@ -93,6 +95,8 @@ class Loaded:
     head: DraftHead | None = None
     others: RemoteStages | None = None
     learning: tuple[ProfileKey, str] | None = None
+    sums: str = "fast"
+    host_expert_s: float = 0.0
 
     def budget_for(self, context: int) -> Budget:
         """The budget with a KV cache of so many tokens."""
@@ -139,7 +143,7 @@ def load(
     if copy is not None:
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
         config = replace(config, codec=opened.store.codec.name)
-    config = replace(config, sums=sums_on(device, config.sums))
+    sums = sums_on(device, config.sums)
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
     readers = config.reader_threads
     if readers is None:
@@ -187,7 +191,7 @@ def load(
             progress or no_progress,
             opened.part,
             graphs,
-            compute.sums == "canonical" and isinstance(device, Processor),
+            sums == "canonical" and isinstance(device, Processor),
         )
         sizes = tuple(model.dense_sizes)
         if sizes != spec.dense.sizes:
@@ -242,6 +246,8 @@ def load(
             head,
             others,
             learning,
+            sums,
+            0.0 if profile is None else profile.host_expert_s,
         )
         undo.pop_all()
     heap.give_back()

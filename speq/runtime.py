@@ -144,7 +144,7 @@ class Runtime:
         memory, host = self.plan.report(), self._loaded.host
         if host is not None:
             memory |= {"host_records": host.nbytes, "host_pinned": host.pinned_bytes}
-        form, sums = self._loaded.model_spec.dense.name, self.config.sums
+        form, sums = self._loaded.model_spec.dense.name, self._loaded.sums
         codec, readers = self.residency_plan.codec, self.readers
         return RunStats(start_s, memory, codec, form, sums, self.planned, readers)
 

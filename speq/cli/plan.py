@@ -207,8 +207,8 @@ def findings(made: "BudgetPlan") -> list[str]:
         lines.append("break-even: there is nothing to compare in this budget")
     if made.with_head is not None:
         lines.append(_head_line(made))
-    link, host = assumed.link.bandwidth_bytes_per_s, assumed.host_bytes_per_s
-    if host is not None:
+    link, host = assumed.link.bandwidth_bytes_per_s, assumed.on_host_bytes_per_s
+    if host:
         lines.append(
             f"of missing experts the processor computes {max(1 - link / host, 0):.0%}, and the "
             f"others are copied meanwhile; no card has run this"

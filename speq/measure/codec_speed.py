@@ -5,6 +5,7 @@ Speeds are bytes of an expert's uncompressed weights per second, whatever the re
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from statistics import median
 
 import torch
@@ -15,6 +16,8 @@ from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.random_expert import random_expert
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import allocate_aligned
+from speq.governor.roofline import Points
+from speq.kernels import library
 from speq.kernels.grouping import Grouping
 from speq.models.shape import ModelShape
 from speq.units import Clock
@@ -22,6 +25,8 @@ from speq.units import Clock
 # Weights of the layer that calls are timed on: more than caches hold.
 LAYER_BYTES = 192 << 20
 CALLS = 24
+# Of an expert that a GPU's host computes.
+HOST_ROWS = (1, 2, 4, 8, 16)
 # Experts that each thread encodes.
 ENCODED = 8
 
@@ -75,6 +80,33 @@ def compute_bytes_per_s(
         for topk_ids in routes
     ]
     return top_k * shape.nbytes / median(spent_s[1:])
+
+
+@torch.inference_mode()
+def host_expert_points(
+    codec: ExpertCodec, model: ModelShape, dtype: torch.dtype, clock: Clock
+) -> Points:
+    """Seconds of one expert on the processor, by its rows, in the order of sums that it shares with
+    a GPU. Experts are taken in turns, so that caches hold none.
+    """
+    shape, cpu = codec.shape, torch.device("cpu")
+    held = max(LAYER_BYTES // shape.nbytes, 2)
+    generator = torch.Generator().manual_seed(1)
+    pairs = ((random_expert(shape, generator), None) for _ in range(held))
+    experts = in_slots(codec, pairs, None, cpu)
+    turns, points = cycle(range(held)), []
+    with library.ordered_sums():
+        for rows in HOST_ROWS:
+            hidden_states = torch.randn(rows, shape.hidden_size, generator=generator).to(dtype)
+            spent_s = [
+                pass_s(
+                    *(experts, held, hidden_states, torch.full((rows, 1), expert)),
+                    *(model.activation, clock),
+                )
+                for expert in islice(turns, CALLS)
+            ]
+            points.append((float(rows), median(spent_s[1:])))
+    return tuple(points)
 
 
 def in_slots(

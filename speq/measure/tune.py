@@ -2,7 +2,7 @@
 
 It measures the link by size of a read, the time of a first expert, and drafts and verifications of
 several lengths in generations under the budget. On random experts of the model's shape it measures
-how fast each codec computes and encodes.
+how fast each codec computes and encodes, and on a GPU's host how long an expert takes there.
 """
 
 import time
@@ -22,9 +22,14 @@ from speq.generator import Generator
 from speq.governor.draft_length import LONGEST
 from speq.governor.profile import Profile
 from speq.governor.roofline import Points
+from speq.kernels.library import has_cpu_library
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure import link
-from speq.measure.codec_speed import compute_bytes_per_s, encode_bytes_per_s
+from speq.measure.codec_speed import (
+    compute_bytes_per_s,
+    encode_bytes_per_s,
+    host_expert_points,
+)
 from speq.measure.report import read_prompts
 from speq.measure.routes import distinct_points, expert_counts
 from speq.measure.runs import steps_of
@@ -142,9 +147,13 @@ def measure_profile(
             name: encode_bytes_per_s(codec_of(name, shape), runtime.readers, clock)
             for name in track("timing encoders", encodings, len(encodings), tell)
         }
+        host: Points = ()
+        held = runtime.opened.store.codec
+        if runtime.device.type == "cuda" and has_cpu_library() and not held.needs_draft:
+            tell("timing experts on the host", 0, 1)
+            host = host_expert_points(held, runtime.shape, runtime.dtype, clock)
         key = key_of(runtime.opened, runtime.device.type, runtime.config.memory_budget)
         expert_bytes = mean_bytes(runtime)
-        codec = runtime.opened.store.codec.name
         distinct = distinct_points(routes, runtime.shape.experts.num_experts)
         counts = expert_counts(str(model), routes, runtime.shape.experts.num_experts)
     finally:
@@ -157,8 +166,9 @@ def measure_profile(
         expert_bytes=expert_bytes,
         decode_bytes_per_s=codecs,
         encode_bytes_per_s=encoders,
-        codec=codec,
+        codec=held.name,
         routes=distinct,
+        host=host,
         **figures_of(by_length),
     )
     return profile, counts

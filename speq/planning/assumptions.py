@@ -58,6 +58,17 @@ class Assumptions:
         return link if given is None else Link(given, link.overhead_s, link.first_fetch_s)
 
     @property
+    def on_host_bytes_per_s(self) -> float:
+        """Bandwidth that copies and the host's kernels have together: as given, or as a profile
+        has measured both; 0: the host computes no experts.
+        """
+        given, machine = self.host_bytes_per_s, self.machine
+        if given is None and isinstance(machine, Profile) and machine.host:
+            kernels = machine.expert_bytes / machine.host_expert_s
+            return self.link.bandwidth_bytes_per_s + kernels
+        return given or 0.0
+
+    @property
     def source(self) -> str:
         machine = self.machine
         if isinstance(machine, Rates):
@@ -120,7 +131,7 @@ class Assumptions:
             self.link,
             self.acceptance,
             head_acceptance=head_acceptance,
-            host_bytes_per_s=self.host_bytes_per_s or 0.0,
+            host_bytes_per_s=self.on_host_bytes_per_s,
         )
 
 

@@ -137,6 +137,16 @@ def test_parts_of_a_step_add_up() -> None:
     ]
 
 
+def test_a_step_has_a_part_on_the_host() -> None:
+    """Of 50 ms that the host computed, the card waited for copies in 15."""
+    step = replace(DRAFTED, figures=DRAFTED.figures | {"host_ms": 50.0})
+    parts = parts_of(step)
+    assert (parts.draft, parts.verify, parts.host, parts.stall) == (30.0, 15.0, 35.0, 15.0)
+    assert parts.rest == 5.0
+    found = traces("steps", changed(steps=[step]))
+    assert found["experts on the host"]["y"] == [35.0]
+
+
 def test_throughput_loses_no_byte() -> None:
     edges_ms, rates = rates_of(RUN, 26)
     assert np.diff(edges_ms).tolist() == pytest.approx([10.0] * 26)

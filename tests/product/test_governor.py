@@ -13,6 +13,7 @@ from speq.governor.adaptive import AdaptiveDraftLength, make_governor
 from speq.governor.batches import Governors
 from speq.governor.draft_length import LENGTHS, Decision, FixedDraftLength
 from speq.governor.explanation import explain
+from speq.governor.learned import prior_of
 from speq.governor.measured_steps import FADING, MeasuredSteps
 from speq.governor.objectives import Objectives
 from speq.governor.prior import Prior
@@ -220,6 +221,42 @@ def test_the_model_finds_the_terms_of_a_step() -> None:
         assert found.moved_bytes == pytest.approx(100 * experts / 4, rel=0.1)
         expected_s = 0.3 * k + 0.4 + 0.01 * experts + 0.05 * experts / 8
         assert found.step_s == pytest.approx(expected_s, rel=0.06)
+
+
+@pytest.mark.parametrize("host_s", [0.02, 0.12])
+def test_the_model_finds_what_the_host_takes_beside_the_link(host_s: float) -> None:
+    """0.05 s a moved expert, a quarter of all; as many are computed on the host meanwhile. The
+    device waits for the longer of both.
+    """
+    model, rng = StepModel(), random.Random(4)
+    for _ in range(400):
+        k = rng.choice((0, 2, 4, 8))
+        experts = 32 if k == 0 else round(32 * (k + 1) ** 0.6 * rng.uniform(0.95, 1.05))
+        moved = experts // 4
+        draft_s, verify_s = 0.3 * k, 0.4 + 0.01 * experts
+        waited_s = max(0.05, host_s) * moved
+        model.observe(
+            StepStats(
+                "decode",
+                draft_length=k,
+                requests=experts,
+                moved=moved,
+                host_experts=moved,
+                draft_s=draft_s,
+                host_s=host_s * moved,
+                link_s=0.05 * moved,
+                stall_s=0.05 * moved,
+                end_s=draft_s + verify_s + waited_s,
+            )
+        )
+    assert model.host.value == pytest.approx(host_s)
+    for made in (model, StepModel.of(prior_of(model, 0.5))):
+        for k in (0, 4):
+            (found,) = made.estimates([k], [1.0])
+            experts = 32 * (k + 1) ** 0.6
+            assert found.host_s == pytest.approx(host_s * experts / 4, rel=0.1)
+            expected_s = 0.3 * k + 0.4 + 0.01 * experts + max(0.05, host_s) * experts / 4
+            assert found.step_s == pytest.approx(expected_s, rel=0.06)
 
 
 def test_corrections_are_those_of_gaussian_regression() -> None:

@@ -176,6 +176,13 @@ def test_a_rate_is_learnt_from_one_expert_and_again_after_a_while() -> None:
     assert share.choose(keys(1, 2, 3)) == keys(1, 2)
 
 
+def test_a_rate_that_a_profile_knows_is_gone_by_at_once() -> None:
+    share = HostShare(1, 8, lambda key: True, expert_s=1.0)
+    share.open = True
+    share.copied(1.0)
+    assert share.choose(keys(1, 2, 3, 4)) == keys(1, 2)
+
+
 def run(cell: Cell, model: Path, draft: str, order: int, **options: Any) -> Any:
     context = len(PROMPT) + NEW_TOKENS
     with host_device(HostDevice(order)) as device:

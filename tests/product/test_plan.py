@@ -376,11 +376,18 @@ def test_missing_experts_are_divided_between_a_card_and_its_host() -> None:
     missed, step = 32 * 20 / 32, of.step_estimate(PLAIN, 0)
     assert step.moved_bytes == pytest.approx(missed / 4 * 1000)
     assert step.new_s == pytest.approx(missed * 1000 / 4e6)
+    assert step.host_s == pytest.approx(step.new_s)  # both end at once
     # The card reads a quarter of the missing ones, and rows come and go in each of 8 layers.
     read = 8 * 4 - missed * 3 / 4
     assert step.verify_s == pytest.approx(10e-3 + read * 1e-4 + 8 * 40e-6)
     with_draft = alone.with_estimate(replace(DRAFT, codec="raw"))
-    assert of.prior(with_draft).transfer_s == pytest.approx(alone.prior(with_draft).transfer_s / 4)
+    ours, theirs = of.prior(with_draft), alone.prior(with_draft)
+    assert ours.missed is not None and theirs.missed is not None
+    assert ours.missed == pytest.approx([share / 4 for share in theirs.missed])
+    assert ours.hosted == pytest.approx([share * 3 / 4 for share in theirs.missed])
+    # Three on the host take as long as one over the link.
+    assert ours.host_s == pytest.approx(ours.transfer_s / 3)
+    assert (theirs.host_s, theirs.hosted) == (0.0, (0.0, 0.0))
     for unchanged in (replace(of, host_bytes_per_s=1e6), replace(of, host_bytes_per_s=0.0)):
         assert unchanged.step_estimate(PLAIN, 0) == alone.step_estimate(PLAIN, 0)
     over_codes = replace(PLAIN, codec="residual", needs_draft=True)

@@ -85,6 +85,17 @@ def test_what_limits() -> None:
     assert StepEstimate(1, 1.5, 2.0, 3.0, 5.5, exposed=0.0).limit == "link"
 
 
+def test_link_and_host_are_at_work_at_once() -> None:
+    """Draft 1 s, verification 3 s, link 3 s beside host 2 s, or 5 s."""
+    one = StepEstimate(2, 1.75, 1.0, 3.0, 3.0, 20.0, host_s=2.0)
+    assert one.serial_s == one.step_s == 1.0 + 3.0 + 3.0
+    assert one.overlapped_s == 4.0
+    other = one._replace(host_s=5.0, exposed=0.5)
+    assert (other.serial_s, other.overlapped_s, other.step_s) == (9.0, 5.0, 7.0)
+    assert (one._replace(new_s=6.0).limit, other.limit) == ("link", "host")
+    assert StepEstimate(2, 1.75, 1.0, 3.0, 1.0, host_s=3.5).limit == "host"
+
+
 def test_throughput_stays_under_both_roofs() -> None:
     rng = random.Random(1)
     for _ in range(500):

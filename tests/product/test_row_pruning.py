@@ -177,3 +177,12 @@ def test_prices_are_those_of_finished_steps() -> None:
         prices.observe(step)
     assert prices.token_s == pytest.approx(0.25, rel=0.05)
     assert prices.expert_s == pytest.approx(0.025)
+
+
+def test_experts_on_the_host_have_a_price_as_well() -> None:
+    """Six were copied, with 0.25 s of waiting, while the host computed four in half a second."""
+    prices = Prices()
+    step = StepStats("decode", end_s=1.0, emitted=2, moved=6, host_experts=4, host_s=0.5)
+    step.link_s, step.exposed_s = 0.5, 0.25
+    prices.observe(step)
+    assert prices.expert_s == pytest.approx(0.05)

@@ -4,13 +4,17 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from speq import SpeqError, __version__
 from speq.cli import app
+from speq.experts.codec import ExpertShape, codec_of
+from speq.governor.prior import Prior
 from speq.governor.profile import Profile, ProfileKey
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure import codec_speed, link, tune
@@ -19,7 +23,11 @@ from speq.measure.settings import TuneSettings
 from speq.models.opened import open_model
 from speq.options.declared import build
 from speq.planning import profiles, used_experts
+from speq.planning.assumptions import Assumptions
+from speq.planning.cost.locality import Locality
+from speq.planning.model_spec import ModelSpec
 from speq.stats import StepStats
+from tests.helpers.paths import DATA
 from tests.helpers.told import Told
 
 Folder = Callable[[str], Path]
@@ -237,6 +245,7 @@ def test_a_user_without_a_home_names_a_file(monkeypatch: pytest.MonkeyPatch) -> 
         ({"acceptance": 1.5}, "acceptance of a profile is 1.5"),
         ({"decode_bytes_per_s": {"raw": 0.0}}, "raw in a profile is 0.0; it must be from 1 to"),
         ({"routes": ((2.0, 3.0), (1.0, 2.0))}, "routes of a profile"),
+        ({"host": ((1.0, 0.0),)}, "host of a profile"),
     ],
 )
 def test_profiles_that_nothing_measured(changes: dict[str, object], sentence: str) -> None:
@@ -248,9 +257,33 @@ def test_profiles_that_nothing_measured(changes: dict[str, object], sentence: st
     )
 
 
+def test_the_host_of_a_profile_is_planned_with() -> None:
+    """An expert of 6 bytes takes 2 s on the host: 3 bytes/s beside the link's 1."""
+    made = Profile(KEY, ((1.0, 1.0),), 0.0, 0.0, 6, 0.0, 0.0, ((1.0, 1.0),))
+    on_host = replace(made, host=((1.0, 2.0), (4.0, 3.0)))
+    assert Profile.from_entries(json.loads(on_host.to_json())) == on_host
+    assert (made.host_expert_s, on_host.host_expert_s) == (0.0, 2.0)
+    locality = Locality(8, 2, None)
+    assert Assumptions(made, locality, 0.5).on_host_bytes_per_s == 0.0
+    assert Assumptions(on_host, locality, 0.5).on_host_bytes_per_s == 4.0
+    assert Assumptions(on_host, locality, 0.5, None, 9.0).on_host_bytes_per_s == 9.0
+    assert Prior.of_profile(on_host).host_s == 2.0
+
+
+def test_an_expert_on_the_host_is_timed_by_its_rows() -> None:
+    """By a clock that goes on by a second each time that it is asked."""
+    config = DATA / "configs" / "DeepSeek-V2-Lite"
+    shape = replace(ModelSpec.of_config("m", config, "bfloat16").shape, top_k=2)
+    codec = codec_of("raw", ExpertShape(512, 512, torch.bfloat16))
+    ticks = count()
+    found = codec_speed.host_expert_points(codec, shape, torch.bfloat16, lambda: float(next(ticks)))
+    assert found == tuple((float(rows), 1.0) for rows in (1, 2, 4, 8, 16))
+
+
 def test_a_profile_from_before_encoding_was_timed_is_read() -> None:
     made = Profile(KEY, ((1.0, 1.0),), 0.0, 0.0, 1, 0.0, 0.0, ((1.0, 1.0),))
     content = json.loads(made.to_json())
+    assert content.pop("host") == []
     assert content.pop("encode_bytes_per_s") == {}
     assert Profile.from_entries(content) == made
 

@@ -12,12 +12,14 @@ from speq.dashboard.run_record import RunRecord, StepRecord
 class Parts:
     """A step's milliseconds: of the computation, which add up to the step, and of the link.
 
-    draft, verify  without stalls of the verification; prefill has neither
+    draft, verify  without stalls of the verification, and without host; prefill has neither
+    host           on the host, of a verification on a GPU
     prompt         prefill, without stalls
     """
 
     draft: float
     verify: float
+    host: float
     prompt: float
     stall: float
     rest: float
@@ -31,11 +33,14 @@ def parts_of(step: StepRecord) -> Parts:
     stall_ms = min(figures["stall_ms"], whole_ms)
     hidden_ms = max(figures["link_ms"] - figures["exposed_ms"], 0.0)
     if step.phase != "decode":
-        return Parts(0, 0, whole_ms - stall_ms, stall_ms, 0, hidden_ms, figures["exposed_ms"])
-    verify_ms = max(figures["verify_ms"] - stall_ms, 0.0)
-    rest_ms = max(whole_ms - figures["draft_ms"] - verify_ms - stall_ms, 0.0)
+        return Parts(0, 0, 0, whole_ms - stall_ms, stall_ms, 0, hidden_ms, figures["exposed_ms"])
+    # While the host computes, the device may wait for copies as well.
+    host_ms = max(figures.get("host_ms", 0.0) - stall_ms, 0.0)
+    verify_ms = max(figures["verify_ms"] - stall_ms - host_ms, 0.0)
+    rest_ms = max(whole_ms - figures["draft_ms"] - verify_ms - stall_ms - host_ms, 0.0)
     return Parts(
-        figures["draft_ms"], verify_ms, 0, stall_ms, rest_ms, hidden_ms, figures["exposed_ms"]
+        *(figures["draft_ms"], verify_ms, host_ms, 0, stall_ms, rest_ms),
+        *(hidden_ms, figures["exposed_ms"]),
     )
 
 
@@ -46,6 +51,7 @@ def panel(run: RunRecord) -> Panel:
     above = {
         "drafting": ([each.draft for each in parts], "draft", "\\"),
         "verifying": ([each.verify for each in parts], "verify", ""),
+        "experts on the host": ([each.host for each in parts], "host", "|"),
         "waiting for experts": ([each.stall for each in parts], "stall", "/"),
         "the rest": ([each.rest for each in parts], "rest", "+"),
     }
@@ -54,6 +60,8 @@ def panel(run: RunRecord) -> Panel:
         f"{act_of(run)} while waiting": ([-each.exposed for each in parts], "transfer", "x"),
     }
     hover = "step %{x}: %{customdata:.2f} ms<extra>%{fullData.name}</extra>"
+    if not any(each.host for each in parts):
+        del above["experts on the host"]
     data = [
         bars(
             name,

@@ -262,6 +262,11 @@ class Outlook:
             return 1.0
         return link / self.host_bytes_per_s
 
+    def host_expert_s(self, plan: ResidencyPlan) -> float:
+        """Time of an expert that the host computes beside copies; 0: it computes none."""
+        copied = self.copied_share(plan)
+        return copied / (1 - copied) * self.link.transfer_s(plan.moved_bytes) if copied < 1 else 0.0
+
     def verify_s(self, plan: ResidencyPlan, rows: float) -> float:
         """Time of a pass of so many rows, all of its experts in slots."""
         speeds = self.speeds
@@ -305,6 +310,7 @@ class Outlook:
             moved_bytes,
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
             exposed_share(draft_s + verify_s, new_s, wait_s, leaves),
+            (missed - moved) * self.host_expert_s(plan),
         )
 
     def prior(self, plan: ResidencyPlan) -> Prior:
@@ -313,24 +319,22 @@ class Outlook:
         """
         speeds, drafts = self.speeds, self._known_drafts(plan)
         rows = [length + 1 for length in LENGTHS]
-        best = plan.step.draft_length + 1
+        best, copied = plan.step.draft_length + 1, self.copied_share(plan)
+        missing = tuple(self.missed(plan, t) / self.asked(t) for t in (1, best))
         return Prior(
             verify=tuple((float(t), self.verify_s(plan, t)) for t in rows),
             distinct=tuple((float(t), self.asked(t)) for t in rows),
             draft_base_s=drafts.base_s,
             draft_token_s=drafts.token_s,
             drafts=PLANNED,
-            transfer_s=self.copied_share(plan) * self.link.transfer_s(plan.moved_bytes)
-            + plan.encode_s
-            + speeds.miss_s,
+            transfer_s=self.link.transfer_s(plan.moved_bytes) + plan.encode_s + speeds.miss_s,
             expert_bytes=plan.moved_bytes,
-            missed=(
-                self.missed(plan, 1) / self.asked(1),
-                self.missed(plan, best) / self.asked(best),
-            ),
+            missed=(copied * missing[0], copied * missing[1]),
             exposed=(self.step_estimate(plan, 0).exposed, plan.step.exposed),
             acceptance=drafts.acceptance,
             tokens=PLANNED_TOKENS,
+            host_s=self.host_expert_s(plan),
+            hosted=((1 - copied) * missing[0], (1 - copied) * missing[1]),
         )
 
     def with_estimate(self, plan: ResidencyPlan) -> ResidencyPlan:
