@@ -213,6 +213,12 @@ def findings(made: "BudgetPlan") -> list[str]:
             f"of missing experts the processor computes {max(1 - link / host, 0):.0%}, and the "
             f"others are copied meanwhile; no card has run this"
         )
+    if made.host_draft is not None:
+        draft = made.host_draft
+        lines.append(
+            f"with the draft's experts on the host: k={draft.step.draft_length}, "
+            f"{draft.slots} slots, {draft.tpot_s * 1e3:.1f} ms a token expected; no run drafts so"
+        )
     form = made.model_spec.dense
     if form.name != "raw":
         lines.append(

@@ -132,6 +132,7 @@ class Assumptions:
             self.acceptance,
             head_acceptance=head_acceptance,
             host_bytes_per_s=self.on_host_bytes_per_s,
+            draft_token_bytes=sizes.draft_token_bytes,
         )
 
 

@@ -4,6 +4,7 @@ Memory is planned by the same code as a run's (`speq.planning.memory`); times ar
 (`speq.planning.cost.planner`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import candidates_of, with_measured_head
 from speq.planning.choose_plan import outlook_of
-from speq.planning.cost.planner import choose
+from speq.planning.cost.planner import Outlook, choose
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.fitting import fit, fit_all, least_refusal
@@ -29,6 +30,8 @@ class BudgetPlan:
     reason    why the best one is
     worst     the reason if tokens chose experts independently (MoESD's N(t))
     left_out  by name of the ways that do not fit: why
+    host_draft  the best way with the draft's experts on a GPU's host, which no run has yet; None:
+               the host computes none, or there is no draft
     with_head  memory with the head beside the model for a drafter; None where there is none, or
                where it does not fit
     """
@@ -44,6 +47,7 @@ class BudgetPlan:
     break_even_link_bytes_per_s: float | None
     left_out: dict[str, str] = field(default_factory=dict)
     with_head: MemoryPlan | None = None
+    host_draft: ResidencyPlan | None = None
 
     @property
     def host(self) -> HostPlan | None:
@@ -76,6 +80,7 @@ class BudgetPlan:
             "host": host and host.to_dict(),
             "with_head": self.with_head
             and {"items": dict(self.with_head.items), "slots": self.with_head.slots},
+            "host_draft": self.host_draft and candidate_entry(self.host_draft),
             "candidates": entries,
             "best": entries[self.best],
             "reason": self.reason,
@@ -159,9 +164,31 @@ def plan_budget(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions)
         outlook.break_even_link(plans),
         left_out,
         plan_with_head(model_spec, plans, budget, left_out),
+        host_draft_of(model_spec, candidates, budget, outlook),
     )
     _ = made.host  # refuses a host budget that is too small
     return made
+
+
+def host_draft_of(
+    model_spec: ModelSpec, candidates: Sequence[ResidencyPlan], budget: Budget, outlook: Outlook
+) -> ResidencyPlan | None:
+    """The best way whose draft has its experts in a GPU's host memory, beside the exact ones, and
+    computed there: they take no slots. None where there is none.
+    """
+    if not math.isfinite(outlook.host_draft_token_s):
+        return None
+    ways = [
+        replace(way, draft_on_host=True, draft_bytes=model_spec.dense_draft.nbytes)
+        for way in candidates
+        if way.drafter == "int4" and way.draft_experts is None and not way.needs_draft
+    ]
+    beside = budget.beside
+    if beside is not None and beside.host_bytes is not None:
+        left_bytes = beside.host_bytes - model_spec.base_bytes
+        ways = [way for way in ways if left_bytes >= model_spec.count * way.slot_bytes]
+    weighed = [outlook.with_estimate(plan) for plan, _ in fit_all(model_spec, ways, budget)[0]]
+    return min(weighed, key=lambda plan: plan.cost_s, default=None)
 
 
 def plan_with_head(

@@ -225,7 +225,7 @@ def kept_bytes(
     shape, size = model_spec.shape, model_spec.dtype.itemsize
     yield from model_spec.dense.sizes
     yield from shape.other_bytes(model_spec.dtype)
-    if plan.holds_int4 and model_spec.draft is not None:
+    if plan.holds_int4 and not plan.draft_on_host and model_spec.draft is not None:
         for part, dtype in model_spec.draft.shapes.values():
             yield (
                 model_spec.drafted_experts(plan.draft_experts) * math.prod(part) * dtype.itemsize

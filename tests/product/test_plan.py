@@ -406,6 +406,41 @@ def test_a_host_beside_a_card_is_planned_with() -> None:
         plan_call(config, "8GiB", link="3GB/s", memory_bandwidth="40GB/s", host_bandwidth="70GB/s")
 
 
+def test_a_draft_on_the_host_by_hand() -> None:
+    """Of 4 ms a drafted token, its experts take 1 on the card. The host reads 6 kB of them at 3
+    MB/s, beside copies at 1 MB/s, and rows come and go in each of 8 layers.
+    """
+    speeds = replace(outlook().speeds, draft_experts_s=1e-3)
+    of = replace(outlook(speeds=speeds), host_bytes_per_s=4e6, draft_token_bytes=6000)
+    way = replace(DRAFT, codec="raw", draft_on_host=True)
+    token_s = 3e-3 + 2e-3 + 8 * 40e-6
+    assert of.step_estimate(way, 2).draft_s == pytest.approx(2 * token_s)
+    assert of.step_estimate(replace(way, draft_on_host=False), 2).draft_s == pytest.approx(8e-3)
+    assert replace(of, host_bytes_per_s=1e6).host_draft_token_s == math.inf
+    assert replace(of, speeds=outlook().speeds).host_draft_token_s == math.inf
+
+
+def test_a_draft_on_the_host_takes_no_slots() -> None:
+    config = DATA / "configs" / "DeepSeek-V2-Lite"
+    rates: dict[str, Any] = {"preset": "rtx-4090", "link": "25GB/s", "host_bandwidth": "70GB/s"}
+    made = plan_call(config, "16GiB", host_budget="64GiB", **rates)
+    held = made.host_draft
+    assert held is not None
+    beside = next(
+        way
+        for way in made.candidates
+        if (way.codec, way.drafter, way.draft_experts) == (held.codec, "int4", None)
+    )
+    taken = (held.slots - beside.slots) * held.slot_bytes
+    assert taken == pytest.approx(made.model_spec.base_bytes, rel=0.05)
+    assert made.to_dict()["host_draft"]["slots"] == held.slots
+    assert any(f"on the host: k={held.step.draft_length}, " in line for line in findings(made))
+    # Beside the exact experts of 26 layers there is no room for it.
+    assert plan_call(config, "16GiB", host_budget="24GiB", **rates).host_draft is None
+    del rates["host_bandwidth"]
+    assert plan_call(config, "16GiB", host_budget="64GiB", **rates).host_draft is None
+
+
 def test_speeds_of_bandwidths_by_hand() -> None:
     rates = replace(preset("rtx-4090"), memory_bytes_per_s=1e9, layer_s=1e-3)
     speeds = Speeds.of_rates(

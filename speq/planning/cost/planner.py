@@ -70,6 +70,7 @@ class Speeds:
     row_s     of each further row of a verification, its experts apart
     miss_s    of the processor for each expert that is moved
     head_token_s  of a token that a draft head drafts
+    draft_experts_s  of draft_token_s, the part of the INT4 experts; 0: not known
     """
 
     pass_s: float
@@ -79,6 +80,7 @@ class Speeds:
     row_s: float = 0.0
     miss_s: float = 0.0
     head_token_s: float = 0.0
+    draft_experts_s: float = 0.0
 
     @classmethod
     def of_rates(cls, rates: Rates, sizes: PassBytes, plans: Iterable[ResidencyPlan]) -> "Speeds":
@@ -93,6 +95,7 @@ class Speeds:
             layers_s + (sizes.draft_fixed_bytes + sizes.draft_token_bytes) / memory,
             {h.codec: h.read_bytes / memory for h in plans},
             head_token_s=HEAD_LAYERS * rates.layer_s + sizes.head_bytes / memory,
+            draft_experts_s=sizes.draft_token_bytes / memory,
         )
 
     @classmethod
@@ -212,6 +215,7 @@ class Outlook:
     head_acceptance  the same probability of a head's tokens by depth; empty: it was not measured
     host_bytes_per_s  of the host's memory, whose processor computes missing experts for a card; 0:
                       it computes none
+    draft_token_bytes  the INT4 experts of one token, in all layers
     """
 
     num_layers: int
@@ -223,6 +227,7 @@ class Outlook:
     ahead: bool = True
     head_acceptance: tuple[float, ...] = ()
     host_bytes_per_s: float = 0.0
+    draft_token_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -237,10 +242,22 @@ class Outlook:
         speeds, drafter = self.speeds, plan.drafter
         if drafter == "int4":
             by_depth = (partial_acceptance(self.acceptance, plan.draft_covers),)
-            return Drafts(by_depth, speeds.draft_base_s, speeds.draft_token_s, self.ahead)
+            token_s = self.host_draft_token_s if plan.draft_on_host else speeds.draft_token_s
+            return Drafts(by_depth, speeds.draft_base_s, token_s, self.ahead)
         if drafter == "head" and self.head_acceptance:
             return Drafts(self.head_acceptance, 0.0, speeds.head_token_s, False)
         return None
+
+    @property
+    def host_draft_token_s(self) -> float:
+        """Time of a drafted token whose INT4 experts the host computes, at what copies leave of its
+        memory's speed; infinite where it computes none.
+        """
+        left = self.host_bytes_per_s - self.link.bandwidth_bytes_per_s
+        if left <= 0 or not self.speeds.draft_experts_s:
+            return math.inf
+        on_host_s = self.num_layers * ROUND_TRIP_S + self.draft_token_bytes / left
+        return self.speeds.draft_token_s - self.speeds.draft_experts_s + on_host_s
 
     def _known_drafts(self, plan: ResidencyPlan) -> Drafts:
         return present(self.drafts(plan), "a drafter is weighed of which nothing is known")

@@ -24,6 +24,7 @@ class ResidencyPlan:
                  records are read over
     draft_experts  of each layer that the INT4 copy holds; None: all
     draft_covers   share of what tokens choose that is of these, of the texts that were counted
+    draft_on_host  whether a GPU's host has the draft's experts and computes them: planned alone
     needs_draft  whether records are read over that copy, which then cannot be left out
     dense_base   whether dense layers are read over the draft's codes of them, as above
     encoded      whether experts are encoded from published words as they are read
@@ -42,6 +43,7 @@ class ResidencyPlan:
     draft_bytes: int = 0
     draft_experts: int | None = None
     draft_covers: float = 1.0
+    draft_on_host: bool = False
     needs_draft: bool = False
     dense_base: bool = False
     encoded: bool = False
@@ -75,6 +77,8 @@ class ResidencyPlan:
         encoded = " encoded as read," if self.encode_s else ""
         drafter = {"none": "without a draft", "head": "with a head"}
         held = drafter.get(self.drafter, "with a draft")
+        if self.draft_on_host:
+            held += " on the host"
         if self.draft_experts is not None:
             held += f" of {self.draft_experts} experts a layer"
         return f"{self.codec}{encoded} {held}"
