@@ -10,6 +10,7 @@ from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.host_share import HostShare
 from speq.scheduler.link_pace import LinkThrottle
+from speq.scheduler.second_device import SecondDevice
 from speq.scheduler.transfer import Priority, State, TransferEngine, TransferTicket
 from speq.stats import Recorder
 
@@ -19,8 +20,9 @@ class ExpertLoader:
 
     An expert is resident, under way (its slot claimed, its ticket open) or neither.
 
-    share  divides missing experts between loading them and computing them on the host; None: all
-           are loaded
+    share   divides missing experts between loading them and computing them on the host; None: all
+            are loaded
+    second  experts that a second device holds; None: there is none
     """
 
     def __init__(self, cache: ExpertCache, transfer: TransferEngine, recorder: Recorder) -> None:
@@ -29,6 +31,7 @@ class ExpertLoader:
         self._recorder = recorder
         self.throttle = LinkThrottle()
         self.share: HostShare | None = None
+        self.second: SecondDevice | None = None
         self._under_way: dict[ExpertKey, TransferTicket] = {}
         # After an interrupt a transfer may still write to a slot that looks free.
         self._unsettled = False
@@ -41,7 +44,7 @@ class ExpertLoader:
         wave: int | None = None,
     ) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once, but for those
-        that `share` has the host compute.
+        that `share` has the host compute, and that `second` has.
 
         A wave's slots are valid until the caller asks for the next wave. Resident experts come
         first; the others follow as they arrive. Later waves reuse the slots of past waves, so a
@@ -55,11 +58,15 @@ class ExpertLoader:
         waiting = [ExpertKey(layer, expert) for expert in experts]
         self.cache.pin(waiting)
         try:
+            there = set() if self.second is None else self.second.take(layer, waiting)
+            self.cache.unpin(there)
+            waiting = [key for key in waiting if key not in there]
             self.collect_finished(waiting)
-            self.cache.policy.visit(layer, experts)
+            self.cache.policy.visit(layer, [key.expert for key in waiting])
             ready = self._resident(waiting)
             late = sum(key in self._under_way for key in waiting)
-            self._recorder.served(layer, requests=len(waiting), hits=len(ready), late=late)
+            hits = len(ready) + len(there)
+            self._recorder.served(layer, requests=len(experts), hits=hits, late=late)
             if self.share is not None:
                 waiting = self._without_host_share(layer, waiting, ready)
             while waiting:
@@ -139,8 +146,9 @@ class ExpertLoader:
         return True
 
     def has(self, key: ExpertKey) -> bool:
-        """Tell whether `key` is in a slot or under way."""
-        return key in self.cache or key in self._under_way
+        """Tell whether `key` is in a slot or under way, or on a second device."""
+        there = self.second is not None and key in self.second.at
+        return there or key in self.cache or key in self._under_way
 
     def at_hand(self, layer: int, experts: Iterable[int]) -> list[int]:
         """List those of a layer's experts that are resident or under way."""

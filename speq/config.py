@@ -286,6 +286,15 @@ class TransferOptions(Options):
             by_set=True,
         ),
     ] = "auto"
+    second_budget: Annotated[
+        int | None,
+        Option(
+            "On a GPU: memory of a second GPU for exact experts, such as 8GiB. It computes those "
+            "that it holds, for few rows at a time. Tokens are the same. Default: none.",
+            Size(),
+            by_set=True,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

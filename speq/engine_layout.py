@@ -34,9 +34,10 @@ from speq.engine.offload import (
 from speq.engine.prefix_files import PrefixFiles
 from speq.engine.prefixes import Prefixes
 from speq.engine.sampler import sampler_on
+from speq.engine.second_compute import SecondCompute
 from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine.verification import verification_over
-from speq.errors import present
+from speq.errors import Broken, present
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import allocate_aligned
 from speq.files.contents import stamp
@@ -46,7 +47,9 @@ from speq.governor.draft_length import FixedDraftLength
 from speq.kernels.library import CPU_LIBRARY, CUDA_LIBRARY, has_cpu_library
 from speq.layers.expert_budget import LayerBudgets
 from speq.layers.host_experts import HostExperts
+from speq.layers.second_experts import SecondExperts
 from speq.load import Loaded
+from speq.loading.second_slots import SecondSlots
 from speq.machine import device_name
 from speq.models.kv_cache import KVCache
 from speq.models.states import SNAPSHOTS
@@ -219,12 +222,34 @@ class EngineLayout:
             options.cache_policy, options.prefetch, drafts.prunes_rows, budget
         )
         transfer, timed = self._transfer(slots, loaded.budget.readers)
-        host_over = None
+        host_over = second_over = None
         if options.host_compute == "auto" and isinstance(transfer, StreamTransfer):
             host_over = self._host_over(transfer)
+        if loaded.second is not None:
+            second_over = self._second_over(loaded.second, host_over)
         return offload_over(
             *(slots, experts, transfer, self._sizes, policies, loaded.device, self.recorder, timed),
-            host_over,
+            second_over or host_over,
+        )
+
+    def _second_over(
+        self, second: SecondSlots, host_over: Callable[[ExpertLoader], HostCompute] | None
+    ) -> Callable[[ExpertLoader], SecondCompute]:
+        """What makes a second device compute the experts that it holds, beside the host."""
+        sizes, device = self._sizes, self.loaded.device
+        if isinstance(device, Processor):
+            raise Broken("a run on the CPU has slots on a second device")
+        experts = SecondExperts(
+            device,
+            second.device,
+            self.loaded.opened.store.codec.experts(second.slots, None),
+            sizes.num_experts,
+            sizes.activation,
+            sizes.biases,
+        )
+        return lambda loader: SecondCompute(
+            *(experts, second.at, loader, self.recorder),
+            None if host_over is None else host_over(loader),
         )
 
     def _host_over(self, transfer: StreamTransfer) -> Callable[[ExpertLoader], HostCompute] | None:

@@ -20,7 +20,7 @@ from speq.config import (
     TransferOptions,
 )
 from speq.devices.device import Accelerator, Processor
-from speq.devices.named import find_device
+from speq.devices.named import find_device, find_second
 from speq.errors import OptionError
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena
@@ -35,6 +35,7 @@ from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import BudgetRules, rules_of
 from speq.loading.dense import DraftMatrices, dense_records
 from speq.loading.experts import ENCODING, encoding_store, host_tier, int4_copy
+from speq.loading.second_slots import SecondSlots
 from speq.models import moe_model
 from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
@@ -44,6 +45,7 @@ from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.candidates import check_codec, open_candidates, secondary_drafter
 from speq.planning.choose_plan import PlanChooser, PlanDecision, asks_for_draft
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
@@ -75,6 +77,7 @@ class Loaded:
     others      stages that run the layers behind these; None: this machine has the last ones
     learning    what governors of such runs learn is kept under it; None: it is not kept
     sums        the order of sums, "canonical" or "fast"
+    second      experts that a second device holds; None: there is none
     host_expert_s  of an expert that the host computes for a device, by a profile; 0: not known
     """
 
@@ -97,6 +100,7 @@ class Loaded:
     learning: tuple[ProfileKey, str] | None = None
     sums: str = "fast"
     host_expert_s: float = 0.0
+    second: SecondSlots | None = None
 
     def budget_for(self, context: int) -> Budget:
         """The budget with a KV cache of so many tokens."""
@@ -144,6 +148,7 @@ def load(
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
         config = replace(config, codec=opened.store.codec.name)
     sums = sums_on(device, config.sums)
+    second = None if config.second_budget is None else find_second(device)
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
     readers = config.reader_threads
     if readers is None:
@@ -248,6 +253,7 @@ def load(
             learning,
             sums,
             0.0 if profile is None else profile.host_expert_s,
+            second_slots(opened, transfer.second_budget, second, host, plan),
         )
         undo.pop_all()
     heap.give_back()
@@ -258,6 +264,28 @@ def load(
     if loaded.copy is not None:
         loaded.copy.begin()
     return loaded
+
+
+def second_slots(
+    opened: Opened,
+    budget_bytes: int | None,
+    second: Accelerator | None,
+    host: HostTier | None,
+    plan: ResidencyPlan,
+) -> SecondSlots | None:
+    """Experts of a second device, if one is asked for. Raises SpeqError where it cannot run them,
+    or has no room.
+    """
+    if budget_bytes is None or second is None or host is None:
+        return None
+    if plan.needs_draft:
+        raise OptionError(
+            f"second_budget is given and experts of codec {plan.codec} are read over a draft's "
+            "codes, which the first GPU has; leave second_budget out, or take another codec"
+        )
+    experts = opened.shape.experts
+    sizes = plan.slot_bytes, len(experts.layers), experts.num_experts
+    return SecondSlots.fill(second, budget_bytes, host, *sizes)
 
 
 def sums_on(device: Processor | Accelerator, asked: str) -> str:

@@ -143,6 +143,8 @@ class Runtime:
         """The record of a run that began at `start_s`, with the budget item by item."""
         memory, host = self.plan.report(), self._loaded.host
         if host is not None:
+            if self._loaded.second is not None:
+                memory["second_slots"] = self._loaded.second.slots.nbytes
             memory |= {"host_records": host.nbytes, "host_pinned": host.pinned_bytes}
         form, sums = self._loaded.model_spec.dense.name, self._loaded.sums
         codec, readers = self.residency_plan.codec, self.readers

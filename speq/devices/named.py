@@ -39,6 +39,23 @@ def find_device(name: str) -> Processor | Accelerator:
     return Processor()
 
 
+def find_second(device: Processor | Accelerator) -> Accelerator:
+    """Find a GPU beside the one of a run. Raises DeviceError if there is none."""
+    index = device.torch.index
+    if index is None:
+        raise DeviceError(
+            "second_budget is given and the run is on the CPU; a second GPU helps a first one: "
+            "leave second_budget out, or give device cuda"
+        )
+    others = [at for at in range(torch.cuda.device_count()) if at != index]
+    if not others:
+        raise DeviceError(
+            f"second_budget is given and torch sees one GPU alone, {device.torch}; leave "
+            "second_budget out"
+        )
+    return CudaDevice(others[0])
+
+
 def why_no_gpu() -> str | None:
     """Reason why torch can use no GPU, in its own words; None if it can."""
     with warnings.catch_warnings():

@@ -24,7 +24,7 @@ class HostCompute:
         loader.share = share
 
     @contextmanager
-    def allowed(self, hidden_states: Tensor) -> Iterator[None]:
+    def allowed(self, hidden_states: Tensor, route: Route) -> Iterator[None]:
         """Inside the block, the layer of these rows [T, H] may have such experts."""
         self._share.open = len(hidden_states) <= MOST_ROWS
         self._share.begin = partial(self._experts.begin, hidden_states)

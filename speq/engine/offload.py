@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator, Processor
-from speq.engine.host_compute import HostCompute
 from speq.engine.resident_slots import ResidentSlots
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import release_pages
 from speq.kernels.ops import ExpertBiases
 from speq.layers.cached_experts import CachedExperts
-from speq.layers.exact_experts import ExactExperts, ExpertServer
+from speq.layers.exact_experts import ExactExperts, ExpertServer, HostServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
 from speq.layers.gates import RouterGate
 from speq.layers.offloaded_experts import ExpertBackend
@@ -104,11 +103,11 @@ def offload_over(
     device: Processor | Accelerator,
     recorder: Recorder,
     timed: Timed,
-    host_over: Callable[[ExpertLoader], HostCompute] | None = None,
+    host_over: Callable[[ExpertLoader], HostServer] | None = None,
 ) -> Offload:
     """Build cache, prefetcher and both backends over an arena of slots [S, slot_bytes].
 
-    host_over  makes what computes missing experts on the host; None: nothing does
+    host_over  makes what computes experts on the host or on a second device; None: nothing does
     """
     num_experts = sizes.num_layers * sizes.num_experts
     all_fit = len(slots) >= num_experts
@@ -154,7 +153,7 @@ def offload_over(
         server: ExpertServer,
         on_route: Callable[[int, Route], Route],
         resident: ResidentSlots | None = None,
-        host: HostCompute | None = None,
+        host: HostServer | None = None,
     ) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
         activation, biases = sizes.activation, sizes.biases

@@ -34,9 +34,9 @@ class ExpertServer(Protocol):
 
 
 class HostServer(Protocol):
-    """Missing experts that the host computes."""
+    """Experts that come into no slot: those that the host computes, or a second device."""
 
-    def allowed(self, hidden_states: Tensor) -> AbstractContextManager[None]:
+    def allowed(self, hidden_states: Tensor, route: Route) -> AbstractContextManager[None]:
         """Inside the block, the layer of these rows [T, H] may have such experts."""
 
     def run(self, layer: int, route: Route, experts: Sequence[int], outputs: Tensor) -> None:
@@ -123,7 +123,7 @@ class ExactExperts:
         waves = self._server.serve(layer, grouping.experts)
         biases = self._biases[layer] if self._biases else None
         left = set(grouping.experts)
-        allowed = nullcontext() if host is None else host.allowed(hidden_states)
+        allowed = nullcontext() if host is None else host.allowed(hidden_states, route)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with allowed, closing(waves), self._timed("layer", layer):
             for slots in waves:

@@ -25,7 +25,7 @@ from tests.helpers.backends import BUILT_ON_HOST, HOST_NAMESPACE, load_host_ops
 from tests.helpers.paths import FOLDERS
 
 GUARD = BUILT_ON_HOST.with_name("libspeq_host_guard.so")
-DEVICE = torch.device("cuda", 0)
+DEVICE, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 CPU = torch.device("cpu")
 
 aten = torch.ops.aten
@@ -34,19 +34,19 @@ COUNTED = {aten.nonzero, aten._unique2, aten.unique_dim, aten.masked_select, ate
 
 
 class HostTensor(Tensor):
-    """On the device cuda:0, as far as torch is concerned. inner: its words, on the CPU."""
+    """On a device, as far as torch is concerned. inner: its words, on the CPU."""
 
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> "HostTensor":
+    def __new__(cls, inner: Tensor, device: torch.device = DEVICE) -> "HostTensor":
         made = Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=DEVICE,
+            device=device,
         )
         made.inner = inner
         return made
@@ -89,11 +89,12 @@ class Machine:
         """An op was queued on the compute stream."""
 
 
-_machine = Machine()
+# By the number of the device.
+_machines = {0: Machine(), 1: Machine()}
 
 
 class HostMode(TorchDispatchMode):
-    """Makes tensors of the device cuda:0 HostTensors while it is entered."""
+    """Makes tensors of GPUs HostTensors while it is entered."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -114,18 +115,20 @@ def run(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     held = [leaf for leaf in leaves if isinstance(leaf, HostTensor)]
     asked = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
     there = asked[0].type == "cuda" if asked else bool(held)
+    on = asked[0] if asked and there else held[0].device if held else DEVICE
     check_devices(func, leaves)
     if (to_host := read_of(func, args, there)) is not None:
-        _machine.read(to_host)
+        of = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, HostTensor))
+        _machines[of.device.index].read(to_host)
     inner_args, inner_kwargs = tree_map(on_cpu, (args, kwargs))
     # Views of tensors made outside inference mode are none of it, which wrappers cannot tell.
     with torch.inference_mode(False), torch.no_grad():
         # Ops of the host's own tensors are the processor's.
         asked_of = on_host(func) if held or there else func
         result = asked_of(*inner_args, **inner_kwargs)
-        result = wrapped(result, held, there) if held or there else result
+        result = wrapped(result, held, there, on) if held or there else result
     if held or there:
-        _machine.launch(func, args, kwargs, result)
+        _machines[on.index or 0].launch(func, args, kwargs, result)
     return result
 
 
@@ -147,10 +150,15 @@ def on_cpu(leaf: Any) -> Any:
 def check_devices(func: OpOverload, leaves: list[Any]) -> None:
     """As CUDA has it: all operands on one device, but for copies and numbers."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    mixed = {isinstance(tensor, HostTensor) for tensor in tensors if tensor.dim()}
-    if len(mixed) == 2 and func.overloadpacket not in (aten.copy_, aten._to_copy):
+    mixed = {
+        str(tensor.device) if isinstance(tensor, HostTensor) else "cpu"
+        for tensor in tensors
+        if tensor.dim()
+    }
+    if len(mixed) > 1 and func.overloadpacket not in (aten.copy_, aten._to_copy):
         raise RuntimeError(
-            f"{func}: expected all tensors to be on the same device, but found cuda:0 and cpu"
+            f"{func}: expected all tensors to be on the same device, but found "
+            + " and ".join(sorted(mixed, reverse=True))
         )
 
 
@@ -176,14 +184,14 @@ def read_of(func: OpOverload, args: Any, there: bool) -> str | None:
     return None
 
 
-def wrapped(result: Any, held: list[HostTensor], there: bool) -> Any:
+def wrapped(result: Any, held: list[HostTensor], there: bool, on: torch.device) -> Any:
     """Results as tensors of the device, an operand itself where the op gave it back."""
     known = {id(tensor.inner): tensor for tensor in held}
 
     def wrap(tensor: Tensor) -> Tensor:
         if id(tensor) in known:
             return known[id(tensor)]
-        return HostTensor(tensor) if there else tensor
+        return HostTensor(tensor, torch.device("cuda", on.index or 0)) if there else tensor
 
     return tree_map_only(Tensor, wrap, result)
 
@@ -199,12 +207,13 @@ def load_libraries() -> None:
 
 
 @contextmanager
-def host_tensors(machine: Machine) -> Iterator[None]:
-    """Tensors made on cuda:0 in the block are HostTensors, and `machine` notices their ops."""
-    global _machine
+def host_tensors(*machines: Machine) -> Iterator[None]:
+    """Tensors made on GPUs in the block are HostTensors, and machines notice their ops: the first
+    those of cuda:0.
+    """
     load_libraries()
-    before = _machine, torch._C._only_lift_cpu_tensors()
-    _machine = machine
+    before, lifted = dict(_machines), torch._C._only_lift_cpu_tensors()
+    _machines.update(enumerate(machines))
     # torch.tensor(..., device=...) then makes its words on the CPU and copies them, as an op.
     torch._C._set_only_lift_cpu_tensors(True)
     with pytest.MonkeyPatch.context() as patch, HostMode():
@@ -212,7 +221,7 @@ def host_tensors(machine: Machine) -> Iterator[None]:
         try:
             yield
         finally:
-            _machine, lifted = before
+            _machines.update(before)
             torch._C._set_only_lift_cpu_tensors(lifted)
 
 

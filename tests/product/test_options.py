@@ -207,7 +207,7 @@ def test_options_that_few_need_stand_behind_set() -> None:
     assert listed.exit_code == 0 and len(given) == 1
     names = [line.partition("=")[0] for line in listed.stdout.splitlines() if line[0] != " "]
     assert names == [each.name for each in declared_options(RunConfig) if each.option.by_set]
-    assert {"expert_floor", "graphs", "draft_counts"} <= set(names) and len(names) == 16
+    assert {"expert_floor", "graphs", "draft_counts"} <= set(names) and len(names) == 17
     assert "graphs=NAME (default auto)" in listed.stdout
     help_text = CliRunner().invoke(made, ["--help"], env={"COLUMNS": "200"}).stdout
     assert "--set" in help_text and "--expert-floor" not in help_text
