@@ -1,7 +1,10 @@
 // The kernels of NEON beside the plain ones, on random problems, away from torch: words bit for
 // bit, products of coded rows bit for bit those of their words, sums within rounding of the same in
 // double; sums of pairs bit for bit those of a model of the instruction. Run on any machine by
-// qemu-aarch64. Prints how many comparisons there were; ends with 1 at the first that fails.
+// qemu-aarch64, and the plain ones alone where it is compiled for another processor. Prints how
+// many comparisons there were, and a digest of the products that have the order of
+// csrc/sum_order.h: it is the same on all processors. Ends with 1 at the first comparison that
+// fails.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -27,9 +30,13 @@ std::int64_t drawn(std::int64_t least, std::int64_t most) {
   return least + std::int64_t(random_bits() % std::uint64_t(most - least + 1));
 }
 
+// Nearly so: of whole numbers, so that no mathematical library has a part in it.
 float normal() {
-  static std::normal_distribution<float> distribution;
-  return distribution(random_bits);
+  std::int64_t sum = 0;
+  for (int part = 0; part < 4; ++part) {
+    sum += drawn(-1'000'000, 1'000'000);
+  }
+  return float(sum) / 1.2e6f;
 }
 
 void require(bool holds, const char *isa, const std::string &what) {
@@ -107,6 +114,20 @@ bool same_bits(float one, float other) {
          (std::isnan(one) && std::isnan(other));
 }
 
+std::uint64_t digest = 0;
+std::int64_t products = 0;
+
+// Fowler-Noll-Vo 1a, word by word.
+void digested(const Results &results) {
+  for (const std::vector<float> &row : results.rows) {
+    for (const float value : row) {
+      const std::uint32_t bits = std::isnan(value) ? 0x7FC00000 : bits_as<std::uint32_t>(value);
+      digest = (digest ^ bits) * 0x100000001B3;
+      ++products;
+    }
+  }
+}
+
 // Words of a matrix by both, and its products by those of its words.
 template <typename Rows>
 void check_coded(const char *isa, const MicroKernels &kernels, const CodedKernels<Rows> &coded,
@@ -126,6 +147,7 @@ void check_coded(const char *isa, const MicroKernels &kernels, const CodedKernel
     coded.dot(matrix, 0, matrix.rows, inputs.pointers.data(), count, found.pointers.data());
     kernels.dot_bfloat16(wanted.data(), columns, matrix.rows, inputs.pointers.data(), count,
                          of_words.pointers.data());
+    digested(found);
     for (std::int64_t r = 0; r < count; ++r) {
       for (std::int64_t n = 0; n < matrix.rows; ++n) {
         require(same_bits(found.rows[r][n], of_words.rows[r][n]), isa,
@@ -254,6 +276,7 @@ void check_exact(const char *isa, DotExact dot, DotExact plain, AddRows add,
   dot(words.data(), columns, rows, inputs.pointers.data(), count, found.pointers.data());
   Results in_order(count, rows); // csrc/sum_order.h
   plain(words.data(), columns, rows, inputs.pointers.data(), count, in_order.pointers.data());
+  digested(found);
   for (std::int64_t r = 0; r < count; ++r) {
     for (std::int64_t n = 0; n < rows; ++n) {
       require(same_bits(found.rows[r][n], in_order.rows[r][n]), isa, what + ": order of sums");
@@ -496,14 +519,21 @@ int main(int count, char **arguments) {
     const MicroKernels &kernels;
     Isa isa;
   };
-  const Named all[] = {{"neon", neon_kernels, Isa::neon},
-                       {"neon_dot", neon_dot_kernels, Isa::neon_dot},
-                       {"neon_bf16", neon_bf16_kernels, Isa::neon_bf16}};
+  const Named all[] = {
+      {"portable", portable_kernels, Isa::portable},
+#ifdef SPEQ_AARCH64
+      {"neon", neon_kernels, Isa::neon},
+      {"neon_dot", neon_dot_kernels, Isa::neon_dot},
+      {"neon_bf16", neon_bf16_kernels, Isa::neon_bf16},
+#endif
+  };
   for (const Named &each : all) {
     if (each.isa < best_isa()) {
       continue; // this processor lacks it
     }
-    const std::int64_t before = comparisons;
+    random_bits.seed(7);
+    comparisons = products = 0;
+    digest = 0xCBF29CE484222325;
     for (int round = 0; round < rounds; ++round) {
       check_compact(each.name, each.kernels, true);
       check_compact(each.name, each.kernels, false);
@@ -517,12 +547,14 @@ int main(int count, char **arguments) {
       check_int4(each.name, each.kernels);
       check_delta(each.name, each.kernels);
       check_panels(each.name, each.kernels);
-      if (each.kernels.dot_bfloat16_pairs != nullptr) {
-        check_pairs(each.name, each.kernels);
-        check_panels_of_pairs(each.name, each.kernels);
-      }
     }
-    std::printf("%s: %lld comparisons\n", each.name, (long long)(comparisons - before));
+    const bool pairs = each.kernels.dot_bfloat16_pairs != nullptr;
+    for (int round = 0; pairs && round < rounds; ++round) {
+      check_pairs(each.name, each.kernels);
+      check_panels_of_pairs(each.name, each.kernels);
+    }
+    std::printf("%s: %lld comparisons, digest %016llx of %lld products\n", each.name,
+                (long long)comparisons, (unsigned long long)digest, (long long)products);
   }
   return 0;
 }

@@ -1,4 +1,6 @@
-"""The kernels for aarch64, compiled here and run by QEMU: of each instruction set."""
+"""The kernels for aarch64, compiled here and run by QEMU: of each instruction set. Products in the
+one order have the bits of those of this processor.
+"""
 
 import os
 import shutil
@@ -20,10 +22,15 @@ TARGET = (
 # cmake and ninja come with the environment that runs the tests: Debian's may be too old.
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 PROCESSORS = {
-    "max": ["neon", "neon_dot", "neon_bf16"],
-    "neoverse-n1": ["neon", "neon_dot"],
-    "cortex-a53": ["neon"],
+    "max": ["portable", "neon", "neon_dot", "neon_bf16"],
+    "neoverse-n1": ["portable", "neon", "neon_dot"],
+    "cortex-a53": ["portable", "neon"],
 }
+# Of the program for this processor: the plain kernels alone.
+PLAIN = (
+    "tests/neon/kernels.cpp",
+    *(f"csrc/cpu/{name}.cpp" for name in ("encode", "isa", "portable")),
+)
 
 
 @pytest.mark.wide
@@ -44,10 +51,23 @@ def test_kernels_compute_what_the_plain_ones_do(
             command, capture_output=True, text=True, env={**os.environ, "PATH": PATH}
         )
         assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    here = tmp_path / "plain"
+    options = ("-std=c++20", "-O3", "-ffp-contract=off", f"-I{ROOT / 'csrc'}", "-o", here)
+    subprocess.run(["c++", *options, *(ROOT / path for path in PLAIN)], check=True)
+    done = subprocess.run([here, "200"], capture_output=True, text=True, check=True)
+    ((name, plain),) = told_of(done.stdout).items()
+    assert name == "portable"
     for processor, names in PROCESSORS.items():
         command = [EMULATOR, "-cpu", processor, tmp_path / "speq_neon", "200"]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
-        counts = dict(line.split(": ") for line in done.stdout.splitlines())
-        assert list(counts) == names
-        assert all(int(told.split()[0]) > 1_000_000 for told in counts.values())
+        told = told_of(done.stdout)
+        assert list(told) == names
+        assert all(int(each.split()[0]) > 1_000_000 for each in told.values())
+        # The digest of all products in the order of sums.
+        assert {each.partition(", ")[2] for each in told.values()} == {plain.partition(", ")[2]}
+
+
+def told_of(output: str) -> dict[str, str]:
+    """What the program says of each set of kernels."""
+    return dict(line.split(": ") for line in output.splitlines())
