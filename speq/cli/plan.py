@@ -225,6 +225,12 @@ def findings(made: "BudgetPlan") -> list[str]:
             f"weights outside the experts are {form.name}: matrices of "
             f"{format_bytes(sum(form.words_bytes))} take about {format_bytes(form.nbytes)}"
         )
+    tables = made.model_spec.shape.tables
+    if tables:
+        size = sum(rows * width for rows, width in tables) * made.model_spec.dtype.itemsize
+        lines.append(
+            f"tables of n-grams, {format_bytes(size)}, stay on the disk; tokens read rows of them"
+        )
     codec = made.model_spec.codec
     in_words = codec.shape.published == WORDS
     others = "`speq pack --codec` makes others of them" if in_words else "as they are published"

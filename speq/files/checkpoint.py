@@ -229,7 +229,10 @@ class Checkpoint:
 
     def _check_dtypes(self) -> None:
         """Raise SpeqError unless tensors are plain weights, or codes with what belongs to them."""
+        integers = () if self.part is None else self.part.integers
         for name, (file, info) in self.tensors.items():
+            if info.dtype == torch.int64 and name.endswith(integers):
+                continue
             if self.coded.is_coded(name):
                 self.coded.check(name)
             elif info.dtype not in WORD_DTYPES and not self.coded.is_beside(name):

@@ -148,6 +148,10 @@ class RangeFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
 
+    def read_kept(self, offset: int, out: Tensor) -> None:
+        """Read as `read_into`, and leave the pages where they are."""
+        self._fill(self._fd, offset, [bytes_of(out)], out.nbytes)
+
     def read_aligned(self, offset: int, nbytes: int, out: Tensor) -> int:
         """Read the first `nbytes` of `out` directly. Return the bytes read.
 

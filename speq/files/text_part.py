@@ -21,6 +21,8 @@ class TextModelPart:
     beside      prefixes of other parts' tensors
     field       field of config.json with its configuration
     renamed     parts of names on disk, each with what the model has in its place
+    integers    ends of names of tensors that are no weights, and may be missing: transformers makes
+                them of the configuration
     """
 
     model_type: str
@@ -29,6 +31,7 @@ class TextModelPart:
     head: str = HEAD
     field: str = "text_config"
     renamed: tuple[tuple[str, str], ...] = ()
+    integers: tuple[str, ...] = ()
 
     def config(self, config: dict[str, Any], where: Path) -> dict[str, Any]:
         """Configuration of the text model in a config.json; the whole, if there is no other part.

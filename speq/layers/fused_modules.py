@@ -35,6 +35,8 @@ NORMS_ROUNDED_ONCE = {
     "Qwen3NextRMSNorm": 1.0,
     "Qwen3_5MoeRMSNorm": 1.0,
     "Gemma4RMSNorm": 0.0,
+    "MiniMaxM3VLRMSNorm": 1.0,
+    "Qwen4ExpTextRMSNorm": 1.0,
     "NemotronHRMSNorm": 0.0,
     "FlexOlmoRMSNorm": 0.0,
 }
@@ -46,12 +48,15 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
             *("Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter", "GptOssTopKRouter"),
             *("Lfm2MoeTopKRouter", "MellumTopKRouter", "LagunaTopKRouter"),
             *("GraniteMoeTopKRouter", "GraniteMoeHybridTopKRouter", "Mistral4TopkRouter"),
-            "FlexOlmoTopKRouter",
+            *("FlexOlmoTopKRouter", "Qwen4ExpTextTopKRouter"),
         ),
         (None, None),
     ),
     **dict.fromkeys(
-        ("AfmoeTokenChoiceRouter", "MixtralTopKRouter", "MiniMaxM2TopKRouter", "Gemma4TextRouter"),
+        (
+            *("AfmoeTokenChoiceRouter", "MixtralTopKRouter", "MiniMaxM2TopKRouter"),
+            *("MiniMaxM3VLTopKRouter", "Gemma4TextRouter"),
+        ),
         (None, torch.float32),
     ),
     **dict.fromkeys(
@@ -150,6 +155,8 @@ class FusedRouter:
 def fuse_norm(module: nn.Module) -> bool:
     """Replace the forward of a usual norm by FusedNorm. Return True if it was replaced."""
     name = type(module).__name__
+    if getattr(module, "group_size", None) is not None:  # rows are normed in parts
+        return False
     if name in NORMS_ROUNDED_ONCE and hasattr(module, "weight"):
         module.forward = FusedNorm(wide_norm_of(module), own_forward(module))
         return True

@@ -1,8 +1,9 @@
 """Sizes of what attention caches and computes for each token, by kind of attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ KVShapes = tuple[tuple[int, int], ...]
 BESIDE_MASK = ("dropout", "sliding_window", *LAYER_ARGUMENTS)
 # Of a block of attention: rows, and elements of its mask unless one row has more.
 BLOCK_ROWS, BLOCK_ELEMENTS = 256, 1 << 22
+# Of a selection of tokens: elements of the scores of a block of rows, unless one row has more, and
+# bytes that each of them takes on its way to a mask.
+SELECTED_ELEMENTS, SELECTED_BYTES = 1 << 20, 32
 # What the native attention computes in; float64 takes torch's.
 NATIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Columns of queries with a sink are a multiple of so many.
@@ -38,6 +42,7 @@ class AttentionShape:
     copied_width    elements that attention in blocks copies of each token that it sees
     expanded_width  the same of torch's attention, which expands tokens to all heads
     score_heads     heads whose scores exist whole on a GPU, [rows, context] each, twice over
+    index_heads     heads whose scores select the tokens that are seen
     by_layer        kv_shapes of each layer, where they differ; empty: they are the same
     """
 
@@ -47,12 +52,13 @@ class AttentionShape:
     copied_width: int
     expanded_width: int
     score_heads: int = 0
+    index_heads: int = 0
     by_layer: tuple[KVShapes, ...] = ()
 
     @property
     def shares_choices(self) -> bool:
         """True if layers attend to what the indexer of a layer before them chose."""
-        return len({len(each) for each in self.by_layer}) > 1
+        return not self.index_heads and len({len(each) for each in self.by_layer}) > 1
 
     def block_bytes(self, rows: int, context: int, dtype: torch.dtype) -> int:
         """Bytes of attention in blocks of `rows` rows over `context` tokens: what is copied, and a
@@ -61,7 +67,9 @@ class AttentionShape:
         size = dtype.itemsize
         mask = min(max(BLOCK_ELEMENTS, self.group * context), self.group * rows * context)
         block = 3 * min(rows, BLOCK_ROWS) * self.query_width
-        return (self.copied_width * context + block) * size + mask * (2 + size)
+        scores = self.index_heads * context
+        scores = min(max(SELECTED_ELEMENTS, scores), scores * rows) * SELECTED_BYTES
+        return (self.copied_width * context + block) * size + mask * (2 + size) + scores
 
 
 def cached_heads(config: Any) -> AttentionShape:
@@ -83,6 +91,16 @@ def gated_heads(config: Any) -> AttentionShape:
     """`cached_heads` with a gate as wide as the query beside each query."""
     shape = cached_heads(config)
     return replace(shape, query_width=2 * shape.query_width)
+
+
+def gated_heads_by_tokens(config: Any) -> AttentionShape:
+    """`gated_heads` that see tokens which heads of an indexer select."""
+    shape, width = gated_heads(config), config.indexer_head_dim
+    indexed = (*shape.kv_shapes, (1, width))
+    # Keys of blocks are means of copies.
+    return replace(
+        shape, kv_shapes=indexed, copied_width=2 * width, index_heads=config.indexer_n_heads
+    )
 
 
 def heads_of_layers(config: Any) -> AttentionShape:
@@ -109,6 +127,18 @@ def heads_of_some_layers(config: Any) -> AttentionShape:
     shape, nothing = cached_heads(config), ((0, 0), (0, 0))
     attends = (kind == "full_attention" for kind in config.layer_types)
     return replace(shape, by_layer=tuple(shape.kv_shapes if each else nothing for each in attends))
+
+
+def heads_by_blocks(config: Any) -> AttentionShape:
+    """`cached_heads` that see blocks of tokens which heads of an indexer select, in some layers."""
+    shape = cached_heads(config)
+    indexed = (*shape.kv_shapes, (1, config.index_head_dim))
+    selects = (kind == "minimax_m3_sparse" for kind in config.layer_types)
+    return replace(
+        shape,
+        index_heads=config.index_n_heads,
+        by_layer=tuple(indexed if each else shape.kv_shapes for each in selects),
+    )
 
 
 def elements(kv_shapes: KVShapes) -> int:
@@ -173,6 +203,18 @@ def heads_of_windows(config: Any) -> AttentionShape:
     return replace(shape, kv_shapes=widest, copied_width=2 * shape.copied_width, by_layer=by_layer)
 
 
+class Selection(Protocol):
+    """Which tokens the rows of a pass see, of those that their mask shows.
+
+    groups  selections of a row; each is of as many heads
+    """
+
+    groups: int
+
+    def seen(self, visible: Tensor, first: int) -> Tensor:
+        """Select for the rows from `first` on, of a mask [T, N] bool: [groups, T, N] bool."""
+
+
 def attend_in_blocks(
     module: nn.Module,
     query: Tensor,
@@ -183,6 +225,7 @@ def attend_in_blocks(
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
     native: bool = True,
+    block_indices: Selection | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Run attention of any number of rows, a block of them at a time, in transformers' place.
@@ -194,6 +237,7 @@ def attend_in_blocks(
     indices            [B, T, N] bool, what an `Indexer` chose of what is seen
     native             in 16 and 32 bits the blocks are a native op's, which reads what a row sees
                        alone; False on a GPU, which has none
+    block_indices      selects among what the mask shows; None: all of it
 
     Queries that share keys are rows of one product, so that no keys are repeated.
     """
@@ -203,6 +247,9 @@ def attend_in_blocks(
     batch, heads, count, _ = query.shape
     kv_heads, width = key.shape[1], value.shape[3]
     group = heads // kv_heads
+    if block_indices is not None:
+        attend = partial(attend_in_blocks, module, scaling=scaling, native=native)
+        return attend_to_selected(attend, query, key, value, attention_mask, block_indices), None
     if native and query.dtype in NATIVE_DTYPES:
         out = query.new_empty(batch, count, heads, width)
         for at in range(batch):
@@ -234,6 +281,34 @@ def attend_in_blocks(
         made = made.view(batch, heads, last - first, wide)[..., :width]
         out[:, first:last] = made.transpose(1, 2)
     return out, None
+
+
+def attend_to_selected(
+    attend: Callable[..., tuple[Tensor, None]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    selection: Selection,
+) -> Tensor:
+    """Run attention, each group of heads over the tokens that are selected for it. Shapes are those
+    of `attend_in_blocks`, of one sequence or several packed ones.
+
+    attend  runs it, given queries, keys, values and their mask
+    """
+    count, groups = query.shape[2], selection.groups
+    out = query.new_empty(1, count, query.shape[1], value.shape[3])
+    parts = [each.chunk(groups, 1) for each in (query, key, value)]
+    step = max(SELECTED_ELEMENTS // (groups * mask.shape[3]), 1)
+    for first in range(0, count, step):
+        rows = slice(first, first + step)
+        seen = selection.seen(mask[0, 0, rows], first)
+        made = [
+            attend(queries[:, :, rows], keys, values, each[None, None])[0]
+            for queries, keys, values, each in zip(*parts, seen, strict=True)
+        ]
+        out[:, rows] = torch.cat(made, 2)
+    return out
 
 
 def build_seen_mask(*sizes: Any, **others: Any) -> Tensor | None:

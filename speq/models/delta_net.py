@@ -58,7 +58,9 @@ class DeltaNet(RecurrentMixer):
             normed: Tensor = norm(rows, gates)
             return normed
         normed = decoder_ops.rms_norm(rows, RMSNorm(norm.weight, norm.variance_epsilon))
-        return (normed * functional.silu(gates.float())).to(rows.dtype)
+        wide = gates.float()
+        sigmoid = getattr(norm, "activation", "silu") == "sigmoid"
+        return (normed * (wide.sigmoid() if sigmoid else functional.silu(wide))).to(rows.dtype)
 
     def steps(self, state: Tensor, windows: Tensor, decays: Tensor, betas: Tensor) -> Tensor:
         """Run a few tokens after a state; see `RecurrentParts`."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from speq.experts.expert_names import GATE_UP
 from speq.experts.packed_dense import PackedDense, smaller_record
 from speq.experts.passes import for_each_key
 from speq.files.alignment import prefer_huge_pages
@@ -49,10 +50,11 @@ def packable_modules(
 
 
 def is_packable(name: str) -> bool:
-    """False for a module that expands latents: its matrix stays plain weights, because latent
-    attention multiplies parts of it by other rows than a dense layer's.
+    """False for a module that expands latents, or has a gate above an up projection: its matrix
+    stays plain weights. Latent attention multiplies parts of the former by other rows than a dense
+    layer's, and files have the parts of the latter.
     """
-    return name.rpartition(".")[2] != EXPANDING
+    return name.rpartition(".")[2] not in (EXPANDING, GATE_UP)
 
 
 def is_scaled(module: nn.Module) -> bool:

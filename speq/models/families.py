@@ -24,6 +24,8 @@ from speq.models.attention import (
     BESIDE_SINKS,
     cached_latents,
     gated_heads,
+    gated_heads_by_tokens,
+    heads_by_blocks,
     heads_by_layer,
     heads_of_layers,
     heads_of_some_layers,
@@ -31,9 +33,11 @@ from speq.models.attention import (
     heads_with_sinks,
     indexed_latents,
 )
+from speq.models.block_selection import BlockIndexer
 from speq.models.delta_net import delta_states
 from speq.models.family import BuiltAs, Family
 from speq.models.family_checks import (
+    check_blocks,
     check_clamped,
     check_deepseek_v2,
     check_gemma4,
@@ -45,7 +49,15 @@ from speq.models.family_checks import (
 from speq.models.kimi_delta import kimi_states
 from speq.models.mamba import check_mamba, mamba_states, nemotron_states
 from speq.models.mtp_layer import ERNIE, deepseek_layer, qwen3_next_layer
+from speq.models.ngram_layer import (
+    TABLE_CLASS,
+    NGramFeatures,
+    ngram_states,
+    with_table_on_disk,
+)
 from speq.models.short_conv import check_short_conv, conv_states
+from speq.models.text_conversions import list_for_text
+from speq.models.token_selection import TokenIndexer
 
 # Names as published; transformers has the usual names for them.
 MIXTRAL_NAMES = ExpertNames(
@@ -85,6 +97,8 @@ GRANITE_RENAMED = (
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
     (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
 )
+# Parts of a block that share its name on disk; dense layers are called as in the model.
+MINIMAX_M3_BLOCK = ("experts", "gate", "shared_experts")
 KIMI_RENAMED = (
     (".block_sparse_moe.", ".mlp."),
     *(
@@ -110,12 +124,24 @@ SARVAM_RENAMED = (
     (".attention.", ".self_attn."),
     (".mlp.gate.expert_bias", f".mlp.gate.{CORRECTION}"),
 )
+MINIMAX_M3_RENAMED = (
+    ("language_model.lm_head.", "lm_head."),
+    (f".block_sparse_moe.{CORRECTION}", f".mlp.gate.{CORRECTION}"),
+    *((f".block_sparse_moe.{each}.", f".mlp.{each}.") for each in MINIMAX_M3_BLOCK),
+    *(
+        (f".self_attn.index_{each}.", f".self_attn.indexer.{each}.")
+        for each in ("q_proj", "k_proj", "q_norm", "k_norm")
+    ),
+)
 # Types of configurations whose text_config says which family they are of.
 WRAPPERS = ("mistral3",)
 # Parts for images and audio.
+MINIMAX_M3_BESIDE = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
 GEMMA4_BESIDE = tuple(
     f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
 )
+
+list_for_text("minimax_m3_vl", "minimax_m3_vl_text")
 
 FAMILIES = {
     family.model_type: family
@@ -152,6 +178,32 @@ FAMILIES = {
             predictor=qwen3_next_layer("Qwen3_5Moe", "Qwen3_5MoeTextRotaryEmbedding"),
             text_part=TextModelPart(
                 "qwen3_5_moe_text", "model.language_model.", ("model.visual.",)
+            ),
+        ),
+        Family(
+            "qwen4_exp",
+            "Qwen4ExpTextExperts",
+            since="5.23",
+            attention=gated_heads_by_tokens,
+            attention_by=BESIDE_SINKS,
+            stand_ins={"indexer": TokenIndexer, "ple": NGramFeatures},
+            on_disk=(TABLE_CLASS, with_table_on_disk),
+            streams="hc_count",
+            states=ngram_states,
+            last_norm="hyper_connection_mixer",
+            on_the_host="tokens that layers of family qwen4_exp see are counted by the host",
+            text_part=TextModelPart(
+                "qwen4_exp_text",
+                "model.language_model.",
+                ("model.visual.",),
+                integers=tuple(
+                    f".ple_embedding.{each}"
+                    for each in (
+                        "layer_multipliers",
+                        "ngram_heads_vocab_sizes",
+                        "ngram_heads_offsets",
+                    )
+                ),
             ),
         ),
         Family("olmoe", "OlmoeExperts", expert_width="intermediate_size"),
@@ -296,6 +348,28 @@ FAMILIES = {
             gate=minimax_gate,
             num_experts="num_local_experts",
             expert_width="intermediate_size",
+        ),
+        Family(
+            "minimax_m3_vl",
+            "MiniMaxM3VLExperts",
+            names=MIXTRAL_NAMES,
+            gate=laguna_gate,
+            num_experts="num_local_experts",
+            expert_width="intermediate_size",
+            scaled_by="routed_scaling_factor",
+            since="5.23",
+            attention=heads_by_blocks,
+            attention_by=BESIDE_SINKS,
+            stand_ins={"indexer": BlockIndexer},
+            activation=CLAMPED,
+            check=check_blocks,
+            on_the_host="tokens that layers of family minimax_m3_vl see are counted by the host",
+            text_part=TextModelPart(
+                "minimax_m3_vl_text",
+                "language_model.model.",
+                MINIMAX_M3_BESIDE,
+                renamed=MINIMAX_M3_RENAMED,
+            ),
         ),
         Family(
             "ernie4_5_moe",

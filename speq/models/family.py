@@ -6,7 +6,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +109,12 @@ class Family:
     typed_masks   whether the model wants one mask for each of config.layer_types
     attention     sizes of what its attention caches, from the config
     attention_by  entry of transformers' table that computes it outside the fused decoder
+    stand_ins     what stands in for the forward of further modules of a layer, by their names:
+                  made of such a module and the model's rotary embedding
+    on_disk       class that has a table of which rows are read from disk, and what is built in its
+                  place; None: there is none
+    streams       attribute of the config that says how many rows a token has between layers; None:
+                  one
     biased        whether its experts have biases
     normed        whether the experts' output is normed before it is added
     scaled_embedding   attribute of the config that says whether the model multiplies its embeddings
@@ -148,6 +154,9 @@ class Family:
     typed_masks: bool = False
     attention: Callable[[Any], AttentionShape] = cached_heads
     attention_by: str = "sdpa"
+    stand_ins: Mapping[str, Callable[[Any, Any], Callable[..., Any]]] = field(default_factory=dict)
+    on_disk: tuple[str, Callable[[type[nn.Module]], type[nn.Module]]] | None = None
+    streams: str | None = None
     biased: bool = False
     normed: bool = False
     scaled_embedding: str | None = None
@@ -185,6 +194,14 @@ class Family:
         """True if its experts have a gate."""
         return self.activation not in UNGATED
 
+    def put_stand_ins(self, model: Any) -> None:
+        """Make the modules of `stand_ins` run over caches with rollback."""
+        rotary = self.rotary_of(model.model)
+        for name, module in model.named_modules():
+            made = self.stand_ins.get(name.rpartition(".")[2])
+            if made is not None:
+                module.forward = made(module, rotary)
+
     def rotary_of(self, body: Any) -> Any:
         """The rotary embedding of a model without its head; None: it has none."""
         return getattr(body, self.rotary, None)
@@ -193,6 +210,10 @@ class Family:
         """Size of the rows that experts are given."""
         latent = None if self.latent_size is None else getattr(config, self.latent_size)
         return int(latent or config.hidden_size)
+
+    def streams_of(self, config: Any) -> int:
+        """Rows that a token has between layers."""
+        return 1 if self.streams is None else int(getattr(config, self.streams))
 
     def output_scale(self, config: Any) -> float:
         """What the sum of a layer's experts is multiplied by before it is added."""
@@ -251,7 +272,11 @@ class Family:
             return False
         layer = LAYER.search(name)
         beyond = layer is not None and num_layers is not None and int(layer[1]) >= num_layers
-        return not beyond and not self.names.is_expert(name)
+        return not beyond and not self.names.is_expert(name) and not self.is_on_disk(name)
+
+    def is_on_disk(self, name: str) -> bool:
+        """True for a tensor of a table of which rows are read from disk."""
+        return self.on_disk is not None and ".ngram_embedding." in name
 
     @contextlib.contextmanager
     def with_experts(self) -> Iterator[None]:
@@ -260,27 +285,33 @@ class Family:
             yield
 
     def without_experts(self) -> contextlib.AbstractContextManager[None]:
-        """Build models with OffloadedExperts inside the block."""
+        """Build models with OffloadedExperts, and with their table on disk, inside the block."""
         return self.replacing_experts(
-            lambda own: BiasedExperts if self.biased else OffloadedExperts
+            lambda own: BiasedExperts if self.biased else OffloadedExperts, self.on_disk
         )
 
     @contextlib.contextmanager
     def replacing_experts(
-        self, replacement: Callable[[type[nn.Module]], type[nn.Module]]
+        self,
+        replacement: Callable[[type[nn.Module]], type[nn.Module]],
+        other: tuple[str, Callable[[type[nn.Module]], type[nn.Module]]] | None = None,
     ) -> Iterator[None]:
         """Build models with another class of experts inside the block.
 
         replacement  returns it, given transformers' own
+        other        name of another class, and what returns what is built in its place
         """
         module = importlib.import_module(self.module)
+        replaced = [(self.experts_class, replacement), *([] if other is None else [other])]
         with _PATCHING:
-            original = getattr(module, self.experts_class)
-            setattr(module, self.experts_class, replacement(original))
+            own = {name: getattr(module, name) for name, _ in replaced}
+            for name, made in replaced:
+                setattr(module, name, made(own[name]))
             try:
                 yield
             finally:
-                setattr(module, self.experts_class, original)
+                for name, each in own.items():
+                    setattr(module, name, each)
 
     def moe_blocks(self, model: nn.Module) -> dict[int, MoEBlock]:
         """Blocks that have routed experts, by model layer."""

@@ -33,9 +33,22 @@ def check_clamped(config: Any, num_experts: int, where: object) -> None:
         given = getattr(config, name, wanted)
         if given != wanted:
             raise CheckpointError(
-                f"{where} has {name} {given!r}; experts of family gpt_oss run with {wanted}: give "
-                "a model that was published with it"
+                f"{where} has {name} {given!r}; its family's experts run with {wanted}: give a "
+                "model that was published with it"
             )
+
+
+def check_blocks(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError as `check_clamped` does, and for an indexer whose heads do not each select
+    for as many heads of keys.
+    """
+    check_clamped(config, num_experts, where)
+    heads, selections = config.num_key_value_heads, config.index_n_heads
+    if selections < 1 or heads % selections:
+        raise CheckpointError(
+            f"{where} has index_n_heads {selections}; it must divide the {heads} heads of keys: "
+            "download config.json again, or correct that value"
+        )
 
 
 def check_nemotron(config: Any, num_experts: int, where: object) -> None:

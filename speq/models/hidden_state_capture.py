@@ -12,11 +12,13 @@ from speq.errors import Broken
 class HiddenStateCapture:
     """Inputs of layers in the last pass.
 
-    body    all of a model but its head
-    layers  layer numbers, in rising order
+    body     all of a model but its head
+    layers   layer numbers, in rising order
+    streams  rows that a token has between layers, of which their mean is captured
     """
 
-    def __init__(self, body: nn.Module, layers: tuple[int, ...]) -> None:
+    def __init__(self, body: nn.Module, layers: tuple[int, ...], streams: int = 1) -> None:
+        self._streams = streams
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._states: list[Tensor | None] = [None] * len(layers)
         modules: Any = body.layers
@@ -32,10 +34,13 @@ class HiddenStateCapture:
         return layer in self._places
 
     def see(self, layer: int, hidden_states: Tensor) -> None:
-        """Record the input [T, H] of a layer."""
+        """Record the input [T, streams * H] of a layer."""
         place = self._places.get(layer)
-        if place is not None:
-            self._states[place] = hidden_states
+        if place is None:
+            return
+        if self._streams > 1:
+            hidden_states = hidden_states.unflatten(-1, (self._streams, -1)).mean(-2)
+        self._states[place] = hidden_states
 
     def take(self) -> Tensor:
         """Return the captured inputs side by side, [T, N * H], and forget them."""

@@ -33,6 +33,8 @@ class KVLayer(CacheLayerMixin):
 
     is_croppable = True
     is_sliding = False
+    # transformers would keep the positions of all tokens here; ours are found by masks.
+    indexer_position_ids = property(lambda self: None, lambda self, given: None)
 
     def __init__(
         self, keys: Tensor, values: Tensor, length: Length, index_keys: Tensor | None = None
@@ -183,8 +185,9 @@ class KVCache(Cache):
         def made(layer: int) -> Any:
             if own is not None and layer not in own:
                 return NoLayer(dtype, device, length)
-            if states.kind is not None and layer in states.layers:
-                return states.kind.layer(dtype, device, length)
+            kind = states.kind_of(layer)
+            if kind is not None:
+                return kind.layer(dtype, device, length)
             keys, values, *others = map(storage, by_layer[layer] if by_layer else kv_shapes)
             return KVLayer(keys, values, length, *others)
 

@@ -48,6 +48,7 @@ from speq.models.layer_range import (
     next_stage_layer,
     own_layers,
 )
+from speq.models.ngram_layer import open_tables
 from speq.models.packed_batch import (
     BatchSpan,
     SequenceTokens,
@@ -124,7 +125,8 @@ class MoEModel:
         layers = own_layers(hf_model.model)
         self._states = family.states(self._config)
         self._states.hold(layers)
-        if isinstance(device, Processor):
+        family.put_stand_ins(hf_model)
+        if isinstance(device, Processor) and not family.stand_ins:
             install_indexers(layers, self._config._attn_implementation == IN_BLOCKS)
         # Follows its own layers if other machines hold the rest.
         self._next_stage = next_stage_layer(hf_model.model)
@@ -201,7 +203,8 @@ class MoEModel:
         if not layers:
             return
         body = self._hf_model.model
-        self._capture = HiddenStateCapture(body, layers)
+        streams = self._family.streams_of(self._config)
+        self._capture = HiddenStateCapture(body, layers, streams)
         if isinstance(body.forward, FusedDecoder):
             body.forward.capture = self._capture
 
@@ -525,7 +528,8 @@ def load(
             f"{checkpoint.path}: tensor {name} has shape {list(given)}; config.json makes it "
             f"{list(wanted)}; {OTHER_VERSION}"
         )
-    missing = sorted(info["missing_keys"])
+    made = () if family.text_part is None else family.text_part.integers  # of the configuration
+    missing = sorted(name for name in info["missing_keys"] if not name.endswith(made))
     if missing:
         raise CheckpointError(
             f"{checkpoint.path} lacks {len(missing)} tensors that config.json requires, "
@@ -541,9 +545,8 @@ def load(
             checkpoint.on_disk(sorted(unexpected)[0]),
         )
     check = checkpoint.tensor_check()
-    if part is not None:
-        others = [place for name, place in checkpoint.tensors.items() if not part.holds(name)]
-        for file, stored in others:
+    for name, (file, stored) in checkpoint.tensors.items():
+        if family.is_on_disk(name) or (part is not None and not part.holds(name)):
             check.leave(file, stored.offset)
     mapped = MappedWeights(checkpoint, check)
     plain = packable_modules(model, family.routers(model))
@@ -551,4 +554,5 @@ def load(
     if isinstance(device, Processor):
         make_resident(model, mapped, progress)
     check.finish(partial(progress, "comparing weights with their checksums"))
+    open_tables(model, checkpoint)
     return MoEModel(model.eval().to(device.torch), family, device, held, recorded, in_order)

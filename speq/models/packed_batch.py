@@ -80,8 +80,10 @@ class BatchKVLayer(CacheLayerMixin):
     """KV of one layer of several sequences."""
 
     is_sliding = False
+    # As KVLayer has it.
+    indexer_position_ids: Tensor | None = None
 
-    def __init__(self, layers: list[KVLayer], counts: list[int]) -> None:
+    def __init__(self, layers: list[Any], counts: list[int]) -> None:
         super().__init__()
         self._layers, self._counts = layers, counts
         self.is_initialized = True

@@ -83,6 +83,10 @@ class RecurrentLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
+        return self._own_tensors
+
+    @property
+    def _own_tensors(self) -> list[Tensor]:
         return [self._base, self._tip, self._inputs.tensor, self._decays, self._betas]
 
     def run(self, rows: RecurrentRows, parts: RecurrentParts) -> Tensor:
@@ -135,7 +139,7 @@ class RecurrentLayer:
         """Forget another sequence, and move `base` past all settled tokens."""
         inputs = self._inputs
         if inputs.reset_if_new_sequence():
-            for tensor in self.tensors:
+            for tensor in self._own_tensors:
                 tensor.zero_()
             self._tip_at = -1
         settled, left = inputs.newly_settled, inputs.left

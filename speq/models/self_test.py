@@ -22,6 +22,7 @@ from speq.models.attention import IN_BLOCKS
 from speq.models.family import Family
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel, quiet_transformers
+from speq.models.ngram_layer import TABLE
 from speq.models.packed_batch import SequenceTokens
 from speq.routing import Route
 from speq.version import TESTED, is_tested, transformers_version
@@ -57,6 +58,17 @@ SIZES = {
     "sliding_window": 8,
     "index_n_heads": 16,
     "index_topk": 16,
+    "dense_intermediate_size": 32,
+    "shared_intermediate_size": 16,
+    "index_block_size": 8,
+    "index_topk_blocks": 3,
+    "indexer_n_heads": 2,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "hc_lowrank": 16,
+    "ple_embed_dim": 64,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 64,
     "n_group": 2,
     "topk_group": 1,
 }
@@ -266,6 +278,10 @@ def tiny_config(family: Family, config: Any, layers: int) -> Any:
             given[name] = value[:layers]
     if "mamba_d_head" in given:
         given["mamba_d_head"] = "auto"  # of the sizes above
+    if given.get("index_block_size"):  # one selection for each head of keys, or for all
+        given["index_n_heads"] = 1
+    if given.get("ple_layer_ids"):  # numbers from 1 on
+        given["ple_layer_ids"] = [each for each in given["ple_layer_ids"] if each <= layers]
     given["pad_token_id"] = None
     # Derived from the rest for heterogeneous layers.
     given.pop("per_layer_config", None)
@@ -287,8 +303,11 @@ def fill(model: nn.Module, seed: int) -> None:
             parameter.data.uniform_(0.1, 0.4, generator=generator)
         else:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.uniform_(generator=generator)
-        else:
-            buffer.zero_()
+    for module in model.modules():
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.uniform_(generator=generator)
+            elif TABLE in dict(module.named_children()):
+                model._init_weights(module)  # type: ignore[operator]
+            else:
+                buffer.zero_()

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from speq.errors import CheckpointError, UnsupportedError
+from speq.experts.expert_names import GATE_UP
 from speq.experts.expert_store import ExpertLayout
 from speq.files.checkpoint import Checkpoint
 from speq.files.json_file import read_json
@@ -26,6 +27,7 @@ from speq.models.families import family_of
 from speq.models.family import Family
 from speq.models.kv_cache import KVCache
 from speq.models.layer_range import LayerRange, build_part, own_layers
+from speq.models.ngram_layer import tables_in
 from speq.models.states import NO_STATES, StateShape
 
 DTYPES = {
@@ -42,6 +44,8 @@ LOGIT_TRANSIENT_BYTES = 36
 # Bytes of one position of a route in the fused kernels, besides its values: where its expert's rows
 # begin, and alignment.
 POSITION_BYTES = 128
+# Of a dense MLP that has its gate above its up projection.
+GATE_UP_WEIGHT = f".{GATE_UP}.weight"
 # Tensors that are created in another dtype keep it, whatever the compute dtype.
 SKELETON_DTYPE = torch.bfloat16
 
@@ -62,6 +66,8 @@ class ModelShape:
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
     states            layers that keep states in place of KV
+    streams           rows that a token has between layers
+    tables            rows and width of each table that stays on disk, outside all other sizes
     part              the layers that these are sizes of; None: all. A part without ends has no
                       vocabulary: it neither embeds nor scores tokens
     """
@@ -83,6 +89,8 @@ class ModelShape:
     draft_layers: tuple[DenseShape, ...]
     max_context: int
     states: StateShape = NO_STATES
+    streams: int = 1
+    tables: tuple[tuple[int, int], ...] = ()
     part: LayerRange | None = None
 
     @property
@@ -212,7 +220,9 @@ class ModelShape:
         """
         size = dtype.itemsize
         experts, attention = self.experts, self.attention
-        per_row = 8 * self.hidden_size + 4 * attention.query_width + 4 * self.dense_width
+        per_row = (
+            8 * self.hidden_size * self.streams + 4 * attention.query_width + 4 * self.dense_width
+        )
         per_row += 4 * experts.expert_width + self.top_k * self.hidden_size
         routes = rows * len(experts.layers) * (4 * experts.num_experts + 16 * self.top_k)
         activations = rows * (per_row + context) * size
@@ -301,9 +311,15 @@ def shape_of(
     top_k = one_top_k(config, family.top_k, where)
     check_config(config, num_experts, top_k, family.top_k, where)
     family.check(config, num_experts, where)
+    if part is not None and family.streams is not None:
+        raise UnsupportedError(
+            f"{where} is of family {family.model_type}, whose layers pass on several rows of a "
+            "token and look at its id, which speq does not send between machines; run it on one"
+        )
     model = skeleton(family, config, where, part)
     layers = tuple(family.moe_blocks(model))
-    if part is not None and uses_earlier_choice(own_layers(model.model)[0]):
+    shares = part is not None and not family.stand_ins
+    if shares and part is not None and uses_earlier_choice(own_layers(model.model)[0]):
         raise CheckpointError(
             f"layer {part.first} of {where} attends to what the indexer of a layer before it "
             "chooses; let its stage begin at a layer with an indexer of its own"
@@ -329,6 +345,7 @@ def shape_of(
         dense[id(module.weight)] = module.weight.shape[0], module.weight.shape[1]
         dense_names.setdefault(id(module.weight), f"{name}.weight")
     shared = [p.shape[0] for n, p in model.named_parameters() if family.names.is_up(n)]
+    shared += [p.shape[0] // 2 for n, p in model.named_parameters() if n.endswith(GATE_UP_WEIGHT)]
     others = [*model.named_parameters(), *model.named_buffers()]
     others = [(name, tensor) for name, tensor in others if id(tensor) not in dense]
     has_ends = part is None or part.has_ends
@@ -363,6 +380,8 @@ def shape_of(
         draft_layers=dense_shapes(model, family.names),
         max_context=max_context(config, where),
         states=states_of(family, config, part),
+        streams=family.streams_of(config),
+        tables=tables_in(model),
         part=part,
     )
 

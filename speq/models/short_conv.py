@@ -49,18 +49,20 @@ class ConvLayer:
         """Convolve the inputs [T, channels] of tokens after the sequence's length; they are nodes
         of `Length.tree` if there is one. Return [T, channels] of the same dtype.
         """
+        return convolve(self.windows(rows), parts.weight, parts.bias)
+
+    def windows(self, rows: Tensor) -> Tensor:
+        """Keep such inputs, and return each with those before it: [T, taps, channels]."""
         inputs, tree = self._inputs, self._length.tree
         inputs.reset_if_new_sequence()
         inputs.settle()
         if self._length.reading and len(rows) > MAX_LINEAR_ROWS:
-            return convolve(inputs.read(rows), parts.weight, parts.bias)
+            return inputs.read(rows)
         places = inputs.write(rows)
         if tree is None:
-            windows = inputs.windows(places)
-        else:
-            nodes = list(range(tree.first, tree.first + len(rows)))
-            windows = inputs.node_windows(tree.parents, nodes, places.start - tree.first)
-        return convolve(windows, parts.weight, parts.bias)
+            return inputs.windows(places)
+        nodes = list(range(tree.first, tree.first + len(rows)))
+        return inputs.node_windows(tree.parents, nodes, places.start - tree.first)
 
     def output(self, rows: Tensor, parts: ConvParts) -> Tensor:
         return torch.empty_like(rows)

@@ -67,17 +67,27 @@ class StateKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The layers of a model that keep states, by number, and the state's kind."""
+    """The layers of a model that keep states, by number, and the state's kind.
+
+    own  kinds of layers that have one of their own
+    """
 
     layers: frozenset[int] = frozenset()
     kind: StateKind | None = None
+    own: tuple[tuple[int, StateKind], ...] = ()
+
+    def kind_of(self, layer: int) -> StateKind | None:
+        """Kind of a layer's state; None: it has none."""
+        return dict(self.own).get(layer, self.kind) if layer in self.layers else None
 
     def sizes_of(self, dtype: torch.dtype, snapshots: int = 0) -> list[int]:
         """Bytes of each tensor of one sequence with so many snapshots, in all of them."""
-        if self.kind is None:
-            return []
-        of_layer = self.kind.sizes_of(dtype) + snapshots * self.kind.snapshot_sizes(dtype)
-        return of_layer * len(self.layers)
+        kinds = [kind for layer in sorted(self.layers) if (kind := self.kind_of(layer)) is not None]
+        return [
+            nbytes
+            for kind in kinds
+            for nbytes in kind.sizes_of(dtype) + snapshots * kind.snapshot_sizes(dtype)
+        ]
 
     def nbytes(self, dtype: torch.dtype, snapshots: int = 0) -> int:
         """Bytes of one sequence with so many snapshots, in all of them."""
@@ -85,7 +95,7 @@ class StateShape:
 
     def among(self, layers: range) -> "StateShape":
         """The states of some layers only."""
-        return StateShape(self.layers.intersection(layers), self.kind)
+        return StateShape(self.layers.intersection(layers), self.kind, self.own)
 
     def mixer(self, layer: nn.Module) -> nn.Module | None:
         """The module of a decoder layer that has a state; None: there is none."""
@@ -126,6 +136,10 @@ class BatchStateLayer:
 
     def __init__(self, layers: list[StateLayer], counts: list[int]) -> None:
         self._layers, self._counts = layers, counts
+
+    def __getattr__(self, name: str) -> "BatchStateLayer":
+        """The same of a part of each cache."""
+        return BatchStateLayer([getattr(each, name) for each in self._layers], self._counts)
 
     def run(self, rows: Any, parts: Any) -> Tensor:
         pieces = zip(self._layers, rows.split(self._counts), strict=True)

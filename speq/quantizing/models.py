@@ -159,6 +159,12 @@ def quantize_with(
                 "before them chose; speq quantize runs each layer alone: leave the draft to be "
                 "rounded, or give a GPTQ checkpoint"
             )
+        if opened.family.streams is not None:
+            raise OptionError(
+                f"model {str(model)!r} is of family {opened.family.model_type}, whose layers look "
+                "at token ids, and speq quantize runs a layer without them: leave the draft to be "
+                "rounded, or give a GPTQ checkpoint"
+            )
         if opened.store.codec.needs_draft:
             raise OptionError(
                 f"model {str(model)!r} is packed as residuals of a draft; give the one it was "

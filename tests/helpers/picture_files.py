@@ -11,6 +11,11 @@ from safetensors.torch import load_file, save_file
 
 # Parts of names in a family's files, and what its model has in their place.
 RENAMED: dict[str, list[tuple[str, str]]] = {
+    "minimax_m3_vl": [
+        *(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
+        (".block_sparse_moe.e_score", ".mlp.gate.e_score"),
+        *((".block_sparse_moe.", ".mlp."), (".self_attn.index_", ".self_attn.indexer.")),
+    ],
     "nemotron_h": [("backbone.", "model.")],
     "kimi_linear": [
         *((".block_sparse_moe.", ".mlp."), (".self_attn.f_", ".self_attn.forget_gate.f_")),
@@ -36,7 +41,10 @@ RENAMED: dict[str, list[tuple[str, str]]] = {
         (".experts.e_score_correction_bias", ".gate.e_score_correction_bias"),
     ],
 }
+# Families whose model has a gate above an up projection in one matrix.
+JOINED = ("minimax_m3_vl",)
 FILE, PREFIX = "model.safetensors", "model.language_model."
+GATE = ".gate_proj.weight"
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<at>\d+)\.(?P<projection>\w+)\.weight$")
 
 
@@ -54,6 +62,10 @@ def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
                 made[name.replace("query_key_value", each)] = part
             continue
         made[name] = tensor
+    gates = [name for name in made if name.endswith(GATE)] if family in JOINED else []
+    for name in gates:
+        parts = made.pop(name), made.pop(name.replace(GATE, ".up_proj.weight"))
+        made[name.replace(GATE, ".gate_up_proj.weight")] = torch.cat(parts)
     return made
 
 
@@ -93,7 +105,7 @@ def put_beside_pictures(path: Path, model_type: str) -> None:
         f"{PREFIX}{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
         for name, tensor in fused(plain).items()
     }
-    dtype, hidden = plain["model.norm.weight"].dtype, text["hidden_size"]
+    dtype, hidden = plain["model.embed_tokens.weight"].dtype, text["hidden_size"]
     others = {
         # Names of layers and of embeddings, and numbers of layers, as those of text have.
         "model.visual.blocks.0.attn.qkv.weight": (24, 8),

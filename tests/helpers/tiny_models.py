@@ -459,6 +459,47 @@ FAMILY_OPTIONS["glm4v_moe"] = {
         "mrope_section": [2, 1, 1],
     },
 }
+FAMILY_OPTIONS["minimax_m3_vl"] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 48,
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 8,
+    "index_topk_blocks": 3,
+}
+FAMILY_OPTIONS["qwen4_exp"] = {
+    **{
+        name: value
+        for name, value in FAMILY_OPTIONS["qwen3_5_moe"].items()
+        if name != "layer_types"
+    },
+    "layer_types": ["indexed_attention", "linear_attention", "linear_attention"],
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 48,
+    "heads_per_ngram": 3,
+    "ngram_vocab_size_base": 60,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 5,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+}
 # Of models of pictures and text, the part that is of pictures.
 VISION: dict[str, dict[str, Any]] = {
     "gemma4": {
@@ -480,6 +521,14 @@ VISION: dict[str, dict[str, Any]] = {
         "patch_size": 4,
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
+    },
+    "minimax_m3_vl": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
     },
     "glm4v_moe": {
         "depth": 1,
@@ -521,7 +570,7 @@ WITH_STATES = tuple(
     family
     for family in (
         *("qwen3_next", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid", "nemotron_h"),
-        *("kimi_linear", "bailing_hybrid"),
+        *("kimi_linear", "bailing_hybrid", "qwen4_exp"),
     )
     if family in FAMILIES
 )
@@ -533,7 +582,7 @@ INDEXED = tuple(each for each in ("deepseek_v32", "glm_moe_dsa") if each in FAMI
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
     *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid", "nemotron_h"),
-    *("kimi_linear", "deepseek_v32"),
+    *("kimi_linear", "deepseek_v32", "minimax_m3_vl", "qwen4_exp"),
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
@@ -552,11 +601,16 @@ UNLIKE_IN_CACHES = tuple(
     )
     if family in FAMILIES
 )
+# Families with layers that select the tokens attention sees. Their passes are transformers', but
+# for experts.
+SELECTING = tuple(family for family in ("minimax_m3_vl", "qwen4_exp") if family in FAMILIES)
 MARKS: dict[str, Any] = dict.fromkeys(LIKE_OTHERS, pytest.mark.wide)
 MARKS |= dict.fromkeys(ALIKE, pytest.mark.full)
 BY_FAMILY = [
     pytest.param(family, marks=[MARKS[family]] if family in MARKS else []) for family in FAMILIES
 ]
+BY_WALKED = [each for each in BY_FAMILY if each.values[0] not in SELECTING]
+WALKED = [family for family in FAMILIES if family not in SELECTING]
 # Ends of names of what is published in float32, whatever the other weights are in.
 IN_FLOAT32 = {
     "ernie4_5_moe": ("e_score_correction_bias", ".mlp.gate.weight"),
@@ -588,6 +642,7 @@ SPREAD = {
         each: {"indexer.k_norm.weight": 1.0, "indexer.k_norm.bias": 0.5}
         for each in ("deepseek_v32", "glm_moe_dsa")
     },
+    "qwen4_exp": {"ple.conv1d.weight": 0.5, "norm.weight": 0.3, "ngram_embedding.weight": 1.0},
     "gpt_oss": {
         "gate_up_proj_bias": 4.0,
         "down_proj_bias": 0.5,
@@ -618,7 +673,7 @@ EXPERTS_BELOW = {
 # Families whose experts have biases, which no draft with desc_act fits.
 BIASED = ("gpt_oss",)
 # Families whose part of text is written alone and then put beside others, with what that part is.
-BESIDE_PICTURES = {"qwen3_5_moe": "qwen3_5_moe_text"}
+BESIDE_PICTURES = {"qwen3_5_moe": "qwen3_5_moe_text", "qwen4_exp": "qwen4_exp_text"}
 # Families that are published with experts of a layer as [E, H, 2F] and [E, F, H]; transformers
 # saves a new model otherwise.
 PUBLISHED_TRANSPOSED = ("qwen3_vl_moe",)

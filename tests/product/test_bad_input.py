@@ -425,6 +425,7 @@ def test_damaged_models_are_refused(
         ("deepseek_v32", {"index_head_dim": 6}, "has index_head_dim 6; it must be at least 8"),
         ("glm_moe_dsa", {"indexer_types": ["shared"] * 3}, "and the first full"),
         ("minimax_m2", {"num_local_experts": 0}, "has 0 experts a layer"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0; its family's experts run with 7.0"),
         ("ernie4_5_moe", {"moe_k": 9}, "num_experts_per_tok 9; it must be from 1 to the 8 exp"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, r"different numbers of experts .*, \[2, 3\];"),
         ("hunyuan_v1_moe", {"moe_topk": [9, 9, 9]}, "num_experts_per_tok 9; it must be from 1"),

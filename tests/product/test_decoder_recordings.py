@@ -21,7 +21,7 @@ from speq.models.tree import Tree
 from tests.helpers.cells import Cell
 from tests.helpers.cells import loaded as cell_loaded
 from tests.helpers.often import often
-from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, INDEXED
+from tests.helpers.tiny_models import BY_WALKED, INDEXED, WALKED
 from tests.product.test_fused_decoder import PROMPT, SomeExperts, loaded
 
 PASSES = REPEATS + 3
@@ -54,7 +54,7 @@ def count_of(model: MoEModel, cache: KVCache) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in INDEXED])
+@pytest.mark.parametrize("family", [each for each in WALKED if each not in INDEXED])
 @torch.inference_mode()
 def test_recorded_passes_are_the_decoders(
     family: str, dtype: torch.dtype, tiny: Callable[[str], Path]
@@ -99,7 +99,7 @@ def test_features_of_recorded_passes(tiny: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [each for each in BY_FAMILY if each.values[0] not in INDEXED])
+@pytest.mark.parametrize("family", [each for each in BY_WALKED if each.values[0] not in INDEXED])
 @torch.inference_mode()
 def test_trees_and_batches(family: str, dtype: torch.dtype, tiny: Callable[[str], Path]) -> None:
     """Trees of one size that branch elsewhere each time, and sequences that grow apart."""

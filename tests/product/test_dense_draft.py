@@ -158,6 +158,10 @@ DENSE = {
     "laguna": ([*ATTENTION, "self_attn.g_proj"], SHARED),
     "solar_open": (ATTENTION, SHARED),
     "minimax_m2": (ATTENTION, []),
+    "minimax_m3_vl": (
+        ATTENTION,
+        ["mlp.shared_experts.down_proj"],
+    ),
     "ernie4_5_moe": (ATTENTION, SHARED),
     "hunyuan_v1_moe": (ATTENTION, [f"mlp.shared_mlp.{name}" for name in MLP]),
     "gpt_oss": (ATTENTION, []),
@@ -170,6 +174,10 @@ DENSE = {
         ["shared_mlp.input_linear", "shared_mlp.output_linear"],
     ),
     "qwen3_5_moe": (
+        [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")],
+        [f"mlp.shared_expert.{name}" for name in MLP],
+    ),
+    "qwen4_exp": (
         [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")],
         [f"mlp.shared_expert.{name}" for name in MLP],
     ),

@@ -22,7 +22,7 @@ from speq.models.opened import open_model
 from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
 from speq.routing import Route
-from tests.helpers.tiny_models import BY_FAMILY, FAMILIES, write_model
+from tests.helpers.tiny_models import BY_WALKED, FAMILIES, WALKED, write_model
 
 PROMPT, MORE = 29, 9
 
@@ -67,7 +67,7 @@ def passes(
 
 
 @pytest.mark.parametrize("count", [1, MORE])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WALKED)
 def test_walk_is_transformers_pass(family: str, count: int, tiny: Callable[[str], Path]) -> None:
     model, cache = loaded(tiny(family), torch.float32)
     assert isinstance(model.body.forward, FusedDecoder)
@@ -76,7 +76,7 @@ def test_walk_is_transformers_pass(family: str, count: int, tiny: Callable[[str]
     torch.testing.assert_close(chain, tree, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", BY_WALKED)
 def test_trees_are_walked_as_well(family: str, tiny: Callable[[str], Path]) -> None:
     model, cache = loaded(tiny(family), torch.float32)
     parents = [0, 0, 1, 1, 2, 4, 6, 3]

@@ -23,7 +23,14 @@ from speq.models.kv_cache import KVCache, KVLayer, common_prefix
 from speq.models.packed_batch import SequenceTokens
 from tests.helpers.heads import write_random_head
 from tests.helpers.often import often
-from tests.helpers.tiny_models import INDEXED, WITH_STATES, greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import (
+    INDEXED,
+    SELECTING,
+    WITH_STATES,
+    greedy_tokens,
+    load_plain,
+    write_model,
+)
 
 CHUNK, CONTEXT = 16, 160
 SAMPLING = SamplingParams(max_new_tokens=10, ignore_eos=True)
@@ -76,7 +83,7 @@ def alike(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", *WITH_STATES])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", *SELECTING, *WITH_STATES])
 def test_turns_of_a_chat(
     family: str, tiny: Callable[[str], Path], reads: Callable[[Generator], list[int]]
 ) -> None:

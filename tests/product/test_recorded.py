@@ -31,14 +31,14 @@ from speq.models.recorded import recording_device
 from speq.routing import Route
 from tests.helpers.host_device import host_device
 from tests.helpers.host_graph import HostGraph, capture
-from tests.helpers.tiny_models import BY_FAMILY, WITH_STATES, greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import BY_WALKED, WITH_STATES, greedy_tokens, load_plain, write_model
 
 CPU = torch.device("cpu")
 TEXT = [7, 21, 200, 3, 90, 41, 5, 17, 133, 64, 2, 77]
 CAPACITY = 24
 BUCKET = 8
 # States are cut back by the host: no graph holds a pass with them.
-WITH_ENTRIES = [each for each in BY_FAMILY if each.values[0] not in WITH_STATES]
+WITH_ENTRIES = [each for each in BY_WALKED if each.values[0] not in WITH_STATES]
 # Two ways to one number, which sum in different orders.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 

@@ -206,7 +206,9 @@ OWN_NAMES = {
     "minimax_m2": ("model.layers.{}.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
     "gemma4": (f"{EXPERTS_BELOW['gemma4']}.{{}}.", ("gate_proj", "up_proj", "down_proj")),
     "lfm2_moe": (f"{EXPERTS_BELOW['lfm2_moe']}.{{}}.", ("w1", "w3", "w2")),
-    "kimi_linear": ("model.layers.{}.mlp.experts.{}.", ("w1", "w3", "w2")),
+    **dict.fromkeys(
+        ("kimi_linear", "minimax_m3_vl"), ("model.layers.{}.mlp.experts.{}.", ("w1", "w3", "w2"))
+    ),
     "nemotron_h": (f"{EXPERTS_BELOW['nemotron_h']}.{{}}.", ("up_proj", "down_proj")),
     **dict.fromkeys(
         ("granitemoe", "granitemoehybrid"),
@@ -233,6 +235,7 @@ MOE_LAYERS = {
     "lfm2_moe": (1, 2),
     "nemotron_h": (1, 3),
     "kimi_linear": (1, 2),
+    "minimax_m3_vl": (1, 2),
     "bailing_hybrid": (1, 2),
     "mistral4": (1, 2),
     "kimi_k25": (1, 2),

@@ -39,6 +39,7 @@ STAND_INS = {
     "lfm2_moe": (short_conv.ShortConv, "past_key_values"),
     "granitemoehybrid": (mamba.Mamba, "cache_params"),
     "nemotron_h": (mamba.Mamba, "cache_params"),
+    "qwen4_exp": (delta_net.DeltaNet, "cache_params"),
     "kimi_linear": (kimi_delta.KimiDelta, "cache_params"),
     "bailing_hybrid": (kimi_delta.KimiDelta, "cache_params"),
 }
@@ -94,6 +95,8 @@ def test_a_cache_under_another_name_is_found(
     said = f"transformers {version}, a layer of kind {kind} of family {family} does not compute"
     with pytest.raises(SpeqError, match=said):
         open_model(tiny(family))
+    if family == "qwen4_exp":  # runs in no stages
+        return
     with pytest.raises(SpeqError, match=said):  # no stage is loaded either
         open_model(tiny(family), part=LayerRange(1, 3))
 

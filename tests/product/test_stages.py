@@ -79,6 +79,7 @@ PASSES = (
     ("flex_olmo", "1,2", "bfloat16"),
     ("deepseek_v32", "2,1", "float32"),
     ("glm_moe_dsa", "2,1", "bfloat16"),
+    ("minimax_m3_vl", "2,1", "float32"),
 )
 
 

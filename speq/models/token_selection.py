@@ -1,0 +1,100 @@
+"""Tokens that an indexer selects for attention: Qwen4-Exp's (QSA).
+
+Complete blocks of tokens have one key each, the mean of their tokens' keys. A query sees the tokens
+of the best blocks, and those after the last complete one. Keys of tokens are cached beside the KV.
+A block is one of a query's own sequence, which its mask shows: so branches of a tree and sequences
+of a batch have the blocks that they have alone.
+"""
+
+import importlib
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speq.models.attention import SELECTED_ELEMENTS
+
+
+class TokenIndexer:
+    """Replacement of an indexer's forward, over caches with rollback.
+
+    rotary  the model's rotary embedding
+    """
+
+    def __init__(self, module: Any, rotary: Any) -> None:
+        self._module, self._rotary = weakref.proxy(module), rotary
+        self._rotate = vars(importlib.import_module(type(module).__module__))[
+            "apply_rotary_pos_emb"
+        ]
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        cache: Any,
+    ) -> Tensor:
+        """Select for rows [1, T, H] of what a mask [1, 1, T, N] bool shows: a mask again."""
+        module, width = self._module, self._module.index_head_dim
+        queries, keys = module.index_qk_proj(hidden_states).split(
+            [module.index_n_heads * width, module.index_kv_heads * width], 2
+        )
+        if cache is not None:
+            keys = cache.layers[module.layer_idx].update_indexer(keys)
+        visible = attention_mask[0, 0]
+        if int(visible.sum(1).max()) // module.compress_ratio <= module.block_topk:
+            return attention_mask
+        queries = module.q_layernorm(queries.unflatten(2, (-1, width)))
+        cos, sin = position_embeddings
+        queries = self._rotate(queries, cos=cos, sin=sin, unsqueeze_dim=2)[0]
+        return self._select(queries, keys[0], visible)[None, None]
+
+    def _select(self, queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+        """Select by queries [T, heads, D] and keys [N, D] of what a mask [T, N] shows: [T, N]."""
+        selected, counts = visible.clone(), visible.sum(1)
+        left = torch.ones(len(visible), dtype=torch.bool, device=visible.device)
+        while bool(left.any()):
+            # Of the rows that begin as the last one does: all of a chain, or above it in a tree.
+            path = visible[int(left.nonzero()[-1])]
+            places = path.cumsum(0) - 1
+            above = left & (visible == (path & (places < counts[:, None]))).all(1)
+            left &= ~above
+            slots = path.nonzero()[:, 0]
+            rows = above.nonzero()[:, 0]
+            seen = self._seen(queries[rows], keys[slots], counts[rows])
+            selected[rows[:, None], slots] &= seen
+        return selected
+
+    def _seen(self, queries: Tensor, keys: Tensor, counts: Tensor) -> Tensor:
+        """Select for rows of one path: [T, N].
+
+        keys    [N, D] of its tokens in order
+        counts  [T] of them that a row follows, itself included
+        """
+        module, size = self._module, self._module.compress_ratio
+        blocks, complete = len(keys) // size, counts // size
+        of_blocks = self._block_keys(keys[: blocks * size].unflatten(0, (blocks, size))).float()
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device)
+        # Many scores are 0. Which of these are chosen depends on how many scores there are, so rows
+        # that have as many choose together.
+        for count in complete.unique().tolist():
+            if count <= module.block_topk:
+                continue
+            step = max(SELECTED_ELEMENTS // (queries.shape[1] * count), 1)
+            for rows in (complete == count).nonzero()[:, 0].split(step):
+                scores = torch.relu(queries[rows].float() @ of_blocks[:count].T).sum(1)
+                scores /= math.sqrt(module.index_head_dim)
+                kept = torch.zeros_like(scores, dtype=torch.bool)
+                kept.scatter_(1, scores.topk(module.block_topk, 1).indices, True)
+                seen[rows, : count * size] = kept.repeat_interleave(size, 1)
+        return seen
+
+    def _block_keys(self, keys: Tensor) -> Tensor:
+        """Keys of blocks, of those of their tokens [B, tokens, D]: [B, D]."""
+        pooled = self._module.k_layernorm(keys.float().mean(1).to(keys.dtype))
+        starts = torch.arange(len(keys), device=keys.device) * keys.shape[1]
+        cos, sin = self._rotary(pooled, starts.expand(3, 1, -1))
+        rotated: Tensor = self._rotate(pooled[:, None], cos=cos[0], sin=sin[0])
+        return rotated[:, 0]
