@@ -43,7 +43,7 @@ AttentionSpan span_of(const Tensor &queries, std::int64_t heads, std::int64_t kv
                       std::int64_t capacity, std::int64_t start, std::int64_t window, double scale,
                       const std::optional<Tensor> &parents) {
   const std::int64_t rows = queries.size(0);
-  STD_TORCH_CHECK(start >= 0 && start + rows <= capacity && window > 0,
+  STD_TORCH_CHECK(start >= 0 && rows <= capacity && start <= capacity - rows && window > 0,
                   "the cache must have room for the rows, and window be positive");
   const std::int64_t nodes = parents.has_value() ? parents->size(0) : rows;
   STD_TORCH_CHECK(nodes >= rows && start >= nodes - rows,
@@ -76,10 +76,11 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
   const std::int64_t rows = queries.size(0), kv_heads = cached_keys.size(0);
   const std::int64_t capacity = cached_keys.size(1), width = cached_keys.size(2);
   const std::int64_t value_width = cached_values.size(2);
-  STD_TORCH_CHECK(kv_heads > 0 && width > 0 && queries.size(1) % (kv_heads * width) == 0 &&
-                      keys.size(0) == rows && keys.size(1) == kv_heads * width &&
-                      values.size(0) == rows && values.size(1) == kv_heads * value_width &&
-                      out.size(0) == rows && out.size(1) == queries.size(1) / width * value_width,
+  STD_TORCH_CHECK(kv_heads > 0 && width > 0 && queries.size(1) > 0 &&
+                      queries.size(1) % (kv_heads * width) == 0 && keys.size(0) == rows &&
+                      keys.size(1) == kv_heads * width && values.size(0) == rows &&
+                      values.size(1) == kv_heads * value_width && out.size(0) == rows &&
+                      out.size(1) == queries.size(1) / width * value_width,
                   "queries, keys, values and out must be rows of the heads that are cached");
   STD_TORCH_CHECK(cached_values.size(0) == kv_heads && cached_values.size(1) == capacity &&
                       value_width > 0,

@@ -205,6 +205,9 @@ void BlockAttention::merge(std::int64_t query, float *out) const {
     }
     total = {most, total.sum * before + part.sum * added};
   }
+  if (total.sum == 0.0f) { // the row attends to nothing at all
+    return;
+  }
   for (std::int64_t k = 0; k < value_width_; ++k) {
     out[k] /= total.sum;
   }

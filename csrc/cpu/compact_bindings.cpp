@@ -21,6 +21,8 @@ void encode_residual_out(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_q
   const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
   const auto &[hidden_size, width, gated] = expert.shape;
   const std::int64_t gate_up_rows = expert.shape.gate_up_rows();
+  STD_TORCH_CHECK(gate_up_qweight.numel() > 0 && down_qweight.numel() > 0,
+                  "a residual record needs the codes of its expert");
   const Int4Matrix gate =
       int4_slots(gate_up_qweight, gate_up_scales, gate_up_rows, hidden_size, "gate_up").matrix(0);
   const Int4Matrix down =
@@ -71,6 +73,8 @@ void decode_residual_out(Tensor record, Tensor gate_up_qweight, Tensor gate_up_s
   const Int4Slots gate_up =
       int4_slots(gate_up_qweight, gate_up_scales, shape.gate_up_rows(), hidden_size, "gate_up");
   const Int4Slots down = int4_slots(down_qweight, down_scales, hidden_size, width, "down");
+  STD_TORCH_CHECK(gate_up_qweight.numel() > 0 && down_qweight.numel() > 0,
+                  "a residual record needs the codes of its expert");
   constexpr std::int64_t kOnlySlot = 0;
   const BaseExperts base{{&kOnlySlot, 1}, 1,           gate_up.qweight,    down.qweight,
                          gate_up.scales,  down.scales, gate_up.group_size, down.group_size,

@@ -40,9 +40,9 @@ inline Int4Slots int4_slots(const Tensor &qweight, const Tensor &scales, std::in
   check(scales, name, qweight.dim(), ScalarType::Half);
   const std::int64_t last = qweight.dim() - 1, groups = scales.size(last);
   STD_TORCH_CHECK(
-      qweight.size(last - 1) == rows && scales.size(last - 1) == rows &&
-          qweight.size(last) * 2 == columns && groups > 0 && columns % groups == 0 &&
-          (columns / groups) % 2 == 0 && (last < 2 || qweight.size(0) == scales.size(0)),
+      (last == 1 || last == 2) && qweight.size(last - 1) == rows && scales.size(last - 1) == rows &&
+          qweight.size(last) * 2 == columns && columns > 0 && groups > 0 && columns % groups == 0 &&
+          (columns / groups) % 2 == 0 && (last == 1 || qweight.size(0) == scales.size(0)),
       name, ": qweight and scales do not describe matrices [", rows, ", ", columns, "]");
   return {static_cast<const std::uint8_t *>(qweight.const_data_ptr()),
           static_cast<const Float16 *>(scales.const_data_ptr()), rows, columns, columns / groups};

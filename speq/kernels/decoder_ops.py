@@ -83,7 +83,7 @@ class Positions:
     start    position where the first one's KV is written
     cos, sin [T, R], or as `reference_decoder.latent_attention_out` has them
     parents  [N] int64 of the tree of which they are the last nodes; None: a chain
-    query_scale  [T, 1]: what queries are multiplied by first; None: nothing
+    query_scale  [T, 1]: what the caller multiplies queries of latent attention by; None: nothing
     """
 
     start: int
