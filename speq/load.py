@@ -118,6 +118,7 @@ class Loaded:
             if self.others is not None:
                 self.others.close()
         finally:  # also where one of them is gone
+            self.model.close()
             self.opened.close()
 
 

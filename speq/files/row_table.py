@@ -57,6 +57,11 @@ class RowTable:
                 pass
         return found[places].view(*ids.shape, self.width)
 
+    def close(self) -> None:
+        self._threads.shutdown()
+        for file in {part.file for part in self._parts}:
+            file.close()
+
     def _read(self, row: int, into: Tensor) -> None:
         if not 0 <= row < self.rows:
             raise Broken(f"row {row} of a table of {self.rows} rows")

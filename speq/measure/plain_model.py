@@ -106,7 +106,11 @@ def load_plain(opened: Opened, dtype: torch.dtype, device: torch.device) -> Plai
             return PlainModel(whole.eval().to(device), streamed)
         layers = checkpoint.model_config.get("num_hidden_layers")
         with family.replacing_experts(lambda own: of_store(family, own, opened.store)):
-            model = load_dequantized(checkpoint, lambda name: family.holds(name, layers), **options)
+            model = load_dequantized(
+                checkpoint,
+                lambda name: family.holds(name, layers) or family.is_on_disk(name),
+                **options,
+            )
     found = (module for module in model.modules() if isinstance(module, StreamedExperts))
     for layer, experts in enumerate(found):
         experts.layer = layer

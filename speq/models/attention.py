@@ -97,9 +97,9 @@ def gated_heads_by_tokens(config: Any) -> AttentionShape:
     """`gated_heads` that see tokens which heads of an indexer select."""
     shape, width = gated_heads(config), config.indexer_head_dim
     indexed = (*shape.kv_shapes, (1, width))
-    # Keys of blocks are means of copies.
+    # Keys of blocks are means, in float32, of copies.
     return replace(
-        shape, kv_shapes=indexed, copied_width=2 * width, index_heads=config.indexer_n_heads
+        shape, kv_shapes=indexed, copied_width=3 * width, index_heads=config.indexer_n_heads
     )
 
 
@@ -136,6 +136,7 @@ def heads_by_blocks(config: Any) -> AttentionShape:
     selects = (kind == "minimax_m3_sparse" for kind in config.layer_types)
     return replace(
         shape,
+        copied_width=2 * config.index_head_dim,  # in float32
         index_heads=config.index_n_heads,
         by_layer=tuple(indexed if each else shape.kv_shapes for each in selects),
     )
@@ -173,7 +174,7 @@ def indexed_latents(config: Any) -> AttentionShape:
         kv_shapes=indexed,
         query_width=shape.query_width + heads * config.index_head_dim,
         # The indexer's keys in float32, and scores of a row on their way to one number.
-        copied_width=shape.copied_width + 2 * config.index_head_dim + 6 * heads,
+        copied_width=shape.copied_width + 4 * config.index_head_dim + 6 * heads,
         score_heads=heads,
         by_layer=tuple(indexed if kind == "full" else shape.kv_shapes for kind in types),
     )

@@ -18,7 +18,7 @@ class BlockSelection(NamedTuple):
     """Selection of a pass's rows.
 
     queries  [groups, T, D], each group's own
-    keys     [N, D] of all cached tokens
+    keys     [N, D] of all cached tokens, float32
     size     tokens of a block
     most     blocks that a row sees
     local    of them, blocks up to the row's own that are always seen
@@ -44,7 +44,7 @@ class BlockSelection(NamedTuple):
         # What is not visible belongs to a block that is left out.
         block = torch.where(visible, places // self.size, blocks).expand(self.groups, -1, -1)
         queries = self.queries[:, first : first + len(visible)].float()
-        scores = (queries @ self.keys.float().T).masked_fill_(~visible, float("-inf"))
+        scores = (queries @ self.keys.T).masked_fill_(~visible, float("-inf"))
         best = scores.new_full((*scores.shape[:2], blocks + 1), float("-inf"))
         best = best.scatter_reduce(2, block, scores, "amax")[..., :blocks]
         for before in range(self.local):
@@ -82,6 +82,5 @@ class BlockIndexer:
         keys = keys[0]
         if cache is not None:
             keys = cache.layers[module.layer_idx].update_indexer(keys)
-        return BlockSelection(
-            queries[0], keys[0], module.block_size, module.topk_blocks, module.local_blocks
-        )
+        sizes = module.block_size, module.topk_blocks, module.local_blocks
+        return BlockSelection(queries[0], keys[0].float(), *sizes)

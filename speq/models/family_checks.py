@@ -43,6 +43,12 @@ def check_blocks(config: Any, num_experts: int, where: object) -> None:
     for as many heads of keys.
     """
     check_clamped(config, num_experts, where)
+    for name in ("index_block_size", "index_topk_blocks"):
+        if getattr(config, name) < 1:
+            raise CheckpointError(
+                f"{where} has {name} {getattr(config, name)}; it must be at least 1: download "
+                "config.json again, or correct that value"
+            )
     heads, selections = config.num_key_value_heads, config.index_n_heads
     if selections < 1 or heads % selections:
         raise CheckpointError(

@@ -48,7 +48,7 @@ from speq.models.layer_range import (
     next_stage_layer,
     own_layers,
 )
-from speq.models.ngram_layer import open_tables
+from speq.models.ngram_layer import close_tables, open_tables
 from speq.models.packed_batch import (
     BatchSpan,
     SequenceTokens,
@@ -137,7 +137,8 @@ class MoEModel:
                 types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
                 kinds = [kind for layer, kind in types if layer in layers]
             ahead = host_rope(family, hf_model.model) is None
-            install_fused_decoder(hf_model, family, self._states, kinds, ahead)
+            if not family.stand_ins:  # a pass with those is transformers' own
+                install_fused_decoder(hf_model, family, self._states, kinds, ahead)
         decoder = hf_model.model.forward
         self._fused = isinstance(decoder, FusedDecoder)
         # Of passes of few tokens, on the CPU; None: there are none.
@@ -145,6 +146,10 @@ class MoEModel:
         listed = recorded and library.has_cpu_library()
         if listed and isinstance(decoder, FusedDecoder) and decoder.recordable:
             self.recordings = DecoderRecordings(decoder, self._switch)
+
+    def close(self) -> None:
+        """Give back the files of tables that stay on disk."""
+        close_tables(self._hf_model)
 
     @property
     def nbytes(self) -> int:

@@ -82,6 +82,10 @@ class TableOnDisk(nn.Module):
         ]
         self._table = RowTable(parts, self.width, infos[0].dtype)
 
+    def close(self) -> None:
+        if self._table is not None:
+            self._table.close()
+
     def forward(self, ids: Tensor) -> Tensor:
         table = present(self._table, "an n-gram table was read before it was opened")
         return table.read(ids.cpu()).to(ids.device)
@@ -110,6 +114,13 @@ def open_tables(model: nn.Module, checkpoint: Checkpoint) -> None:
     for name, module in model.named_modules():
         if isinstance(module, TableOnDisk):
             module.open(checkpoint, name)
+
+
+def close_tables(model: nn.Module) -> None:
+    """Give back the files of a model's tables."""
+    for module in model.modules():
+        if isinstance(module, TableOnDisk):
+            module.close()
 
 
 class TokenLayer(ConvLayer):

@@ -12,6 +12,7 @@ from speq.devices.device import Processor
 from speq.layers.indexer import uses_earlier_choice
 from speq.models.family import Family
 from speq.models.moe_model import MoEModel
+from speq.models.ngram_layer import tables_in
 from speq.models.opened import Opened
 from speq.models.packed_batch import SequenceTokens
 from speq.models.shape import hf_config, skeleton
@@ -64,7 +65,11 @@ def only_layer(model: nn.Module, family: Family, dtype: torch.dtype) -> nn.Modul
     """
     body: nn.Module = model.model  # type: ignore[assignment]
     layers: Any = body.layers
-    at = next(each for each in family.moe_blocks(model) if not uses_earlier_choice(layers[each]))
+    at = next(
+        each
+        for each in family.moe_blocks(model)
+        if not uses_earlier_choice(layers[each]) and not tables_in(layers[each])
+    )
     layer: nn.Module = layers[at]
     body.layers = nn.ModuleList([layer])
     kinds = getattr(model.config, "layer_types", None)

@@ -22,7 +22,7 @@ from speq.experts.int4 import Int4Arena
 from speq.files.checkpoint import Checkpoint
 from tests.helpers.command import PATIENCE_S, Command, Ended, arguments_of
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
 # Changes a copy of a sound model.
@@ -446,6 +446,15 @@ def test_configs_of_other_families(
     model = copied(tiny(family), tmp_path / "model")
     config(**changes)(model)
     assert re.search(message, refusal(command, model))
+
+
+@pytest.mark.skipif("minimax_m3_vl" not in FAMILIES, reason="this transformers lacks the family")
+@pytest.mark.parametrize("name", ["index_block_size", "index_topk_blocks"])
+def test_blocks_of_nothing(name: str, tiny: Folder, tmp_path: Path, command: Command) -> None:
+    model = copied(tiny("minimax_m3_vl"), tmp_path / "model")
+    text = json.loads((model / "config.json").read_text())["text_config"]
+    config(text_config=text | {name: 0})(model)
+    assert f"has {name} 0; it must be at least 1" in refusal(command, model)
 
 
 def index(change: Callable[[dict[str, Any], list[str]], object]) -> Damage:

@@ -36,6 +36,12 @@ def test_experts_that_come_sooner_than_they_are_computed() -> None:
     assert waiting_s(4, 0.5, 2.0, 0.1) == 0.0
 
 
+def test_a_layer_may_have_thousands_of_experts() -> None:
+    """Of so many about as many are late as are expected to be."""
+    assert waiting_s(2048, 0.5, 0.0, 1.0) == pytest.approx(1024)
+    assert waiting_s(2048, 0.9, 0.0, 1.0) == pytest.approx(0.9 * 2048)
+
+
 def test_a_share_is_of_what_computing_could_hide() -> None:
     # 6 s of transfers beside 10 s of computing: 4 s of waiting in 6 that could be hidden.
     assert exposed_share(10.0, 6.0, 4.0, 1.0) == pytest.approx(4 / 6)

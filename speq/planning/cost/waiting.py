@@ -5,7 +5,7 @@ while the others come one after another, and the last one is computed when it ha
 expert is missing does not depend on the others.
 """
 
-from math import comb
+from math import exp, lgamma, log, log1p
 
 # Of what fetching on demand does not hide, prefetching leaves so much. By what the next layer's
 # router says early: 0.5 to 0.8 in replays of recorded routes, with links and processors of several
@@ -20,9 +20,15 @@ def waiting_s(asked: float, missing: float, expert_s: float, transfer_s: float) 
     expert_s    of computing one; transfer_s: of the link for one
     """
     count = max(round(asked), 1)
+    if missing <= 0:
+        return 0.0
+    if missing >= 1:
+        return max(count * transfer_s - (count - 1) * expert_s, 0.0)
     total = 0.0
     for late in range(1, count + 1):
-        chance = comb(count, late) * missing**late * (1 - missing) ** (count - late)
+        # Of a thousand experts the number of ways is beyond a float, and its logarithm is not.
+        ways = lgamma(count + 1) - lgamma(late + 1) - lgamma(count - late + 1)
+        chance = exp(ways + late * log(missing) + (count - late) * log1p(-missing))
         total += chance * max(late * transfer_s - (count - 1) * expert_s, 0.0)
     return total
 
