@@ -172,7 +172,8 @@ def load(
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
         room = MemoryContext(budget, ways, asks_for_draft(drafts))
         survey = cache(survey_trial(opened, device, spec, budget).survey)
-        chooser = PlanChooser(spec, budget, drafts, codec, transfer.prefetch != "none")
+        prefetches, on_host = transfer.prefetch != "none", transfer.host_compute == "auto"
+        chooser = PlanChooser(spec, budget, drafts, codec, prefetches, on_host)
         spec = choose_dense_form(
             spec,
             experts.dense,

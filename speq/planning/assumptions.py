@@ -24,7 +24,7 @@ class Assumptions:
     machine  bandwidths, or what was measured of this model: in a profile, or at load
     link     in place of the machine's; None: the machine's
     host     bandwidth of the host's memory, whose processor computes missing experts for a card;
-             None: it computes none
+             None: as a profile has measured it; 0: it computes none
     """
 
     machine: Rates | Profile | Survey

@@ -71,6 +71,7 @@ class PlanChooser:
 
     codec       the option
     prefetches  whether experts come before they are needed
+    on_host     whether the host of a GPU computes missing experts, where a profile timed them
     """
 
     model_spec: ModelSpec
@@ -78,6 +79,7 @@ class PlanChooser:
     drafts: DraftOptions
     codec: str
     prefetches: bool
+    on_host: bool
 
     def choose(
         self, profile: Profile | None, survey: Callable[[Sequence[str]], Survey]
@@ -171,6 +173,8 @@ class PlanChooser:
         """
         spec, on_cpu = self.model_spec, self.budget.on_cpu
         assumptions = Assumptions.of_profile(profile, spec.shape)
+        if not self.on_host:
+            assumptions = replace(assumptions, host_bytes_per_s=0.0)
         computed = {*profile.decode_bytes_per_s, profile.codec}
         known = [
             (way, memory)

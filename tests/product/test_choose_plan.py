@@ -161,7 +161,8 @@ def planned(
 
 
 def chooser_of(model_spec: ModelSpec, budget: Budget, config: RunConfig) -> PlanChooser:
-    return PlanChooser(model_spec, budget, config, config.codec, config.prefetch != "none")
+    prefetches, on_host = config.prefetch != "none", config.host_compute == "auto"
+    return PlanChooser(model_spec, budget, config, config.codec, prefetches, on_host)
 
 
 # In the runtime.
@@ -621,6 +622,15 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     resident_s = outlook.step_estimate(replace(encoded, encode_s=0.0), 0).verify_s
     assert step.verify_s == pytest.approx(resident_s + missed * words_bytes / 1e6)
     assert encoded.name == "lossless encoded as read, without a draft"
+
+
+def test_the_host_of_a_profile_counts_where_it_computes(model: Path) -> None:
+    """Where it computes nothing, all is as if it had not been timed."""
+    timed = profile(model, host=((1.0, 1e-5),), **LOSES)
+    alone = planned(model, replace(timed, host=()))
+    assert planned(model, timed, host_compute="none") == alone
+    assert alone.residency_plan.step.host_s == 0
+    assert planned(model, timed).residency_plan.step.host_s > 0
 
 
 # Files.
