@@ -183,7 +183,8 @@ def measure_steps(
     """Measure steps by draft length, and the expert ids of emitted tokens by layer and token.
 
     Lengths take turns within each sequence, so that a changing machine favours none. Slots then
-    hold experts of all lengths, so stalls are subtracted and not measured here.
+    hold experts of all lengths, so stalls and the host's time beside them are subtracted
+    and not measured here.
     """
     runtime = generator.runtime
     by_length = defaultdict[int, list[StepStats]](list)
@@ -208,7 +209,7 @@ def measure_steps(
 def figures_of(by_length: dict[int, list[StepStats]]) -> dict[str, Any]:
     """Compute the fields of a profile that depend on steps, given by draft length."""
     verify = tuple(
-        (k + 1.0, lower_quartile([step.verify_s - step.stall_s for step in steps]))
+        (k + 1.0, lower_quartile([s.verify_s - max(s.stall_s, s.host_s) for s in steps]))
         for k, steps in by_length.items()
     )
     distinct = tuple(

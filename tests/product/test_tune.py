@@ -98,6 +98,13 @@ def test_verifications_that_readers_disturb_do_not_count() -> None:
     assert tune.figures_of({0: quiet})["verify"] == ((1.0, pytest.approx(0.1)),)
 
 
+def test_what_the_host_computes_is_no_part_of_a_verification() -> None:
+    """It takes its time beside the copies that are waited for, 0.5 s."""
+    for host_s, verify_s in ((0.2, 0.3), (0.7, 0.1)):
+        found = tune.figures_of({0: [replace(step(0, 0, 0.0, 0.3, 8), host_s=host_s)]})
+        assert found["verify"] == ((1.0, pytest.approx(verify_s)),)
+
+
 @pytest.mark.parametrize(
     ("points", "line"),
     [
