@@ -242,7 +242,10 @@ COUNTS = tuple(
     for each in fields(StepStats)
     if each.type in (int, float, "int", "float") and not each.name.endswith("_s")
 )
-TIMES = ("draft_s", "verify_s", "transfer_s", "link_s", "exposed_s", "stall_s", "late_s")
+TIMES = (
+    *("draft_s", "verify_s", "host_s"),
+    *("transfer_s", "link_s", "exposed_s", "stall_s", "late_s"),
+)
 
 
 def step_record(noted: Noted, start_s: float, layers: int) -> StepRecord:

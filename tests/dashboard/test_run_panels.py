@@ -11,12 +11,14 @@ import pytest
 from speq.dashboard.figures import mirrored_ticks
 from speq.dashboard.page import render
 from speq.dashboard.panel import Panel
+from speq.dashboard.recording import Noted, step_record
 from speq.dashboard.run_panels.overlap import busy, overlap_of
 from speq.dashboard.run_panels.roofline import bandwidth_of
 from speq.dashboard.run_panels.run_page import facts_of, page_of, panels_of
 from speq.dashboard.run_panels.steps import parts_of
 from speq.dashboard.run_panels.throughput import rates_of
 from speq.dashboard.run_record import RunRecord
+from speq.stats import StepStats
 from tests.helpers.panels import check
 from tests.helpers.run_records import DRAFTED, MIB, PLAIN, PROMPT, RUN, changed
 
@@ -139,7 +141,9 @@ def test_parts_of_a_step_add_up() -> None:
 
 def test_a_step_has_a_part_on_the_host() -> None:
     """Of 50 ms that the host computed, the card waited for copies in 15."""
-    step = replace(DRAFTED, figures=DRAFTED.figures | {"host_ms": 50.0})
+    times = {"draft_s": 0.03, "verify_s": 0.065, "host_s": 0.05, "stall_s": 0.015}
+    ran = StepStats("decode", start_s=3.0, end_s=3.1, draft_length=2, **times)
+    step = step_record(Noted(1, ran, [], {}, [], [], {}), 2.0, RUN.layers)
     parts = parts_of(step)
     assert (parts.draft, parts.verify, parts.host, parts.stall) == (30.0, 15.0, 35.0, 15.0)
     assert parts.rest == 5.0
