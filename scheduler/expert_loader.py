@@ -115,6 +115,11 @@ class ExpertLoader:
         keys = share.by_use(ExpertKey(layer, expert) for expert in experts)
         self.load_ahead(keys[::-1], self.room_ahead())
 
+    def runs_few_rows(self, few: bool) -> None:
+        """Layers run few rows from now on, so that they may have experts of a second device."""
+        if self.second is not None:
+            self.second.few_rows = few
+
     @property
     def unsettled(self) -> bool:
         """True after an interrupt: what slots hold is not known."""
@@ -146,8 +151,8 @@ class ExpertLoader:
         return True
 
     def has(self, key: ExpertKey) -> bool:
-        """Tell whether `key` is in a slot or under way, or on a second device."""
-        there = self.second is not None and key in self.second.at
+        """Tell whether `key` is in a slot or under way, or may be had of a second device."""
+        there = self.second is not None and key in self.second
         return there or key in self.cache or key in self._under_way
 
     def at_hand(self, layer: int, experts: Iterable[int]) -> list[int]:
@@ -178,7 +183,9 @@ class ExpertLoader:
             self.cache.unpin(keys)
 
     def missing(self, layer: int, experts: list[int]) -> set[ExpertKey]:
-        """List those of a layer's experts that are neither resident nor under way."""
+        """List those of a layer's experts that are neither resident nor under way, and that no
+        second device gives.
+        """
         keys = (ExpertKey(layer, expert) for expert in experts)
         return {key for key in keys if not self.has(key)}
 

@@ -50,6 +50,7 @@ class LayerStream:
         self._tokens, self._chunk, self._progress = tokens, chunk, progress
         self._done = self._rows = 0
         cache = self._loader.cache
+        self._loader.runs_few_rows(False)
         try:
             if min(tokens, chunk) >= LONG_CHUNK:
                 others = max(self._num_experts - cache.num_slots, 0)
@@ -57,6 +58,7 @@ class LayerStream:
             yield
         finally:
             cache.reserve(0)
+            self._loader.runs_few_rows(True)
             self._progress = None
 
     def observe(self, layer: int, route: Route) -> None:

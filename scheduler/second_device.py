@@ -13,12 +13,18 @@ Launch = Callable[[int, dict[int, int]], None]
 class SecondDevice:
     """The experts of a second device.
 
-    at      their slots there
-    launch  has it compute them; None: the layer that is served may not have such experts
+    at        their slots there
+    few_rows  whether layers run few rows now, and may have such experts
+    launch    has it compute them; None: the layer that is served may not have such experts
     """
 
     at: Mapping[ExpertKey, int]
+    few_rows: bool = field(default=True, init=False)
     launch: Launch | None = field(default=None, init=False)
+
+    def __contains__(self, key: ExpertKey) -> bool:
+        """Tell whether layers may have `key` of it."""
+        return self.few_rows and key in self.at
 
     def take(self, layer: int, keys: Iterable[ExpertKey]) -> set[ExpertKey]:
         """Launch those of a layer's experts that are there, and return them."""

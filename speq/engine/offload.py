@@ -16,6 +16,7 @@ from speq.layers.cached_experts import CachedExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer, HostServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
 from speq.layers.gates import RouterGate
+from speq.layers.host_experts import MOST_ROWS
 from speq.layers.offloaded_experts import ExpertBackend
 from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
@@ -132,6 +133,7 @@ def offload_over(
         prefetcher.allowance = PredictedBudget(rules, gates, sizes.num_experts)
 
     def verified(layer: int, route: Route) -> Route:
+        loader.runs_few_rows(len(route.topk_ids) <= MOST_ROWS)
         if budget is not None:
             route = budget.serve(layer, route, rows.active_rows)
         rows.observe(layer, route)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from speq.loading.second_slots import spread
 from speq.routing import Route
 from speq.scheduler.eviction import LruPolicy
 from speq.scheduler.expert_cache import ExpertCache
@@ -15,6 +16,7 @@ from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.layer_stream import LONG_CHUNK, LayerStream
 from speq.scheduler.route_history import LIKELY, PRIOR_ROWS, RouteHistory
+from speq.scheduler.second_device import SecondDevice
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from speq.units import Done
@@ -240,6 +242,24 @@ def test_the_last_layer_loads_for_the_next_chunk_and_the_last_chunk_for_nobody()
             asked = [made.layer(layer, rows) for layer in range(3)]
             ahead = [{key.layer for key, p in each if p is Priority.PREFETCH} for each in asked]
             assert ahead == [{1}, {2}, {0} if chunk < 2 else set()]
+
+
+def test_prompts_stream_what_a_second_device_holds() -> None:
+    """Prompts run on the first one alone; steps around them have those experts."""
+    made, second = Stream(12, 3, 8), SecondDevice(spread(6, 3, 8))
+    made.loader.second = second
+    held = [ExpertKey(1, expert) for expert in range(2)]
+    assert made.loader.at_hand(1, range(8)) == [0, 1]
+    with made.stream.prompt(LONG_CHUNK, LONG_CHUNK, None):
+        assert made.loader.at_hand(1, range(8)) == []
+        asked = made.layer(0, [list(range(8))] * LONG_CHUNK)
+        ahead = {key for key, priority in asked if priority is Priority.PREFETCH}
+        assert {*held} <= ahead
+    made.loader.forget()
+    assert made.loader.at_hand(1, range(8)) == [0, 1]
+    assert made.loader.missing(1, [0, 1, 2]) == {ExpertKey(1, 2)}
+    made.loader.runs_few_rows(False)
+    assert made.loader.missing(1, [0, 1, 2]) == {ExpertKey(1, each) for each in range(3)}
 
 
 def test_what_a_passed_layer_did_not_want_is_not_read() -> None:
