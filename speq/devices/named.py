@@ -40,7 +40,9 @@ def find_device(name: str) -> Processor | Accelerator:
 
 
 def find_second(device: Processor | Accelerator) -> Accelerator:
-    """Find a GPU beside the one of a run. Raises DeviceError if there is none."""
+    """Find a GPU beside the one of a run, of its compute capability: others' matrix products may
+    add up in another order. Raises DeviceError if there is none.
+    """
     index = device.torch.index
     if index is None:
         raise DeviceError(
@@ -53,7 +55,17 @@ def find_second(device: Processor | Accelerator) -> Accelerator:
             f"second_budget is given and torch sees one GPU alone, {device.torch}; leave "
             "second_budget out"
         )
-    return CudaDevice(others[0])
+    first = torch.cuda.get_device_capability(index)
+    capabilities = {at: torch.cuda.get_device_capability(at) for at in others}
+    alike = [at for at, capability in capabilities.items() if capability == first]
+    if not alike:
+        (second, (major, minor)), *_ = capabilities.items()
+        raise DeviceError(
+            f"second_budget is given and the GPUs are of different compute capabilities, "
+            f"{device.torch} of {first[0]}.{first[1]} and cuda:{second} of {major}.{minor}, whose "
+            "results may differ; leave second_budget out, or let torch see two GPUs of one kind"
+        )
+    return CudaDevice(alike[0])
 
 
 def why_no_gpu() -> str | None:

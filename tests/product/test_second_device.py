@@ -97,8 +97,19 @@ def test_one_gpu_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match="torch sees one GPU alone, cuda:0"):
         find_second(HostDevice())
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda at: (9, 0))
     assert find_second(HostDevice()).torch == SECOND
     assert find_second(HostDevice(on=SECOND)).torch.index == 0
+
+
+def test_the_second_gpu_is_of_the_capability_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = [(8, 9), (9, 0), (8, 9)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda at: capabilities[at])
+    assert find_second(HostDevice()).torch.index == 2
+    capabilities[2] = (8, 6)
+    with pytest.raises(DeviceError, match=r"cuda:0 of 8\.9 and cuda:1 of 9\.0, whose results"):
+        find_second(HostDevice())
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 50])
