@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor
 
 from speq.engine.host_compute import HostCompute
+from speq.errors import present
 from speq.layers.host_experts import MOST_ROWS
 from speq.layers.second_experts import SecondExperts
 from speq.routing import Route
@@ -48,8 +49,8 @@ class SecondCompute:
     def run(self, layer: int, route: Route, experts: Sequence[int], outputs: Tensor) -> None:
         """Write the outputs of some experts of a route [T, K, H], at their places."""
         others = [each for each in experts if ExpertKey(layer, each) not in self._second.at]
-        if others and self._host is not None:
-            self._host.run(layer, route, others, outputs)
+        if others:
+            present(self._host, "experts were not served").run(layer, route, others, outputs)
         if len(others) < len(experts):
             self._experts.collect(outputs)
             self._recorder.step.second_experts += len(experts) - len(others)

@@ -4,14 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from speq.devices.device import Processor
 from speq.devices.named import find_second
-from speq.errors import DeviceError, NoRoom, OptionError
+from speq.engine.second_compute import SecondCompute
+from speq.errors import Broken, DeviceError, NoRoom, OptionError
 from speq.loading.second_slots import spread
+from speq.routing import Route
+from speq.scheduler.eviction import LruPolicy
+from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.second_device import SecondDevice
+from speq.stats import Recorder
 from tests.helpers.cells import Cell, Folders, loaded
+from tests.helpers.fake_transfer import FakeTransfer
 from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.host_tensors import SECOND
 from tests.helpers.tiny_models import greedy_tokens, load_plain
@@ -110,6 +118,16 @@ def test_the_second_gpu_is_of_the_capability_of_the_first(monkeypatch: pytest.Mo
     capabilities[2] = (8, 6)
     with pytest.raises(DeviceError, match=r"cuda:0 of 8\.9 and cuda:1 of 9\.0, whose results"):
         find_second(HostDevice())
+
+
+def test_experts_that_nothing_served_are_told_of() -> None:
+    """Without a host nothing would write their outputs."""
+    loader = ExpertLoader(ExpertCache(2, LruPolicy(2, 1, 4)), FakeTransfer(), Recorder())
+    unused: Any = None
+    second = SecondCompute(unused, spread(2, 1, 4), loader, Recorder(), None)
+    route = Route(torch.tensor([[0, 3]]), torch.ones(1, 2))
+    with pytest.raises(Broken, match="experts were not served"):
+        second.run(0, route, [3], torch.empty(1, 2, 8))
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 50])
