@@ -209,9 +209,10 @@ def findings(made: "BudgetPlan") -> list[str]:
         lines.append(_head_line(made))
     link, host = assumed.link.bandwidth_bytes_per_s, assumed.on_host_bytes_per_s
     if host:
+        untried = "" if assumed.host_bytes_per_s is None else "; no card has run this"
         lines.append(
             f"of missing experts the processor computes {max(1 - link / host, 0):.0%}, and the "
-            f"others are copied meanwhile; no card has run this"
+            f"others are copied meanwhile{untried}"
         )
     if made.host_draft is not None:
         draft = made.host_draft
