@@ -23,7 +23,7 @@ from speq.errors import OptionError, SpeqError
 from speq.experts.packed_store import PackedExpertStore, VerifiedBytes
 from speq.files.cache_folder import SPILLED, cache_folder
 from speq.layers.draft_experts import DraftExperts
-from speq.load import Loaded
+from speq.load import Loaded, sums_on
 from speq.memory_watch import LiveBudget
 from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
@@ -323,11 +323,13 @@ class Runtime:
 
     def close(self) -> None:
         """Give back memory, files and transfers. Keep what was expected of the run, and came."""
-        config, expected = self.config, self._loaded.decision.residency_plan
+        config, loaded, expected = self.config, self._loaded, self._loaded.decision.residency_plan
+        # A run that is slower or faster by its options would correct others wrongly.
+        usual = config.second_budget is None and loaded.sums == sums_on(loaded.device, "auto")
         asked = config.profile == "auto" and config.draft_length is None
-        if asked and self._steady is not None:
-            name = Path(self._loaded.model_spec.name).name
-            forecasts.keep(name, self._loaded.decision.memory.budget, expected, self._steady)
+        if asked and usual and self._steady is not None:
+            name = Path(loaded.model_spec.name).name
+            forecasts.keep(name, loaded.decision.memory.budget, expected, self._steady)
         if self._spilled is not None:
             self._spilled.close()
         try:

@@ -2,8 +2,10 @@
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.forecasts import LEAST_TOKENS, MOST_RUNS, ForecastRun, SteadyTime
 from speq.stats import RunStats, StepStats
 from tests.helpers.command import Command
+from tests.helpers.host_device import HostDevice, host_device
+from tests.helpers.host_tensors import SECOND
 from tests.helpers.paths import BUNDLED
 
 KEPT = Path(".cache/speq/forecasts.json")
@@ -127,6 +131,27 @@ def test_a_run_whose_budget_changed_is_not_kept(home: Path) -> None:
     generator.generate("The sea", max_new_tokens=48, ignore_eos=True)
     generator.close()
     assert forecasts.kept() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"device": "cpu", "sums": "fast"}, 1),
+        ({"device": "cpu", "sums": "canonical"}, 0),
+        ({"device": "cuda"}, 1),
+        ({"device": "cuda", "second_budget": 1 << 20}, 0),
+    ],
+)
+def test_runs_unlike_others_correct_none(
+    options: dict[str, Any], kept: int, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other sums, or of a second GPU."""
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(forecasts, "keep", lambda *run: told.append(run))
+    machines = host_device(HostDevice(), HostDevice(on=SECOND))
+    with machines if options["device"] == "cuda" else nullcontext():
+        Generator.from_pretrained(BUNDLED, "64MiB", **options).close()
+    assert len(told) == kept
 
 
 def test_runs_correct_what_is_expected_of_others(home: Path) -> None:
