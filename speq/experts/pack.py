@@ -78,7 +78,6 @@ def pack(
         if packing.stripe is not None:
             if packing.stripe.resolve() == out.resolve():
                 raise FileError(f"{out} is the pack's own folder; give one on another disk")
-            make_folder(packing.stripe)
             if not begun:
                 check_empty(packing.stripe)
         source, before = checkpoint.fingerprint(), stamp(checkpoint)
@@ -91,7 +90,7 @@ def pack(
         stripe, share = None, 0
         if packing.stripe is not None:
             stripe = Stripe.of(journal.header["stripe"])
-            stripe.claim()
+            stripe.claim(begun=bool(journal.entries))
             record_bytes = left * align(codec.shape.nbytes)
             share = share_of(measured_rates([out, stripe.folder], record_bytes))
         dense = names_in(checkpoint, packing.dense)

@@ -51,10 +51,13 @@ class Stripe:
     def entry(self) -> list[str]:
         return [str(self.folder), self.pack_id]
 
-    def claim(self) -> None:
-        """Have the folder be this pack's. Raises SpeqError if it is another's."""
+    def claim(self, begun: bool) -> None:
+        """Have the folder be this pack's. Raises SpeqError if it is another's.
+
+        begun  whether records were written there: a folder without them is then another disk's
+        """
         named = self.folder / STRIPE_FILE
-        if named.exists():
+        if begun or named.exists():
             self.check()
             remove_abandoned(self.folder)
         else:
@@ -65,7 +68,8 @@ class Stripe:
     def check(self) -> None:
         """Raise SpeqError unless the folder is of this pack."""
         named = self.folder / STRIPE_FILE
-        content = read_json(named, "remove the folder", "put the folder of its experts there")
+        instead = f"mount the disk of {self.folder} with what was packed to it, or pack anew"
+        content = read_json(named, "remove the folder", instead)
         if content.get("format") != STRIPE_FORMAT or content.get("pack") != self.pack_id:
             raise FileError(f"{named} is of another pack; give another folder, or remove it")
 

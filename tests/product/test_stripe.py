@@ -18,7 +18,8 @@ import torch
 from speq import Generator, SpeqError, pack
 from speq.experts import record_writer, striped_records
 from speq.experts.expert_store import expert_slot
-from speq.experts.packed_store import RECORDS_FILE, Manifest
+from speq.experts.packed_store import RECORDS_FILE, Manifest, Record
+from speq.experts.record_writer import EncodedExpert, RecordFiles
 from speq.experts.striped_records import STRIPE_FILE, disk_of, measured_rates, share_of
 from speq.files.checksums import seal
 from speq.models.opened import open_model
@@ -327,6 +328,50 @@ def test_a_disk_that_fills_up(
     with pytest.raises(SpeqError, match=f"an unfinished pack with the stripe {other}; give"):
         pack(source, out, codec="raw")
     pack(source, out, codec="raw", stripe=other)
+    assert same(source, out)
+
+
+@pytest.mark.parametrize("place", ["gone", "empty"])
+def test_an_unfinished_pack_waits_for_its_disk(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: list[float]
+) -> None:
+    """Without its second disk nothing of it is touched, and with it nothing is packed again."""
+    source = write_model(tmp_path / "source", "olmoe")
+    monkeypatch.setattr(record_writer, "BATCH_BYTES", 20_000)
+    out, other, away = (tmp_path / name for name in ("pack", "other", "away"))
+    work, add, added = partial(pack, source, out, codec="raw", stripe=other), RecordFiles.add, []
+
+    def adding(files: RecordFiles, made: EncodedExpert, disk: int) -> Record:
+        if len(added) == 20:
+            raise KeyboardInterrupt
+        added.append(disk)
+        return add(files, made, disk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFiles, "add", adding)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    journal = (out / "experts.journal").read_bytes()
+    kept = len(journal.splitlines()) - 1
+    records = (out / RECORDS_FILE).read_bytes()
+    other.rename(away)
+    if place == "empty":
+        other.mkdir()
+    said = re.escape(f"{other / STRIPE_FILE} cannot be read: No such file or directory; mount the")
+    with pytest.raises(SpeqError, match=said):
+        work()
+    assert [*tmp_path.glob("other/*")] == [] and other.exists() == (place == "empty")
+    assert (out / "experts.journal").read_bytes() == journal and kept > 0
+    assert (out / RECORDS_FILE).read_bytes() == records
+    if place == "empty":
+        other.rmdir()
+    away.rename(other)
+    left = []
+    monkeypatch.setattr(
+        RecordFiles, "add", lambda files, made, disk: left.append(disk) or add(files, made, disk)
+    )
+    manifest = work()
+    assert len(left) == len(manifest.records) - kept
     assert same(source, out)
 
 
