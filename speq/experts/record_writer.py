@@ -310,9 +310,12 @@ class RecordFiles:
         self._folders = folders
         self._ends = [end_on(disk, written) for disk in range(len(folders))]
         self._files: list[BinaryIO] = []
-        for disk, folder in enumerate(folders):
-            with self._writing(disk):
-                self._files.append(open_at(folder / RECORDS_FILE, self._ends[disk]))
+        with ExitStack() as stack:
+            for disk, folder in enumerate(folders):
+                stack.enter_context(self._writing(disk))  # of opening and of closing
+                file = open_at(folder / RECORDS_FILE, self._ends[disk])
+                self._files.append(stack.enter_context(file))
+            self._opened = stack.pop_all()
 
     def _writing(self, disk: int) -> AbstractContextManager[None]:
         return writing(self._folders[disk], RESUMES) if disk else nullcontext()
@@ -331,9 +334,7 @@ class RecordFiles:
                 sync(file)
 
     def close(self) -> None:
-        for disk, file in reversed([*enumerate(self._files)]):
-            with self._writing(disk):
-                file.close()
+        self._opened.close()
 
 
 def write_records(

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -373,6 +373,35 @@ def test_an_unfinished_pack_waits_for_its_disk(
     manifest = work()
     assert len(left) == len(manifest.records) - kept
     assert same(source, out)
+
+
+def test_a_disk_that_fails_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders, opened = [tmp_path / "pack", tmp_path / "other"], []
+    folders[0].mkdir()
+
+    open_at = record_writer.open_at
+
+    def opening(path: Path, end: int) -> BinaryIO:
+        opened.append(open_at(path, end))
+        return opened[-1]
+
+    monkeypatch.setattr(record_writer, "open_at", opening)
+    with pytest.raises(SpeqError, match=f"^{folders[1]} cannot be written: No such file"):
+        RecordFiles(folders, [])
+    assert [file.closed for file in opened] == [True]
+    folders[1].mkdir()
+    opened.clear()
+    files = RecordFiles(folders, [])
+    for file in opened:
+        file.write(b"later")
+    with open(os.devnull, "rb") as unwritable:
+        os.dup2(unwritable.fileno(), opened[1].fileno())
+    with pytest.raises(SpeqError, match=f"^{folders[1]} cannot be written: Bad file descriptor"):
+        files.close()
+    assert [file.closed for file in opened] == [True, True]
+    assert (folders[0] / RECORDS_FILE).read_bytes() == b"later"
 
 
 def test_a_disk_without_room(
