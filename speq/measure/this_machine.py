@@ -78,14 +78,14 @@ def kept_rates(path: Path) -> MachineRates | None:
     try:
         content = read_json(path)
         rates = of_content(content)
-    except (SpeqError, KeyError, TypeError, ValueError) as error:
+    except (SpeqError, KeyError, OverflowError, TypeError, ValueError) as error:
         logger.debug("%s is made anew: %s", path, error)
         return None
     return rates if rates.host == host() and is_recent(rates.measured_at) else None
 
 
 def of_content(content: dict[str, Any]) -> MachineRates:
-    """Raises ValueError for what was not written here."""
+    """Raises KeyError, OverflowError, TypeError or ValueError for what was not written here."""
     if content["format"] != FORMAT:
         raise ValueError("another format")
     names = "memory_bytes_per_s", "disk_bytes_per_s", "flops_per_s", "measured_at"

@@ -150,7 +150,7 @@ def _surveys(path: Path) -> dict[str, tuple[dict[int, float], float]]:
                 raise ValueError("a rate is not above 0")
             if is_recent(measured_at):
                 found[key] = rates, measured_at
-    except (SpeqError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (SpeqError, AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         logger.debug("%s is made anew: %s", path, error)
         return {}
     return found

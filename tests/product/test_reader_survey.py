@@ -130,7 +130,9 @@ def test_a_survey_is_kept(disk: Disk, tmp_path: Path) -> None:
     assert chosen(disk) == 4 and disk.asked == []
 
 
-@pytest.mark.parametrize("fault", ["old", "later", "host", "rate", "format", "json", "list"])
+@pytest.mark.parametrize(
+    "fault", ["old", "later", "host", "rate", "long", "format", "json", "list"]
+)
 def test_a_survey_that_does_not_hold_is_made_again(
     fault: str, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +148,8 @@ def test_a_survey_that_does_not_hold_is_made_again(
         monkeypatch.setattr(reader_survey, "host", lambda: "another")
     elif fault == "rate":
         entry["rates"]["2"] = 0
+    elif fault == "long":
+        entry["rates"]["2"] = 10**400  # more than any float
     elif fault == "format":
         content["format"] = 2
     elif fault == "list":

@@ -146,6 +146,7 @@ def test_rates_that_do_not_hold_are_measured_again(tmp_path: Path) -> None:
         {"disk_bytes_per_s": "fast"},
         {"format": 2},
         {"flops_per_s": None},
+        {"flops_per_s": 10**400},
     ):
         path.write_text(json.dumps(good | wrong))
         assert kept_rates(path) is None
