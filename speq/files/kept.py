@@ -99,7 +99,8 @@ def in_cache(models: dict[str, str] | None = None) -> Iterator[CachedItem]:
             if kind == COPIES and model is not None:
                 known[str(content.get("fingerprint"))] = model
             if kind == PROFILES:  # profiles name fingerprints
-                model = known.get(str(content.get("key", {}).get("model")))
+                key = content.get("key")
+                model = known.get(str(key.get("model"))) if isinstance(key, dict) else None
             yield from item_at(kind, path, model if isinstance(model, str) else None)
 
 
@@ -165,7 +166,7 @@ def limit_bytes() -> int | None:
         return None
     remedy = "set it again with `speq cache limit`"
     limit = read_json(folder / LIMIT_FILE, remedy, remedy).get("limit_bytes")
-    if type(limit) is not int or limit < 0:
+    if type(limit) is not int or not 0 <= limit < 1 << 63:
         raise FileError(f"{folder / LIMIT_FILE} has no number of bytes; {remedy}")
     return limit
 

@@ -79,6 +79,8 @@ def test_what_is_kept_is_listed(home: Path, tmp_path: Path, tiny: Folder) -> Non
     assert whole["limit_bytes"] is None
     assert whole["bytes"] == copied["bytes"] + (home / "profiles" / "some.json").stat().st_size
     assert "1970-01-0" in told("list")
+    (home / "profiles" / "some.json").write_text('{"key": "damaged"}')
+    assert [(each["kind"], each["model"]) for each in listed()][1] == ("profile", None)
 
 
 def test_what_is_kept_is_removed_by_model_or_all(home: Path, tmp_path: Path) -> None:
@@ -116,9 +118,10 @@ def test_a_limit_removes_what_was_read_least_recently(home: Path) -> None:
     assert middle.exists() and not new.exists()
     told("limit", "none")
     assert kept.limit_bytes() is None
-    (home / "limit.json").write_text('{"limit_bytes": "much"}')
-    with pytest.raises(SpeqError, match="has no number of bytes; set it again with `speq cache"):
-        told("list")
+    for damaged in ("much", 10**400):
+        (home / "limit.json").write_text(json.dumps({"limit_bytes": damaged}))
+        with pytest.raises(SpeqError, match="has no number of bytes; set it again with `speq cac"):
+            told("list")
 
 
 def test_copies_are_compared(home: Path, tmp_path: Path, bundled: Path) -> None:
