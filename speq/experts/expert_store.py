@@ -336,6 +336,10 @@ class SafetensorsExpertStore:
             self._buffers.put(buffers)
         return read_bytes
 
+    def drop_buffers(self) -> None:
+        """Free the buffers of reads that have ended. None may be going on."""
+        self._buffers = SimpleQueue()
+
     def close(self) -> None:
         pass  # the shards are the checkpoint's
 

@@ -17,7 +17,7 @@ from statistics import median
 from speq.config import DEFAULT_READER_THREADS
 from speq.control_groups import processors
 from speq.errors import SpeqError
-from speq.experts.expert_store import ExpertStore, mean_moved_bytes
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, mean_moved_bytes
 from speq.files.alignment import allocate_aligned
 from speq.files.atomic_file import write_whole
 from speq.files.cache_folder import cache_folder
@@ -41,7 +41,7 @@ ENOUGH = 0.95
 ROUNDS, SURVEY_S, SAMPLE_BYTES = 3, 1.5, 256 << 20
 # Smaller models are read in a second or two, and their survey would take as long.
 LEAST_BYTES = 1 << 30
-# Slots that are read into, at most; besides, half of the budget.
+# Slots that are read into, and buffers of reads, at most; besides, half of the budget.
 SLOT_BYTES = 512 << 20
 
 # (threads, number of the sample) -> bytes a second
@@ -64,7 +64,8 @@ def reader_threads(
     if store.num_layers * store.num_experts * mean_bytes < LEAST_BYTES:
         return DEFAULT_READER_THREADS
     slot_bytes = store.codec.slot_bytes
-    most = min(max(processors(), ALWAYS_TRIED), min(SLOT_BYTES, budget_bytes // 2) // slot_bytes)
+    room = min(SLOT_BYTES, budget_bytes // 2) // (slot_bytes + store.reading_bytes)
+    most = min(max(processors(), ALWAYS_TRIED), room)
     counts = [count for count in COUNTS if count <= most]
     if len(counts) < 2:
         return COUNTS[0]
@@ -80,6 +81,8 @@ def reader_threads(
             return link_bytes_per_s(store, [*slots[:count]], clock, SAMPLE_BYTES, 64 * sample)
 
         rates = survey(rate, counts, clock)
+        if isinstance(store, SafetensorsExpertStore):
+            store.drop_buffers()  # a run counts those of as many threads as it has
         report("surveying the disk", 1, 1)
         if path is not None:
             keep(path, key, rates)

@@ -2,7 +2,9 @@
 
 import json
 import time
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,10 @@ import pytest
 
 from speq import Generator, RunConfig, SpeqError
 from speq.config import DEFAULT_READER_THREADS
+from speq.experts.expert_store import Buffers
 from speq.measure.plan import PlannedModel
 from speq.measure.settings import PlanSettings
+from speq.models.opened import open_model
 from speq.planning import reader_survey
 from speq.planning.reader_survey import ROUNDS, SURVEY_S, fewest_that_do, reader_threads, survey
 from tests.helpers.command import Command
@@ -72,6 +76,7 @@ class Disk:
     rates: Mapping[int, float]
     expert_bytes: int = 20 * MIB
     slot_bytes: int = 4096
+    reading_bytes: int = 0
     published: bool = False
     num_layers: int = 4
     num_experts: int = 32
@@ -183,9 +188,35 @@ def test_no_more_threads_than_cores_or_memory(disk: Disk, monkeypatch: pytest.Mo
     assert chosen(disk) == 4 and disk.asked == []
     monkeypatch.setattr(reader_survey, "processors", lambda: 6)
     assert chosen(disk) == 6
+    # Buffers of a thread count as its slot does.
+    disk.reading_bytes = disk.slot_bytes
+    disk.expert_bytes += MIB
+    assert chosen(disk, 12 * disk.slot_bytes) == 3 and max(disk.asked) == 3
     # Experts so large that two take all the room are read by two, without a survey.
+    disk.asked.clear()
     disk.slot_bytes = 256 * MIB
     assert chosen(disk) == 2 and disk.asked == []
+
+
+def test_a_survey_leaves_no_buffers(
+    tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(reader_survey, "processors", lambda: 8)
+    monkeypatch.setattr(reader_survey, "LEAST_BYTES", 1)
+    counted: list[Buffers] = []
+    allocate = Buffers.allocate
+
+    def allocated(nbytes: int) -> Buffers:
+        counted.append(allocate(nbytes))
+        return counted[-1]
+
+    monkeypatch.setattr(Buffers, "allocate", allocated)
+    with closing(open_model(tiny("olmoe"))) as opened:
+        assert chosen(opened.store) in (2, 3, 4, 6, 8) and counted
+        left = [weakref.ref(each.ends) for each in counted]
+        counted.clear()
+        assert [each() for each in left] == [None] * len(left)
 
 
 def load(model: Path, **options: Any) -> Generator:
