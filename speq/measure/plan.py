@@ -94,10 +94,7 @@ class PlannedModel:
         check_exclusions(settings)
         model_spec, opened = model_spec_of(str(model), settings.dtype, settings.head)
         with contextlib.closing(opened) if opened else contextlib.nullcontext():
-            readers, given = DEFAULT_READER_THREADS, (settings.preset, settings.link)
-            if opened is not None and given == (None, None):
-                readers = reader_threads(opened.store, settings.memory_budget, progress)
-            machine, flops_per_s = machine_of(model_spec, opened, settings, readers, progress)
+            machine, flops_per_s, readers = machine_of(model_spec, opened, settings, progress)
             parts = parts_of(model_spec, opened, settings)
             planned = cls(
                 replace(model_spec, draft_parts=parts),
@@ -251,37 +248,40 @@ def machine_of(
     model_spec: ModelSpec,
     opened: Opened | None,
     settings: PlanSettings,
-    readers: int,
     progress: Progress | None = None,
-) -> tuple[Rates | Profile | Survey, float | None]:
-    """Choose the rates to plan with: given ones, a tuned profile, measured ones, or a preset; and
-    the rate of products, where it is known.
+) -> tuple[Rates | Profile | Survey, float | None, int]:
+    """Choose the rates to plan with: given ones, a tuned profile, measured ones, or a preset; the
+    rate of products, where it is known; and the threads that read, by this machine's disk where the
+    rates are.
 
     A model whose files are here is surveyed as a load does it. Of others the disk of the cache
     folder is measured.
     """
-    link, memory = settings.link, settings.memory_bandwidth
+    link, memory, readers = settings.link, settings.memory_bandwidth, DEFAULT_READER_THREADS
     if settings.profile not in ("auto", "none"):
-        return profiles.read(Path(settings.profile)), None
+        return profiles.read(Path(settings.profile)), None, readers
     if settings.preset is not None:
-        return presets.preset(settings.preset).but(link, memory), None
+        return presets.preset(settings.preset).but(link, memory), None, readers
     device = "cpu" if settings.device == "auto" and opened is None else settings.device
     here = "cpu" if find_device(device).torch.type == "cpu" else "cuda"
     if settings.profile == "auto" and opened is not None and link is None and memory is None:
         kept = profiles.read_kept(profiles.key_of(opened, here, settings.memory_budget))
         if kept is not None:
-            return kept, None
+            readers = reader_threads(opened.store, settings.memory_budget, progress)
+            return kept, None, readers
     if link is not None and memory is not None:
         given = Rates("bandwidths as given", "cpu" if here == "cpu" else "cuda", link, memory)
-        return given, None
+        return given, None, readers
     if here == "cuda":
-        return presets.preset(presets.DEFAULT_CARD).but(link, memory), None
+        return presets.preset(presets.DEFAULT_CARD).but(link, memory), None, readers
     if opened is None:
         found = machine_rates(progress)
-        return found.rates.but(link, memory), found.flops_per_s
+        return found.rates.but(link, memory), found.flops_per_s, readers
     flops_per_s = None
     with contextlib.suppress(SpeqError):  # of the cache folder's disk nothing is asked
         flops_per_s = machine_rates(progress).flops_per_s
+    if link is None:
+        readers = reader_threads(opened.store, settings.memory_budget, progress)
     survey = survey_of(model_spec, opened, settings.memory_budget, readers)
     return (
         replace(
@@ -290,6 +290,7 @@ def machine_of(
             memory_bytes_per_s=memory or survey.memory_bytes_per_s,
         ),
         flops_per_s,
+        readers,
     )
 
 

@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,11 @@ from speq.experts.expert_store import Buffers
 from speq.measure.plan import PlannedModel
 from speq.measure.settings import PlanSettings
 from speq.models.opened import open_model
-from speq.planning import reader_survey
+from speq.planning import profiles, reader_survey
+from speq.planning.cost import presets
 from speq.planning.reader_survey import ROUNDS, SURVEY_S, fewest_that_do, reader_threads, survey
 from tests.helpers.command import Command
+from tests.product.test_plan import profile
 
 Folder = Callable[[str], Path]
 MIB = 1 << 20
@@ -245,12 +247,35 @@ def test_a_run_reads_with_what_was_chosen(tiny: Folder, monkeypatch: pytest.Monk
     generator.close()
 
 
-def test_a_plan_counts_them(bundled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speq.measure.plan.reader_threads", lambda *_: 7)
+def test_a_plan_counts_them(bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def seven(*_: object) -> int:
+        asked.append(7)
+        return 7
+
+    monkeypatch.setattr("speq.measure.plan.reader_threads", seven)
     settings = PlanSettings(26 * MIB, context_length=256)
     assert PlannedModel.of(bundled, settings).readers == 7
-    elsewhere = PlanSettings(26 * MIB, context_length=256, link=1e9, memory_bandwidth=1e10)
-    assert PlannedModel.of(bundled, elsewhere).readers == DEFAULT_READER_THREADS
+    made, file = profile(), tmp_path / "profile.json"
+    profiles.write(made, file)
+    with monkeypatch.context() as patch:
+        patch.setattr(profiles, "read_kept", lambda _: made)
+        assert PlannedModel.of(bundled, settings).readers == 7 and len(asked) == 2
+    # Where rates are another machine's, this one's disk is not surveyed.
+    for options in (
+        {"link": 1e9, "memory_bandwidth": 1e10},
+        {"link": 1e9},
+        {"preset": presets.DEFAULT_CARD},
+        {"profile": str(file)},
+    ):
+        planned = PlannedModel.of(bundled, replace(settings, **options))
+        assert planned.readers == DEFAULT_READER_THREADS
+    gpu = SimpleNamespace(torch=SimpleNamespace(type="cuda"))
+    monkeypatch.setattr("speq.measure.plan.find_device", lambda _: gpu)
+    planned = PlannedModel.of(bundled, replace(settings, profile="none"))
+    assert not planned.on_cpu and planned.readers == DEFAULT_READER_THREADS
+    assert len(asked) == 2
 
 
 def test_the_option_is_a_number_or_auto() -> None:
