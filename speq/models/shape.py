@@ -62,6 +62,7 @@ class ModelShape:
                       experts
     tied              whether the head shares the embedding; otherwise a token reads one row of it
     wide_sizes        elements of each tensor held in float32 under a 16-bit compute dtype
+    half_wide_sizes   the same, under float16 alone
     own_bytes         bytes of tensors with a dtype of their own
     draft_layers      dense layers that a draft may run on codes
     max_context       tokens the model can attend over
@@ -85,6 +86,7 @@ class ModelShape:
     other_sizes: tuple[int, ...]
     tied: bool
     wide_sizes: tuple[int, ...]
+    half_wide_sizes: tuple[int, ...]
     own_bytes: int
     draft_layers: tuple[DenseShape, ...]
     max_context: int
@@ -102,7 +104,7 @@ class ModelShape:
     def resident_weights(self) -> int:
         """Parameters outside the experts."""
         dense = sum(rows * columns for rows, columns in self.dense)
-        return dense + sum(self.other_sizes) + sum(self.wide_sizes)
+        return dense + sum(self.other_sizes) + sum(self.wide_sizes) + sum(self.half_wide_sizes)
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -143,10 +145,14 @@ class ModelShape:
         return dense * dtype.itemsize + sum(self.other_bytes(dtype)) + self.own_bytes
 
     def other_bytes(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Bytes of each tensor of `other_sizes` and `wide_sizes`, computing in `dtype`."""
+        """Bytes of each tensor outside `dense` and `own_bytes`, computing in `dtype`."""
         wide = max(dtype.itemsize, torch.float32.itemsize)
-        others = (elements * dtype.itemsize for elements in self.other_sizes)
-        return (*others, *(elements * wide for elements in self.wide_sizes))
+        half_wide = wide if dtype == torch.float16 else dtype.itemsize
+        return (
+            *(elements * dtype.itemsize for elements in self.other_sizes),
+            *(elements * wide for elements in self.wide_sizes),
+            *(elements * half_wide for elements in self.half_wide_sizes),
+        )
 
     def workspace_bytes(self, rows: int, scored: int, context: int, dtype: torch.dtype) -> int:
         """Upper estimate of one pass's memory on the CPU: activations and kernels."""
@@ -351,7 +357,15 @@ def shape_of(
     has_ends = part is None or part.has_ends
     own = [tensor for _, tensor in others if tensor.dtype != SKELETON_DTYPE]
     following = [(name, tensor) for name, tensor in others if tensor.dtype == SKELETON_DTYPE]
-    wide = {name for name, _ in following if is_widened(model, name)}
+    # transformers loads these in float32 under any dtype of 16 bits, and under float16 alone.
+    wide, half_wide = (
+        {name for name, _ in following if any(part in name for part in parts or ())}
+        for parts in (model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules)
+    )
+
+    def elements_of(names: set[str]) -> tuple[int, ...]:
+        return tuple(tensor.numel() for name, tensor in following if name in names)
+
     return ModelShape(
         experts=ExpertLayout(
             layers,
@@ -373,9 +387,10 @@ def shape_of(
         attention=family.attention(config),
         dense=tuple(dense.values()),
         dense_names=tuple(dense_names.values()),
-        other_sizes=tuple(tensor.numel() for name, tensor in following if name not in wide),
+        other_sizes=elements_of({name for name, _ in following} - wide - half_wide),
         tied=config.tie_word_embeddings if has_ends else True,
-        wide_sizes=tuple(tensor.numel() for name, tensor in following if name in wide),
+        wide_sizes=elements_of(wide),
+        half_wide_sizes=elements_of(half_wide - wide),
         own_bytes=sum(tensor.nbytes for tensor in own),
         draft_layers=dense_shapes(model, family.names),
         max_context=max_context(config, where),
@@ -390,11 +405,6 @@ def states_of(family: Family, config: Any, part: LayerRange | None) -> StateShap
     """States of the layers of a model, or of a part of it."""
     states = family.states(config)
     return states if part is None else states.among(part.layers)
-
-
-def is_widened(model: Any, name: str) -> bool:
-    """True if transformers loads a tensor in float32 under a 16-bit compute dtype."""
-    return any(part in name for part in model._keep_in_fp32_modules_strict or ())
 
 
 def one_top_k(config: Any, name: str, where: object) -> Any:

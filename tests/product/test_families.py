@@ -206,6 +206,20 @@ def test_routers_that_transformers_keeps_in_float32(
     opened.close()
 
 
+@pytest.mark.parametrize(
+    "family",
+    [each for each in ("afmoe", "deepseek_v32", "glm_moe_dsa", "gpt_oss") if each in INSTALLED],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tensors_that_transformers_keeps_in_float32_under_float16_alone(
+    family: str, dtype: torch.dtype, tiny: Callable[[str], Path]
+) -> None:
+    opened = open_model(tiny(family))
+    model = moe_model.load(opened.family, opened.checkpoint, dtype, Processor())
+    assert model.nbytes == opened.shape.resident_bytes(dtype)
+    opened.close()
+
+
 @pytest.mark.parametrize("family", ["minimax_m2", "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe"])
 def test_what_the_next_router_would_say(family: str, tiny: Callable[[str], Path]) -> None:
     """Whatever it is given beside hidden states: its logits are a product with its weight."""
