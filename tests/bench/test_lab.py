@@ -22,6 +22,7 @@ BENCHES: dict[str, tuple[str, ...]] = {
     "batch": (*ROOMY, *SHORT, *ONCE, "--batches", "1", "--draft-lengths", "2"),
     "budget": (*ROOMY, "--experts", "8", "--max-tokens", "24", *SHORT),
     "codec": (),
+    "guesses": ("--memory-budget", "16MiB", "--num-prompts", "1", *SHORT),
     "drafters": (
         "--budgets",
         "60MiB",

@@ -64,7 +64,7 @@ def options(command: Any) -> frozenset[str]:
 def developers_options() -> frozenset[str]:
     """Options of what developers run, declared by argparse or pytest, or as fields."""
     found = set()
-    folders = (ROOT / "tools", ROOT / "tests/fuzz", ROOT / "tests/simulation")
+    folders = (ROOT / each for each in ("tools", "tests/fuzz", "tests/kernels", "tests/simulation"))
     for file in (ROOT / "tests/conftest.py", *(each for at in folders for each in at.glob("*.py"))):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             match node:
