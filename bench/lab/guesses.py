@@ -15,6 +15,7 @@ from bench.lab.command import main
 from bench.lab.options import BudgetText
 from bench.lab.replay import Replay, ReplayScheduling, Times
 from speq.generator import Generator
+from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.measure.settings import MaxNewTokens, NumPrompts, Prompts
@@ -31,6 +32,14 @@ COLUMNS: dict[str, Column] = {
     "TPOT ms": ("tpot_ms", "{:.1f}"),
     "moved/token": ("experts_moved", "{:.2f}"),
 }
+PICTURES = (
+    Picture(
+        *("tpot", "Time per output token", (Axis("guess", "what is guessed"),)),
+        (Axis("tpot_ms", "replayed, ms"),),
+        (Axis("machine", "machine"),),
+        aid="Lower is faster: bars of one colour are a machine.",
+    ),
+)
 # Milliseconds of a layer without its experts, of an expert, and of the link for one.
 MACHINES = ((2.0, 1.2, 4.5), (1.5, 0.4, 4.7), (1.5, 0.4, 1.4))
 # Shares of the experts that there are slots for.
@@ -150,6 +159,7 @@ def row(
     )
     stats = replay.run(len(steps) // 4).stats.summary()
     return {
+        "machine": f"{machine[2]:g} ms a transfer, {slots} slots",
         "guess": kind,
         "recall": recall(layers, guesses, fitted),
         "slots": slots,
