@@ -358,9 +358,10 @@ def shape_of(
     own = [tensor for _, tensor in others if tensor.dtype != SKELETON_DTYPE]
     following = [(name, tensor) for name, tensor in others if tensor.dtype == SKELETON_DTYPE]
     # transformers loads these in float32 under any dtype of 16 bits, and under float16 alone.
+    kept: Any = model
     wide, half_wide = (
         {name for name, _ in following if any(part in name for part in parts or ())}
-        for parts in (model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules)
+        for parts in (kept._keep_in_fp32_modules_strict, kept._keep_in_fp32_modules)
     )
 
     def elements_of(names: set[str]) -> tuple[int, ...]:
