@@ -6,12 +6,13 @@ Places in a block count from the beginning of a sequence, and are found by the m
 a tree and sequences of a batch have the blocks that they have alone.
 """
 
-import importlib
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from speq.models.token_selection import rotation_of
 
 
 class BlockSelection(NamedTuple):
@@ -62,9 +63,7 @@ class BlockIndexer:
 
     def __init__(self, module: Any, rotary: Any) -> None:
         self._module = weakref.proxy(module)
-        self._rotate = vars(importlib.import_module(type(module).__module__))[
-            "apply_rotary_pos_emb"
-        ]
+        self._rotate = rotation_of(module)
 
     def __call__(
         self,

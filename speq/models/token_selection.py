@@ -17,6 +17,11 @@ from torch import Tensor
 from speq.models.attention import SELECTED_ELEMENTS
 
 
+def rotation_of(module: Any) -> Any:
+    """transformers' function that rotates queries and keys in a module's file."""
+    return vars(importlib.import_module(type(module).__module__))["apply_rotary_pos_emb"]
+
+
 class TokenIndexer:
     """Replacement of an indexer's forward, over caches with rollback.
 
@@ -25,9 +30,7 @@ class TokenIndexer:
 
     def __init__(self, module: Any, rotary: Any) -> None:
         self._module, self._rotary = weakref.proxy(module), rotary
-        self._rotate = vars(importlib.import_module(type(module).__module__))[
-            "apply_rotary_pos_emb"
-        ]
+        self._rotate = rotation_of(module)
 
     def __call__(
         self,

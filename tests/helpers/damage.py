@@ -33,6 +33,15 @@ def last(value: Any, name: str = PACKING) -> Damage:
     return lines(lambda found: [*found[:-1], line_of(value, int(found[-2][:8], 16))], name)
 
 
+def flip_byte(path: Path, at: int) -> None:
+    """Flip a bit of one byte."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
 def flip(name: str, at: float) -> Damage:
     """Flip a bit at a share of a file's length."""
 

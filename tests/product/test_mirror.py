@@ -15,6 +15,7 @@ from speq import Generator, SpeqError, pack
 from speq.experts.mirrored_records import MIRROR_FILE, DiskLoads
 from speq.experts.packed_store import RECORDS_FILE, Manifest
 from tests.helpers.command import Command
+from tests.helpers.damage import flip_byte
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 PROMPT = [5, 6, 7, 8]
@@ -172,11 +173,7 @@ def test_a_mirror_that_was_cut_short_is_written_anew(
 
 def test_check_compares_the_mirror(packed: tuple[Path, Path, Path], command: Command) -> None:
     _, folder, other = packed
-    with open(other / RECORDS_FILE, "r+b") as file:
-        file.seek(4096)
-        byte = file.read(1)
-        file.seek(4096)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_byte(other / RECORDS_FILE, 4096)
     checked = command("check", folder, "--memory-budget", "64MiB", "--num-prompts", "1")
     assert checked.code == 1 and str(other / RECORDS_FILE) in checked.err
     assert "is not what was packed" in checked.err

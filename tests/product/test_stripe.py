@@ -24,6 +24,7 @@ from speq.experts.striped_records import STRIPE_FILE, disk_of, measured_rates, s
 from speq.files.checksums import seal
 from speq.models.opened import open_model
 from tests.helpers.command import Command
+from tests.helpers.damage import flip_byte
 from tests.helpers.killed import killed_at
 from tests.helpers.packing import MOMENTS, same
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
@@ -264,11 +265,7 @@ def test_a_disk_that_vanishes_in_the_middle(striped: tuple[Path, Path, Path]) ->
 
 def test_check_compares_both_disks(striped: tuple[Path, Path, Path], command: Command) -> None:
     _, folder, other = striped
-    with open(other / RECORDS_FILE, "r+b") as file:
-        file.seek(4096)
-        byte = file.read(1)
-        file.seek(4096)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_byte(other / RECORDS_FILE, 4096)
     checked = command("check", folder, "--memory-budget", "64MiB", "--num-prompts", "1")
     assert checked.code == 1 and str(other / RECORDS_FILE) in checked.err
     assert "is not what was packed" in checked.err
