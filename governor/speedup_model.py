@@ -12,7 +12,7 @@ from typing import NamedTuple
 from speq.errors import DependencyError, SpeqError
 
 
-def activated_experts(num_experts: int, top_k: int, tokens: float) -> float:
+def activated_experts(num_experts: int, top_k: float, tokens: float) -> float:
     """N(t) = E (1 - (1 - K/E)^t): distinct experts of a layer that t independent tokens choose."""
     return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 

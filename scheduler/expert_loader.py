@@ -10,7 +10,7 @@ from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.host_share import HostShare
 from speq.scheduler.link_pace import LinkThrottle
-from speq.scheduler.second_device import SecondDevice
+from speq.scheduler.peer_devices import PeerDevices
 from speq.scheduler.transfer import Priority, State, TransferEngine, TransferTicket
 from speq.stats import Recorder
 
@@ -22,7 +22,7 @@ class ExpertLoader:
 
     share   divides missing experts between loading them and computing them on the host; None: all
             are loaded
-    second  experts that a second device holds; None: there is none
+    peers   experts that further devices hold; None: there are none
     """
 
     def __init__(self, cache: ExpertCache, transfer: TransferEngine, recorder: Recorder) -> None:
@@ -31,7 +31,7 @@ class ExpertLoader:
         self._recorder = recorder
         self.throttle = LinkThrottle()
         self.share: HostShare | None = None
-        self.second: SecondDevice | None = None
+        self.peers: PeerDevices | None = None
         self._under_way: dict[ExpertKey, TransferTicket] = {}
         # After an interrupt a transfer may still write to a slot that looks free.
         self._unsettled = False
@@ -44,7 +44,7 @@ class ExpertLoader:
         wave: int | None = None,
     ) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once, but for those
-        that `share` has the host compute, and that `second` has.
+        that `share` has the host compute, and that `peers` have.
 
         A wave's slots are valid until the caller asks for the next wave. Resident experts come
         first; the others follow as they arrive. Later waves reuse the slots of past waves, so a
@@ -58,7 +58,7 @@ class ExpertLoader:
         waiting = [ExpertKey(layer, expert) for expert in experts]
         self.cache.pin(waiting)
         try:
-            there = set() if self.second is None else self.second.take(layer, waiting)
+            there = set() if self.peers is None else self.peers.take(layer, waiting)
             self.cache.unpin(there)
             waiting = [key for key in waiting if key not in there]
             self.collect_finished(waiting)
@@ -115,10 +115,10 @@ class ExpertLoader:
         keys = share.by_use(ExpertKey(layer, expert) for expert in experts)
         self.load_ahead(keys[::-1], self.room_ahead())
 
-    def runs_few_rows(self, few: bool) -> None:
-        """Layers run few rows from now on, so that they may have experts of a second device."""
-        if self.second is not None:
-            self.second.few_rows = few
+    def runs_rows(self, rows: int) -> None:
+        """Layers run so many rows from now on: of few they may have experts of further devices."""
+        if self.peers is not None:
+            self.peers.rows = rows
 
     @property
     def unsettled(self) -> bool:
@@ -151,8 +151,8 @@ class ExpertLoader:
         return True
 
     def has(self, key: ExpertKey) -> bool:
-        """Tell whether `key` is in a slot or under way, or may be had of a second device."""
-        there = self.second is not None and key in self.second
+        """Tell whether `key` is in a slot or under way, or may be had of a further device."""
+        there = self.peers is not None and key in self.peers
         return there or key in self.cache or key in self._under_way
 
     def at_hand(self, layer: int, experts: Iterable[int]) -> list[int]:
@@ -184,7 +184,7 @@ class ExpertLoader:
 
     def missing(self, layer: int, experts: list[int]) -> set[ExpertKey]:
         """List those of a layer's experts that are neither resident nor under way, and that no
-        second device gives.
+        further device gives.
         """
         keys = (ExpertKey(layer, expert) for expert in experts)
         return {key for key in keys if not self.has(key)}

@@ -50,7 +50,7 @@ class LayerStream:
         self._tokens, self._chunk, self._progress = tokens, chunk, progress
         self._done = self._rows = 0
         cache = self._loader.cache
-        self._loader.runs_few_rows(False)
+        self._loader.runs_rows(min(tokens, chunk))
         try:
             if min(tokens, chunk) >= LONG_CHUNK:
                 others = max(self._num_experts - cache.num_slots, 0)
@@ -58,12 +58,13 @@ class LayerStream:
             yield
         finally:
             cache.reserve(0)
-            self._loader.runs_few_rows(True)
+            self._loader.runs_rows(1)
             self._progress = None
 
     def observe(self, layer: int, route: Route) -> None:
         """Learn a layer's exact route, just before the layer is served."""
         self._rows = route.topk_ids.shape[0]
+        self._loader.runs_rows(self._rows)
         self.history.observe(layer, route)
         policy = self._loader.cache.policy
         policy.observe(layer, *route.arrays)

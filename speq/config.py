@@ -147,6 +147,15 @@ ReaderThreads = Annotated[
         Whole(1, MAX_READER_THREADS, word="auto"),
     ),
 ]
+PeerBudget = Annotated[
+    tuple[int, ...],
+    Option(
+        "On a GPU: memory of further GPUs of its kind for exact experts, of each in turn, such as "
+        "8GiB,8GiB. They compute those that they hold. Tokens are the same. Default: none.",
+        ListOf(Size(), "sizes separated by commas, such as 8GiB,8GiB", optional=True),
+        by_set=True,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -286,15 +295,7 @@ class TransferOptions(Options):
             by_set=True,
         ),
     ] = "auto"
-    second_budget: Annotated[
-        int | None,
-        Option(
-            "On a GPU: memory of a second GPU for exact experts, such as 8GiB. It computes those "
-            "that it holds, for few rows at a time. Tokens are the same. Default: none.",
-            Size(),
-            by_set=True,
-        ),
-    ] = None
+    peer_budget: PeerBudget = ()
 
 
 @dataclass(frozen=True)

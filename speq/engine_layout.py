@@ -23,6 +23,7 @@ from speq.engine.drafter import (
 from speq.engine.engine import Engine
 from speq.engine.host_compute import HostCompute
 from speq.engine.offload import (
+    Beside,
     MoeSizes,
     Offload,
     OffloadPolicies,
@@ -31,13 +32,13 @@ from speq.engine.offload import (
     offload_over,
     residents_of,
 )
+from speq.engine.peer_compute import PeerCompute
 from speq.engine.prefix_files import PrefixFiles
 from speq.engine.prefixes import Prefixes
 from speq.engine.sampler import sampler_on
-from speq.engine.second_compute import SecondCompute
 from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine.verification import verification_over
-from speq.errors import Broken, present
+from speq.errors import present
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import allocate_aligned
 from speq.files.contents import stamp
@@ -47,9 +48,9 @@ from speq.governor.draft_length import FixedDraftLength
 from speq.kernels.library import CPU_LIBRARY, CUDA_LIBRARY, has_cpu_library
 from speq.layers.expert_budget import LayerBudgets
 from speq.layers.host_experts import HostExperts
-from speq.layers.second_experts import SecondExperts
+from speq.layers.peer_experts import PeerExperts
 from speq.load import Loaded
-from speq.loading.second_slots import SecondSlots
+from speq.loading.peer_slots import slots_of
 from speq.machine import device_name
 from speq.models.kv_cache import KVCache
 from speq.models.states import SNAPSHOTS
@@ -60,6 +61,7 @@ from speq.registries import DRAFTERS
 from speq.scheduler.device_clock import DeviceClock
 from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.host_share import HostShare
+from speq.scheduler.peer_devices import PeerDevices
 from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import TransferEngine
@@ -222,35 +224,36 @@ class EngineLayout:
             options.cache_policy, options.prefetch, drafts.prunes_rows, budget
         )
         transfer, timed = self._transfer(slots, loaded.budget.readers)
-        host_over = second_over = None
+        host_over = None
         if options.host_compute == "auto" and isinstance(transfer, StreamTransfer):
             host_over = self._host_over(transfer)
-        if loaded.second is not None:
-            second_over = self._second_over(loaded.second, host_over)
         return offload_over(
             *(slots, experts, transfer, self._sizes, policies, loaded.device, self.recorder, timed),
-            second_over or host_over,
+            self._beside(host_over),
         )
 
-    def _second_over(
-        self, second: SecondSlots, host_over: Callable[[ExpertLoader], HostCompute] | None
-    ) -> Callable[[ExpertLoader], SecondCompute]:
-        """What makes a second device compute the experts that it holds, beside the host."""
-        sizes, device = self._sizes, self.loaded.device
-        if isinstance(device, Processor):
-            raise Broken("a run on the CPU has slots on a second device")
-        experts = SecondExperts(
-            device,
-            second.device,
-            self.loaded.opened.store.codec.experts(second.slots, None),
-            sizes.num_experts,
-            sizes.activation,
-            sizes.biases,
-        )
-        return lambda loader: SecondCompute(
-            *(experts, second.at, loader, self.recorder),
-            None if host_over is None else host_over(loader),
-        )
+    def _beside(self, host_over: Callable[[ExpertLoader], HostCompute] | None) -> Beside:
+        """What makes further devices compute the experts that they hold, and the host others."""
+        loaded, sizes, device = self.loaded, self._sizes, self.loaded.device
+        if not loaded.peers or isinstance(device, Processor):
+            return lambda loader: (None if host_over is None else host_over(loader), None)
+        codec = loaded.opened.store.codec
+        peers = [
+            PeerExperts(
+                *(device, peer.device, codec.experts(peer.slots, None)),
+                *(sizes.num_experts, sizes.activation, sizes.biases),
+            )
+            for peer in loaded.peers
+        ]
+        devices = PeerDevices(slots_of(loaded.peers), loaded.peer_rows)
+
+        def beside(loader: ExpertLoader) -> tuple[PeerCompute, PeerCompute]:
+            loader.peers = devices
+            host = None if host_over is None else host_over(loader)
+            of_both = peers, devices, self.recorder
+            return PeerCompute(*of_both, host), PeerCompute(*of_both, None)
+
+        return beside
 
     def _host_over(self, transfer: StreamTransfer) -> Callable[[ExpertLoader], HostCompute] | None:
         """What makes the host compute missing experts. Records over a draft's codes cannot be run

@@ -7,6 +7,7 @@ the store that fills slots. `Runtime` lays out the rest.
 import contextlib
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -20,8 +21,8 @@ from speq.config import (
     TransferOptions,
 )
 from speq.devices.device import Accelerator, Processor
-from speq.devices.named import find_device, find_second
-from speq.errors import OptionError
+from speq.devices.named import find_device, find_peers
+from speq.errors import NoRoom, OptionError
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
@@ -35,7 +36,7 @@ from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import BudgetRules, rules_of
 from speq.loading.dense import DraftMatrices, dense_records
 from speq.loading.experts import ENCODING, encoding_store, host_tier, int4_copy
-from speq.loading.second_slots import SecondSlots
+from speq.loading.peer_slots import PeerSlots
 from speq.models import moe_model
 from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
@@ -45,16 +46,19 @@ from speq.models.recorded import recording_device
 from speq.planning import profiles
 from speq.planning.candidates import check_codec, open_candidates, secondary_drafter
 from speq.planning.choose_plan import PlanChooser, PlanDecision, asks_for_draft
+from speq.planning.cost.peers import Peers
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
+from speq.planning.peers import held_experts, peers_of
 from speq.planning.reader_survey import reader_threads
 from speq.planning.run_budget import check_free_memory, first_context, run_budget
 from speq.planning.run_draft import RunDraft
 from speq.planning.run_governor import run_governors, run_kind
 from speq.planning.trials import dense_trial, survey_trial
-from speq.units import Progress, label_progress, no_progress
+from speq.planning.used_experts import UsedExperts, used_experts
+from speq.units import Progress, format_bytes, label_progress, no_progress
 
 logger = logging.getLogger("speq")
 
@@ -77,7 +81,7 @@ class Loaded:
     others      stages that run the layers behind these; None: this machine has the last ones
     learning    what governors of such runs learn is kept under it; None: it is not kept
     sums        the order of sums, "canonical" or "fast"
-    second      experts that a second device holds; None: there is none
+    peers       experts that further devices hold; peer_rows: rows of a layer that may have them
     host_expert_s  of an expert that the host computes for a device, by a profile; 0: not known
     """
 
@@ -100,7 +104,8 @@ class Loaded:
     learning: tuple[ProfileKey, str] | None = None
     sums: str = "fast"
     host_expert_s: float = 0.0
-    second: SecondSlots | None = None
+    peers: tuple[PeerSlots, ...] = ()
+    peer_rows: int = 0
 
     def budget_for(self, context: int) -> Budget:
         """The budget with a KV cache of so many tokens."""
@@ -149,7 +154,7 @@ def load(
         # Encoding each miss would take what the copy needs, and later runs read records anyway.
         config = replace(config, codec=opened.store.codec.name)
     sums = sums_on(device, config.sums)
-    second = None if config.second_budget is None else find_second(device)
+    peers = find_peers(device, len(config.peer_budget))
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
     readers = config.reader_threads
     if readers is None:
@@ -173,7 +178,11 @@ def load(
         room = MemoryContext(budget, ways, asks_for_draft(drafts))
         survey = cache(survey_trial(opened, device, spec, budget).survey)
         prefetches, on_host = transfer.prefetch != "none", transfer.host_compute == "auto"
-        chooser = PlanChooser(spec, budget, drafts, codec, prefetches, on_host)
+        used = used_experts(
+            "auto" if peers else None, drafts.draft_counts, opened.checkpoint, shape
+        )
+        beside = peers_of(spec, config.peer_budget, used, budget)
+        chooser = PlanChooser(spec, budget, drafts, codec, prefetches, on_host, beside)
         spec = choose_dense_form(
             spec,
             experts.dense,
@@ -255,7 +264,8 @@ def load(
             learning,
             sums,
             0.0 if profile is None else profile.host_expert_s,
-            second_slots(opened, transfer.second_budget, second, host, plan),
+            peer_slots(peers, config.peer_budget, beside, used, host, plan),
+            beside.most_rows(plan.peers, plan.moved_bytes) if plan.peers else 0,
         )
         undo.pop_all()
     heap.give_back()
@@ -268,26 +278,40 @@ def load(
     return loaded
 
 
-def second_slots(
-    opened: Opened,
-    budget_bytes: int | None,
-    second: Accelerator | None,
+def peer_slots(
+    devices: Sequence[Accelerator],
+    budgets: Sequence[int],
+    peers: Peers,
+    used: UsedExperts,
     host: HostTier | None,
     plan: ResidencyPlan,
-) -> SecondSlots | None:
-    """Experts of a second device, if one is asked for. Raises SpeqError where it cannot run them,
-    or has no room.
+) -> tuple[PeerSlots, ...]:
+    """Experts of further devices, if any are asked for. Raises SpeqError where they cannot run
+    them, or have no room.
     """
-    if budget_bytes is None or second is None or host is None:
-        return None
+    if not devices or host is None:
+        return ()
     if plan.needs_draft:
         raise OptionError(
-            f"second_budget is given and experts of codec {plan.codec} are read over a draft's "
-            "codes, which the first GPU has; leave second_budget out, or take another codec"
+            f"peer_budget is given and experts of codec {plan.codec} are read over a draft's "
+            "codes, which the first GPU has; leave peer_budget out, or take another codec"
         )
-    experts = opened.shape.experts
-    sizes = plan.slot_bytes, len(experts.layers), experts.num_experts
-    return SecondSlots.fill(second, budget_bytes, host, *sizes)
+    for device, size in zip(devices, budgets, strict=True):
+        if size > device.free_bytes():
+            raise NoRoom(
+                f"peer_budget gives {format_bytes(size)} of {device.torch}, which has "
+                f"{format_bytes(device.free_bytes())} free; give less"
+            )
+    held = held_experts(plan, peers, used)
+    for device, keys in zip(devices, held, strict=True):
+        logger.info(
+            "%s holds %d of %d experts of each layer",
+            *(device.torch, len(keys) // used.num_layers, used.num_experts),
+        )
+    return tuple(
+        PeerSlots.fill(device, keys, host, plan.slot_bytes)
+        for device, keys in zip(devices, held, strict=True)
+    )
 
 
 def sums_on(device: Processor | Accelerator, asked: str) -> str:

@@ -143,8 +143,8 @@ class Runtime:
         """The record of a run that began at `start_s`, with the budget item by item."""
         memory, host = self.plan.report(), self._loaded.host
         if host is not None:
-            if self._loaded.second is not None:
-                memory["second_slots"] = self._loaded.second.slots.nbytes
+            if self._loaded.peers:
+                memory["peer_slots"] = sum(peer.slots.nbytes for peer in self._loaded.peers)
             memory |= {"host_records": host.nbytes, "host_pinned": host.pinned_bytes}
         form, sums = self._loaded.model_spec.dense.name, self._loaded.sums
         codec, readers = self.residency_plan.codec, self.readers
@@ -325,7 +325,7 @@ class Runtime:
         """Give back memory, files and transfers. Keep what was expected of the run, and came."""
         config, loaded, expected = self.config, self._loaded, self._loaded.decision.residency_plan
         # A run that is slower or faster by its options would correct others wrongly.
-        usual = config.second_budget is None and loaded.sums == sums_on(loaded.device, "auto")
+        usual = not config.peer_budget and loaded.sums == sums_on(loaded.device, "auto")
         asked = config.profile == "auto" and config.draft_length is None
         if asked and usual and self._steady is not None:
             name = Path(loaded.model_spec.name).name

@@ -172,7 +172,7 @@ class StepStats:
     hits           requests found in a slot
     late           requests found under way
     host_experts   requests that the host computed; host_s: time for that
-    second_experts  requests that a second device computed, hits among them
+    peer_experts   requests that further devices computed, hits among them
     used           prefetched experts that were then requested
     wasted         prefetched experts that were evicted unused
     layers         MoE layers passed; covered: the sum over them of hits / requests
@@ -206,7 +206,7 @@ class StepStats:
     hits: int = 0
     late: int = 0
     host_experts: int = 0
-    second_experts: int = 0
+    peer_experts: int = 0
     used: int = 0
     wasted: int = 0
     layers: int = 0
@@ -463,14 +463,14 @@ FIGURES = {
     "audit_s": "time of its audits, part of `verify_s`",
     "host_experts": "requested experts that the host computed for a GPU in decode",
     "host_s": "time for that, part of `verify_s`",
-    "second_experts": "requested experts that a second GPU computed in decode; they count as hits",
+    "peer_experts": "requested experts that further GPUs computed in decode; they count as hits",
     "budget": "effect of an expert budget, see below; null if the run was exact",
     "layers": "figures of each MoE layer in decode, see below",
     "memory": "the budget item by item, in bytes: `budget`, `non_expert_weights`, `draft`, "
     "`kv_cache`, `read_buffers`, `graphs` (if passes are recorded), `workspace`, `slots`, "
     "`unused`; on a GPU also `device_overhead` (memory of libraries and torch's allocator), "
     "`host_records` (host memory for experts, in addition to the budget), `host_pinned` "
-    "(the part of it that the system locked) and `second_slots` (a second GPU's, likewise)",
+    "(the part of it that the system locked) and `peer_slots` (further GPUs', likewise)",
     "card": "figures of the GPU from its driver during the run (NVML), if it gave any: bytes "
     "received over PCIe per second (mean and maximum), clocks, and memory in use",
     "codec": "codec of the experts in slots",
@@ -513,7 +513,7 @@ LAYER_FIGURES = {
 # Those that are sums over the steps of decode: counts, and times.
 SUMMED = (
     *("moved_bytes", "ahead_bytes", "read_bytes", "rejected_bytes", "used", "wasted"),
-    *("host_experts", "second_experts"),
+    *("host_experts", "peer_experts"),
 )
 SUMMED_S = (*TIMED.values(), "late_s", "link_s")
 

@@ -39,33 +39,35 @@ def find_device(name: str) -> Processor | Accelerator:
     return Processor()
 
 
-def find_second(device: Processor | Accelerator) -> Accelerator:
-    """Find a GPU beside the one of a run, of its compute capability: others' matrix products may
-    add up in another order. Raises DeviceError if there is none.
+def find_peers(device: Processor | Accelerator, count: int) -> list[Accelerator]:
+    """Find so many GPUs beside the one of a run, of its kind: others' matrix products may add up in
+    another order. Raises DeviceError if there are fewer.
     """
     index = device.torch.index
+    if not count:
+        return []
     if index is None:
         raise DeviceError(
-            "second_budget is given and the run is on the CPU; a second GPU helps a first one: "
-            "leave second_budget out, or give device cuda"
+            "peer_budget is given and the run is on the CPU; further GPUs help a first one: leave "
+            "peer_budget out, or give device cuda"
         )
+    kind = kind_of(index)
     others = [at for at in range(torch.cuda.device_count()) if at != index]
-    if not others:
+    alike = [at for at in others if kind_of(at) == kind]
+    if len(alike) < count:
+        seen = ", ".join(f"cuda:{at} ({kind_of(at)})" for at in others) or "none"
         raise DeviceError(
-            f"second_budget is given and torch sees one GPU alone, {device.torch}; leave "
-            "second_budget out"
+            f"peer_budget names {count} further GPUs like {device.torch} ({kind}), since results "
+            f"of others may differ, and torch sees {len(alike)}, beside it: {seen}; give fewer "
+            "sizes, or leave peer_budget out"
         )
-    first = torch.cuda.get_device_capability(index)
-    capabilities = {at: torch.cuda.get_device_capability(at) for at in others}
-    alike = [at for at, capability in capabilities.items() if capability == first]
-    if not alike:
-        (second, (major, minor)), *_ = capabilities.items()
-        raise DeviceError(
-            f"second_budget is given and the GPUs are of different compute capabilities, "
-            f"{device.torch} of {first[0]}.{first[1]} and cuda:{second} of {major}.{minor}, whose "
-            "results may differ; leave second_budget out, or let torch see two GPUs of one kind"
-        )
-    return CudaDevice(alike[0])
+    return [CudaDevice(at) for at in alike[:count]]
+
+
+def kind_of(index: int) -> str:
+    """Name of a GPU and its compute capability."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"{torch.cuda.get_device_name(index)}, {major}.{minor}"
 
 
 def why_no_gpu() -> str | None:

@@ -16,7 +16,6 @@ from speq.layers.cached_experts import CachedExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer, HostServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
 from speq.layers.gates import RouterGate
-from speq.layers.host_experts import MOST_ROWS
 from speq.layers.offloaded_experts import ExpertBackend
 from speq.layers.route_reader import DeviceRoutes, HostRoutes, RouteReader
 from speq.layers.slot_table import DeviceSlotTable, HostSlotTable, SlotTable
@@ -33,6 +32,9 @@ from speq.scheduler.route_history import RouteHistory
 from speq.scheduler.row_pruning import ExpectedValuePruning, RowPruner
 from speq.scheduler.transfer import Fetch, MovedBytes, TransferEngine
 from speq.stats import Recorder, Timed
+
+# Makes what serves experts that come into no slot, of verifications and of prompts; None: nothing.
+Beside = Callable[[ExpertLoader], tuple[HostServer | None, HostServer | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,11 @@ def offload_over(
     device: Processor | Accelerator,
     recorder: Recorder,
     timed: Timed,
-    host_over: Callable[[ExpertLoader], HostServer] | None = None,
+    beside: Beside = lambda loader: (None, None),
 ) -> Offload:
     """Build cache, prefetcher and both backends over an arena of slots [S, slot_bytes].
 
-    host_over  makes what computes experts on the host or on a second device; None: nothing does
+    beside  makes what computes experts on the host or on further devices
     """
     num_experts = sizes.num_layers * sizes.num_experts
     all_fit = len(slots) >= num_experts
@@ -133,7 +135,7 @@ def offload_over(
         prefetcher.allowance = PredictedBudget(rules, gates, sizes.num_experts)
 
     def verified(layer: int, route: Route) -> Route:
-        loader.runs_few_rows(len(route.topk_ids) <= MOST_ROWS)
+        loader.runs_rows(len(route.topk_ids))
         if budget is not None:
             route = budget.serve(layer, route, rows.active_rows)
         rows.observe(layer, route)
@@ -163,11 +165,11 @@ def offload_over(
             server, experts, table, routes, activation, timed, on_route, biases, resident, host
         )
 
-    host = None if host_over is None else host_over(loader)
+    verifying, reading = beside(loader)
     return Offload(
-        target=backend(prefetcher, verified, resident, host),
+        target=backend(prefetcher, verified, resident, verifying),
         prefetcher=prefetcher,
-        reader=backend(stream, read),
+        reader=backend(stream, read, host=reading),
         stream=stream,
         loader=loader,
         slots=slots,

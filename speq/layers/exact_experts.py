@@ -34,7 +34,7 @@ class ExpertServer(Protocol):
 
 
 class HostServer(Protocol):
-    """Experts that come into no slot: those that the host computes, or a second device."""
+    """Experts that come into no slot: those that the host computes, or further devices."""
 
     def allowed(self, hidden_states: Tensor, route: Route) -> AbstractContextManager[None]:
         """Inside the block, the layer of these rows [T, H] may have such experts."""
@@ -72,7 +72,7 @@ class ExactExperts:
     resident    the slots, if experts never leave them; None: they may
     on_route    called with each layer's exact route; returns the route to serve, which may drop
                 rows, or have other experts under an expert budget
-    host        computes missing experts of few rows where they lie; None: all go through slots
+    host        computes experts where they lie; None: all go through slots
     """
 
     drafts: ClassVar[bool] = False
@@ -119,11 +119,10 @@ class ExactExperts:
         grouping = Grouping.of(route.topk_ids, route.host_ids, route.active_rows, route.left_out)
         if not grouping.experts:
             return outputs
-        host = self._host if grouping.index is None else None  # of few rows
         waves = self._server.serve(layer, grouping.experts)
         biases = self._biases[layer] if self._biases else None
         left = set(grouping.experts)
-        allowed = nullcontext() if host is None else host.allowed(hidden_states, route)
+        allowed = nullcontext() if self._host is None else self._host.allowed(hidden_states, route)
         # Experts stay pinned until `waves` is closed, and a traceback could keep this frame alive.
         with allowed, closing(waves), self._timed("layer", layer):
             for slots in waves:
@@ -140,7 +139,8 @@ class ExactExperts:
                 )
             if left:
                 # The device copies and computes what was asked for above.
-                present(host, "experts were not served").run(layer, route, sorted(left), outputs)
+                beside = present(self._host, "experts were not served")
+                beside.run(layer, route, sorted(left), outputs)
         return outputs
 
     @property

@@ -76,9 +76,9 @@ class _RunTune(TypedDict, total=False):
     """On a GPU, whether the processor computes missing experts out of host memory while others are
     copied: auto (as many as measured rates say) or none. Tokens are the same.
     """
-    second_budget: str | int | None
-    """On a GPU: memory of a second GPU for exact experts, such as 8GiB. It computes those that it
-    holds, for few rows at a time. Tokens are the same. Default: none.
+    peer_budget: str | Sequence[str | int] | None
+    """On a GPU: memory of further GPUs of its kind for exact experts, of each in turn, such as
+    8GiB,8GiB. They compute those that they hold. Tokens are the same. Default: none.
     """
     expert_budget: int | str | None
     """NOT EXACT: the most experts of a layer that a verification of a draft may ask for, or such a

@@ -7,6 +7,7 @@ from speq.governor.profile import Profile
 from speq.governor.roofline import Link
 from speq.models.shape import ModelShape
 from speq.planning.cost.locality import Locality, RouteCurve, nearest_curve
+from speq.planning.cost.peers import ALONE, Peers
 from speq.planning.cost.planner import Outlook, PassBytes, Speeds
 from speq.planning.cost.presets import Rates
 from speq.planning.cost.residency_plan import ResidencyPlan
@@ -25,6 +26,7 @@ class Assumptions:
     link     in place of the machine's; None: the machine's
     host     bandwidth of the host's memory, whose processor computes missing experts for a card;
              None: as a profile has measured it; 0: it computes none
+    peers    further GPUs of the same kind
     """
 
     machine: Rates | Profile | Survey
@@ -32,6 +34,7 @@ class Assumptions:
     acceptance: float
     link_bytes_per_s: float | None = None
     host_bytes_per_s: float | None = None
+    peers: Peers = ALONE
 
     @classmethod
     def of_profile(cls, profile: Profile, shape: ModelShape) -> "Assumptions":
@@ -133,6 +136,7 @@ class Assumptions:
             head_acceptance=head_acceptance,
             host_bytes_per_s=self.on_host_bytes_per_s,
             draft_token_bytes=sizes.draft_token_bytes,
+            peers=self.peers,
         )
 
 

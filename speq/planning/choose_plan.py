@@ -20,6 +20,7 @@ from speq.governor.profile import Profile
 from speq.kernels import library
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import drafter_of, open_candidates
+from speq.planning.cost.peers import ALONE, Peers
 from speq.planning.cost.planner import Outlook, choose
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.cost.survey import Survey
@@ -72,6 +73,7 @@ class PlanChooser:
     codec       the option
     prefetches  whether experts come before they are needed
     on_host     whether the host of a GPU computes missing experts, where a profile timed them
+    peers       further GPUs
     """
 
     model_spec: ModelSpec
@@ -80,6 +82,7 @@ class PlanChooser:
     codec: str
     prefetches: bool
     on_host: bool
+    peers: Peers = ALONE
 
     def choose(
         self, profile: Profile | None, survey: Callable[[Sequence[str]], Survey]
@@ -107,10 +110,28 @@ class PlanChooser:
         if plan.slot_bytes != decision.residency_plan.slot_bytes:
             plan, memory = fit(spec, plan, budget)
             decision = replace(decision, residency_plan=plan, memory=memory)
+        decision = replace(decision, residency_plan=self._with_peers(plan, profile, survey))
         host_plan(spec, plan, budget)  # refuses a host budget that is too small
         if drafter_of(self.drafts) != "none" and not plan.drafts and not decision.gives_up_draft:
             self._warn_of_no_draft()
         return decision
+
+    def _with_peers(
+        self,
+        plan: ResidencyPlan,
+        profile: Profile | None,
+        survey: Callable[[Sequence[str]], Survey],
+    ) -> ResidencyPlan:
+        """The plan with what further GPUs hold, where it was not weighed."""
+        spec = self.model_spec
+        if plan.peers or not self.peers.slots_bytes or plan.needs_draft:
+            return plan
+        if profile is None or plan.codec not in {*profile.decode_bytes_per_s, profile.codec}:
+            assumptions = Assumptions.of_survey(survey((plan.codec,)), spec.shape)
+        else:
+            assumptions = Assumptions.of_profile(profile, spec.shape)
+        known = replace(assumptions, peers=self.peers)
+        return outlook_of(spec, known, [plan]).with_peers(plan)
 
     def expected_s(self, survey: Callable[[Sequence[str]], Survey]) -> float:
         """Seconds per token that the best way is expected to take, by what is measured."""
@@ -151,7 +172,7 @@ class PlanChooser:
         self, survey: Callable[[Sequence[str]], Survey], fitting: Sequence[FittingPlan]
     ) -> Assumptions:
         surveyed = survey(tuple(dict.fromkeys(way.codec for way, _ in fitting)))
-        return Assumptions.of_survey(surveyed, self.model_spec.shape)
+        return replace(Assumptions.of_survey(surveyed, self.model_spec.shape), peers=self.peers)
 
     def _weighed(self, fitting: Sequence[FittingPlan]) -> list[FittingPlan]:
         """Those between which a survey tells."""
@@ -172,7 +193,7 @@ class PlanChooser:
         where the profile cannot tell.
         """
         spec, on_cpu = self.model_spec, self.budget.on_cpu
-        assumptions = Assumptions.of_profile(profile, spec.shape)
+        assumptions = replace(Assumptions.of_profile(profile, spec.shape), peers=self.peers)
         if not self.on_host:
             assumptions = replace(assumptions, host_bytes_per_s=0.0)
         computed = {*profile.decode_bytes_per_s, profile.codec}
@@ -215,7 +236,7 @@ class PlanChooser:
             ", though one would fit" if gives_up else "",
         )
         reason = f"{reason} ({assumptions.source}; {assumptions.locality.source})"
-        memory = fitting[plans.index(replace(chosen, expected=None))][1]
+        memory = fitting[plans.index(replace(chosen, expected=None, peers=()))][1]
         longest = longest_for(self.drafts, outlook, chosen)
         prior = None if outlook.drafts(chosen) is None else outlook.prior(chosen)
         return PlanDecision(chosen, memory, reason, gives_up, longest, prior)

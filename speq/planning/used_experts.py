@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from speq.drafts.draft_file import FOLDER
@@ -52,10 +53,22 @@ class UsedExperts:
 
     def most(self, count: int) -> list[list[int]]:
         """By layer, the experts used most, ascending; the first ones where nothing was counted."""
+        return [sorted(self.ranked(layer)[:count]) for layer in range(self.num_layers)]
+
+    def ranked(self, layer: int) -> list[int]:
+        """A layer's experts, those used most first; by number where nothing was counted."""
+        return [*range(self.num_experts)] if self.counts is None else self.counts.ranked(layer)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """By the number n of a layer's experts, share of what tokens choose that is of the n used
+        most: [E + 1].
+        """
         if self.counts is None:
-            return [[*range(count)] for _ in range(self.num_layers)]
-        layers = range(self.num_layers)
-        return [sorted(self.counts.ranked(layer)[:count]) for layer in layers]
+            return tuple(count / self.num_experts for count in range(self.num_experts + 1))
+        by_rank = zip(*(sorted(row, reverse=True) for row in self.counts.counts), strict=True)
+        choices = self.counts.tokens * self.counts.top_k * self.num_layers
+        return tuple(chosen / choices for chosen in accumulate(map(sum, by_rank), initial=0))
 
     def parts(self, asked: int | float | str | None) -> tuple[DraftPart, ...]:
         """Those that a draft may hold.

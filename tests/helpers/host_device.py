@@ -26,7 +26,7 @@ from speq.devices.card import Card
 from speq.devices.device import Cut, Graph, StreamEvent
 from speq.kernels import library
 from tests.helpers.host_graph import HostGraph, capture
-from tests.helpers.host_tensors import DEVICE, SECOND, HostTensor, Machine, caller, host_tensors
+from tests.helpers.host_tensors import DEVICE, HostTensor, Machine, caller, host_tensors
 
 COMPUTE = 0  # the race detector's name for torch's own stream
 POISON = 0xA5
@@ -366,21 +366,19 @@ def result_is_view(func: Any) -> bool:
 
 
 @contextmanager
-def host_device(
-    device: HostDevice | None = None, second: HostDevice | None = None
-) -> Iterator[HostDevice]:
+def host_device(device: HostDevice | None = None, *peers: HostDevice) -> Iterator[HostDevice]:
     """Runs ask for the device cuda in the block, and compute on this one.
 
-    second  what they find where they ask for another one; None: there is none
+    peers  what they find where they ask for further ones: cuda:1 and so on
     """
     made = HostDevice() if device is None else device
-    machines = [made] if second is None else [made, second]
+    machines = [made, *peers]
+    assert [peer.torch.index for peer in peers] == [*range(1, len(machines))]
     on_host = library.Backend("cuda", "the CUDA kernels, on the host")
     with pytest.MonkeyPatch.context() as patch, host_tensors(*machines):
         patch.setattr("speq.load.find_device", lambda name: made)
-        if second is not None:
-            assert second.torch == SECOND
-            patch.setattr("speq.load.find_second", lambda device: second)
+        if peers:
+            patch.setattr("speq.load.find_peers", lambda device, count: [*peers[:count]])
         patch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU on the host")
         patch.setattr(library, "backend_of", lambda op, device: on_host)
         yield made

@@ -25,7 +25,7 @@ from tests.helpers.backends import BUILT_ON_HOST, HOST_NAMESPACE, load_host_ops
 from tests.helpers.paths import FOLDERS
 
 GUARD = BUILT_ON_HOST.with_name("libspeq_host_guard.so")
-DEVICE, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+DEVICE, SECOND, THIRD = (torch.device("cuda", number) for number in range(3))
 CPU = torch.device("cpu")
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ class Machine:
 
 
 # By the number of the device.
-_machines = {0: Machine(), 1: Machine()}
+_machines = {number: Machine() for number in range(3)}
 
 
 class HostMode(TorchDispatchMode):

@@ -139,13 +139,13 @@ def test_a_run_whose_budget_changed_is_not_kept(home: Path) -> None:
         ({"device": "cpu", "sums": "fast"}, 1),
         ({"device": "cpu", "sums": "canonical"}, 0),
         ({"device": "cuda"}, 1),
-        ({"device": "cuda", "second_budget": 1 << 20}, 0),
+        ({"device": "cuda", "peer_budget": "1MiB"}, 0),
     ],
 )
 def test_runs_unlike_others_correct_none(
     options: dict[str, Any], kept: int, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of other sums, or of a second GPU."""
+    """Those of other sums, or of further GPUs."""
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(forecasts, "keep", lambda *run: told.append(run))
     machines = host_device(HostDevice(), HostDevice(on=SECOND))

@@ -8,15 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from speq.loading.second_slots import spread
 from speq.routing import Route
 from speq.scheduler.eviction import LruPolicy
 from speq.scheduler.expert_cache import ExpertCache
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.layer_stream import LONG_CHUNK, LayerStream
+from speq.scheduler.peer_devices import PeerDevices, PeerSlot
 from speq.scheduler.route_history import LIKELY, PRIOR_ROWS, RouteHistory
-from speq.scheduler.second_device import SecondDevice
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from speq.units import Done
@@ -244,21 +243,25 @@ def test_the_last_layer_loads_for_the_next_chunk_and_the_last_chunk_for_nobody()
             assert ahead == [{1}, {2}, {0} if chunk < 2 else set()]
 
 
-def test_prompts_stream_what_a_second_device_holds() -> None:
-    """Prompts run on the first one alone; steps around them have those experts."""
-    made, second = Stream(12, 3, 8), SecondDevice(spread(6, 3, 8))
-    made.loader.second = second
+@pytest.mark.parametrize("most_rows", [LONG_CHUNK, LONG_CHUNK - 1])
+def test_chunks_of_more_rows_load_what_further_devices_hold(most_rows: int) -> None:
+    made = Stream(12, 3, 8)
     held = [ExpertKey(1, expert) for expert in range(2)]
+    slots = {key: PeerSlot(0, at) for at, key in enumerate(held)}
+    made.loader.peers = PeerDevices(slots, most_rows)
     assert made.loader.at_hand(1, range(8)) == [0, 1]
     with made.stream.prompt(LONG_CHUNK, LONG_CHUNK, None):
-        assert made.loader.at_hand(1, range(8)) == []
+        there = made.loader.at_hand(1, range(8))
         asked = made.layer(0, [list(range(8))] * LONG_CHUNK)
         ahead = {key for key, priority in asked if priority is Priority.PREFETCH}
-        assert {*held} <= ahead
+        if most_rows < LONG_CHUNK:
+            assert there == [] and {*held} <= ahead
+        else:
+            assert there == [0, 1] and ahead and not ahead & {*held}
     made.loader.forget()
     assert made.loader.at_hand(1, range(8)) == [0, 1]
     assert made.loader.missing(1, [0, 1, 2]) == {ExpertKey(1, 2)}
-    made.loader.runs_few_rows(False)
+    made.loader.runs_rows(LONG_CHUNK + 1)
     assert made.loader.missing(1, [0, 1, 2]) == {ExpertKey(1, each) for each in range(3)}
 
 

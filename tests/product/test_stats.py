@@ -370,7 +370,7 @@ def test_summary_of_a_run() -> None:
         "audit_s": 0.0,
         "host_s": 0.0,
         "host_experts": 0,
-        "second_experts": 0,
+        "peer_experts": 0,
     }
     assert figures.pop("memory") == {"budget": 1000, "slots": 300}
     assert figures.pop("layers") == []

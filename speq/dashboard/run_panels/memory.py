@@ -6,7 +6,7 @@ from speq.dashboard.run_record import RunRecord
 
 MIB = 1 << 20
 # Items outside the budget.
-OUTSIDE = ("host_records", "host_pinned", "second_slots")
+OUTSIDE = ("host_records", "host_pinned", "peer_slots")
 
 
 def panel(run: RunRecord) -> Panel:

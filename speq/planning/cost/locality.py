@@ -7,10 +7,13 @@ windows. It is about LRU.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from speq.errors import OptionError
 from speq.governor.speedup_model import activated_experts
+
+# Experts of a token that chooses none, so that logarithms exist.
+RARELY = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,18 @@ class Locality:
     """
 
     num_experts: int
-    top_k: int
+    top_k: float
     curve: RouteCurve | None = PUBLISHED
+
+    def without(self, held: int, covers: float) -> "Locality":
+        """The routes to a layer's other experts, where so many are elsewhere.
+
+        covers  share of what tokens choose that is of these
+        """
+        if not held:
+            return self
+        left = self.num_experts - held
+        return replace(self, num_experts=left, top_k=min(self.top_k * (1 - covers) or RARELY, left))
 
     @property
     def source(self) -> str:

@@ -19,6 +19,7 @@ from speq.governor.prior import Prior
 from speq.governor.profile import Profile
 from speq.governor.roofline import Link, StepEstimate, accepted_tokens
 from speq.planning.cost.locality import Locality
+from speq.planning.cost.peers import ALONE, Peers
 from speq.planning.cost.presets import Rates
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.cost.survey import Survey
@@ -34,6 +35,8 @@ BISECTIONS = 50
 # Of a layer's rows to the host and results back to a card: two waits of some microseconds each, and
 # two copies of some kilobytes. An estimate: no card has run it.
 ROUND_TRIP_S = 40e-6
+# Parts of what fits further GPUs that are weighed.
+PEER_PARTS = 8
 # What Python takes of a draft head's pass, in layers: an attention, two branches, their mixture
 # over the vocabulary. On the bundled model a pass took 2.3 ms where a layer took 0.6.
 HEAD_LAYERS = 4
@@ -216,6 +219,7 @@ class Outlook:
     host_bytes_per_s  of the host's memory, whose processor computes missing experts for a card; 0:
                       it computes none
     draft_token_bytes  the INT4 experts of one token, in all layers
+    peers       further GPUs of the same kind
     """
 
     num_layers: int
@@ -228,6 +232,7 @@ class Outlook:
     head_acceptance: tuple[float, ...] = ()
     host_bytes_per_s: float = 0.0
     draft_token_bytes: int = 0
+    peers: Peers = ALONE
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -266,9 +271,39 @@ class Outlook:
         """Distinct experts of all layers that a pass of so many rows asks for."""
         return self.num_layers * self.locality.distinct(rows)
 
+    def own(self, plan: ResidencyPlan) -> Locality:
+        """Routes to the experts that further GPUs do not have."""
+        held = sum(plan.peers)
+        return self.locality.without(held, self.peers.covers[held] if held else 0.0)
+
     def missed(self, plan: ResidencyPlan, rows: float) -> float:
-        """Those of them that are in no slot."""
-        return self.num_layers * self.locality.misses(plan.slots / self.num_layers, rows)
+        """Those of them that are in no slot of any GPU."""
+        return self.num_layers * self.own(plan).misses(plan.slots / self.num_layers, rows)
+
+    def peers_s(self, plan: ResidencyPlan, rows: float) -> float:
+        """Time that further GPUs take for a layer, all at once."""
+        held = sum(plan.peers)
+        if not held:
+            return 0.0
+        asked = self.locality.distinct(rows) - self.own(plan).distinct(rows)
+        return ROUND_TRIP_S + asked * max(plan.peers) / held * self.speeds.expert_s[plan.codec]
+
+    def with_peers(self, plan: ResidencyPlan) -> ResidencyPlan:
+        """The plan with as many experts on further GPUs, in parts of what fits, as make a token's
+        layer shortest: these and the first one compute, and load, at the same time.
+        """
+        if plan.needs_draft or plan.peers or not self.peers.slots_bytes:
+            return plan
+        room = self.peers.room(plan.slot_bytes, self.num_layers)
+
+        def layer_s(way: ResidencyPlan) -> float:
+            own_s = self.own(way).distinct(1) * self.speeds.expert_s[way.codec]
+            loaded_s = self.link.transfer_s(self.missed(way, 1) * way.moved_bytes)
+            return max(own_s + loaded_s / self.num_layers, self.peers_s(way, 1))
+
+        parts = range(PEER_PARTS, 0, -1)
+        held = [tuple(-(-most * part // PEER_PARTS) for most in room) for part in parts]
+        return min((replace(plan, peers=each) for each in held), key=layer_s)
 
     def copied_share(self, plan: ResidencyPlan) -> float:
         """The share of missing experts that is copied. The host computes the others at what copies
@@ -286,9 +321,9 @@ class Outlook:
 
     def verify_s(self, plan: ResidencyPlan, rows: float) -> float:
         """Time of a pass of so many rows, all of its experts in slots."""
-        speeds = self.speeds
-        experts_s = self.asked(rows) * speeds.expert_s[plan.codec]
-        return speeds.pass_s + (rows - 1) * speeds.row_s + experts_s
+        speeds, own = self.speeds, self.own(plan).distinct(rows)
+        experts_s = max(own * speeds.expert_s[plan.codec], self.peers_s(plan, rows))
+        return speeds.pass_s + (rows - 1) * speeds.row_s + self.num_layers * experts_s
 
     def step_estimate(self, plan: ResidencyPlan, draft_length: int) -> StepEstimate:
         """The time and the yield of a step with so many drafted tokens.
@@ -311,7 +346,8 @@ class Outlook:
             draft_s = drafts.base_s + draft_length * drafts.token_s
             leaves = DRAFT_LEAVES if drafts.ahead else leaves
         verify_s = self.verify_s(plan, rows) + moved * (speeds.miss_s + plan.encode_s) + on_host_s
-        new_s, asked = self.link.transfer_s(moved_bytes), self.asked(rows)
+        new_s = self.link.transfer_s(moved_bytes)
+        asked = self.num_layers * self.own(plan).distinct(rows)
         wait_s = self.num_layers * waiting_s(
             asked / self.num_layers,
             moved / asked,
@@ -359,6 +395,7 @@ class Outlook:
 
         A drafter of which nothing is known beforehand is weighed as plain decoding.
         """
+        plan = self.with_peers(plan)
         lengths = self.lengths if self.drafts(plan) is not None else (0,)
         steps = [self.step_estimate(plan, draft_length) for draft_length in lengths]
         return replace(plan, expected=min(steps, key=lambda step: step.token_s))

@@ -32,6 +32,7 @@ class ResidencyPlan:
     encode_s     added to a miss by encoding; 0 where records are moved
     start_s      encoding of all experts before the first token; 0 where records are moved
     slots        for exact experts, of all layers together; 0: not planned yet
+    peers        exact experts of each layer on each further GPU; empty: there is none
     expected     a step at the best draft length; None: not weighed yet
     """
 
@@ -51,6 +52,7 @@ class ResidencyPlan:
     encode_s: float = 0.0
     start_s: float = 0.0
     slots: int = 0
+    peers: tuple[int, ...] = ()
     expected: StepEstimate | None = None
 
     @property
