@@ -214,7 +214,7 @@ def _default(option: Declared) -> str:
         return "must be given"
     shown = option.shown(option.default)
     # 0 is a default to be told, though it equals False.
-    return "" if shown is None or shown is False or shown == [] else f"`{shown}`"
+    return "" if shown is None or shown is False or shown in ([], "") else f"`{shown}`"
 
 
 def written_files() -> Iterator[tuple[Path, str]]:

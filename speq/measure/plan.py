@@ -38,10 +38,11 @@ from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget, DeviceOverhead
 from speq.planning.dense import DenseTrial, MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
+from speq.planning.peers import peers_of
 from speq.planning.reader_survey import reader_threads
 from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
 from speq.planning.trials import survey_trial
-from speq.planning.used_experts import DraftPart, used_experts, warn_without_counts
+from speq.planning.used_experts import DraftPart, UsedExperts, used_experts, warn_without_counts
 from speq.units import Progress
 
 # Context of a run whose prompt has up to CONTEXT_STEP tokens.
@@ -80,6 +81,7 @@ class PlannedModel:
     """
 
     model_spec: ModelSpec
+    used: UsedExperts
     machine: Rates | Profile | Survey
     settings: PlanSettings
     flops_per_s: float | None
@@ -95,9 +97,11 @@ class PlannedModel:
         model_spec, opened = model_spec_of(str(model), settings.dtype, settings.head)
         with contextlib.closing(opened) if opened else contextlib.nullcontext():
             machine, flops_per_s, readers = machine_of(model_spec, opened, settings, progress)
-            parts = parts_of(model_spec, opened, settings)
+            used = used_of(model_spec, opened, settings)
+            parts = parts_of(used, model_spec, settings)
             planned = cls(
                 replace(model_spec, draft_parts=parts),
+                used,
                 machine,
                 settings,
                 flops_per_s,
@@ -133,6 +137,8 @@ class PlannedModel:
                     model_spec = self.model_spec.published_as(published)
                     found[name] = replace(self, model_spec=model_spec)
         machine, link = self.machine, self.settings.link
+        if self.settings.peer_budget:
+            found["one GPU"] = replace(self, settings=replace(self.settings, peer_budget=()))
         if self.on_cpu and not isinstance(machine, Profile):
             twice = replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s)
             settings = replace(self.settings, link=None if link is None else 2 * link)
@@ -148,6 +154,11 @@ class PlannedModel:
                 "host_bandwidth is given and the model runs on the CPU: its memory is the host's; "
                 "give memory_bandwidth, or the preset of a card"
             )
+        if on_cpu and settings.peer_budget:
+            raise OptionError(
+                "peer_budget is given and the model runs on the CPU; further GPUs help a first "
+                "one: leave peer_budget out, or give the preset of a card"
+            )
         context = settings.context_length or min(DEFAULT_CONTEXT, model_spec.shape.max_context)
         budget = Budget.of(memory_budget, context, on_cpu, model_spec.shape)
         budget = replace(budget, batch_size=settings.max_batch, readers=self.readers)
@@ -162,7 +173,9 @@ class PlannedModel:
         def planned(form: ModelSpec) -> BudgetPlan:
             sized = room.with_dense(form, form.dense.name, usual=True)
             sized = replace(sized, dense_byte_cost=form.dense_byte_cost)
-            return plan_budget(sized, budget, assumptions(sized, self.machine, settings))
+            peers = peers_of(sized, settings.peer_budget, self.used, budget)
+            given = replace(assumptions(sized, self.machine, settings), peers=peers)
+            return plan_budget(sized, budget, given)
 
         return planned(
             choose_dense_form(
@@ -175,12 +188,18 @@ class PlannedModel:
         )
 
 
+def used_of(model_spec: ModelSpec, opened: Opened | None, settings: PlanSettings) -> UsedExperts:
+    """What is known of which experts are used most, where a draft or further GPUs hold some."""
+    wanted, checkpoint = settings.draft_experts, None if opened is None else opened.checkpoint
+    asked = "auto" if settings.peer_budget else wanted
+    return used_experts(asked, settings.draft_counts, checkpoint, model_spec.shape)
+
+
 def parts_of(
-    model_spec: ModelSpec, opened: Opened | None, settings: PlanSettings
+    used: UsedExperts, model_spec: ModelSpec, settings: PlanSettings
 ) -> tuple[DraftPart, ...]:
     """List the parts of the experts that an INT4 draft may hold."""
-    wanted, checkpoint = settings.draft_experts, None if opened is None else opened.checkpoint
-    used = used_experts(wanted, settings.draft_counts, checkpoint, model_spec.shape)
+    wanted = settings.draft_experts
     parts = used.parts(wanted)
     check_parts(parts, model_spec.codec)
     warn_without_counts(used, wanted)

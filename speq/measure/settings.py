@@ -17,6 +17,7 @@ from speq.config import (
     HostBudget,
     MaxBatch,
     MemoryBudget,
+    PeerBudget,
     Profile,
     RunConfig,
 )
@@ -90,6 +91,7 @@ class PlanSettings(Options):
 
     memory_budget: MemoryBudget = AUTO
     host_budget: HostBudget = None
+    peer_budget: PeerBudget = ()
     device: Device = "auto"
     dtype: Dtype = "auto"
     dense: Dense = "auto"

@@ -135,7 +135,7 @@ def verdict_of(
     """
     spec, best = made.model_spec, made.candidates[made.best]
     experts = spec.shape.experts
-    missing = max(spec.count - best.slots, 0)
+    missing = max(spec.count - held(spec, best), 0)
     loaded_s = missing * best.moved_bytes / made.assumptions.link.bandwidth_bytes_per_s
     of_expert = experts.weights
     active = spec.shape.resident_weights + spec.num_layers * spec.shape.top_k * of_expert
@@ -149,6 +149,11 @@ def verdict_of(
         copy_bytes(spec, best) if made.budget.on_cpu else 0,
         None if folder is None else free_bytes(folder),
     )
+
+
+def held(spec: ModelSpec, plan: ResidencyPlan) -> int:
+    """Experts in slots of all GPUs."""
+    return plan.slots + spec.num_layers * sum(plan.peers)
 
 
 def files_bytes(spec: ModelSpec) -> int:
@@ -201,7 +206,7 @@ def rows_of(
     """
     for made in plans:
         best, budget_bytes = made.candidates[made.best], made.budget.budget_bytes
-        share = min(best.slots / made.model_spec.count, 1.0)
+        share = min(held(made.model_spec, best) / made.model_spec.count, 1.0)
         ratio = ratio_in(budget_bytes)
         others = {
             name: 1 / other.candidates[other.best].tpot_s / ratio

@@ -366,7 +366,9 @@ class ListOf(OptionType):
         return self.each.check(name, each)
 
     def text(self, value: Any) -> Any:
-        return list(value) if self.repeated else ",".join(str(each) for each in value)
+        if self.repeated:
+            return list(value)
+        return ",".join(str(self.each.text(each)) for each in value)
 
 
 def _sound(name: str, value: str | Path, wanted: str) -> str:

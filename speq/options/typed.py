@@ -24,6 +24,10 @@ class _RunPlanTune(TypedDict, total=False):
     weight), residual (about 9 bits, read over a draft's codes of them), or auto: lossless if it
     was measured to be no slower, or is expected to gain more by the memory that it saves.
     """
+    peer_budget: str | Sequence[str | int] | None
+    """On a GPU: memory of further GPUs of its kind for exact experts, of each in turn, such as
+    8GiB,8GiB. They compute those that they hold. Tokens are the same. Default: none.
+    """
 
 
 class _RunTune(TypedDict, total=False):
@@ -75,10 +79,6 @@ class _RunTune(TypedDict, total=False):
     host_compute: str
     """On a GPU, whether the processor computes missing experts out of host memory while others are
     copied: auto (as many as measured rates say) or none. Tokens are the same.
-    """
-    peer_budget: str | Sequence[str | int] | None
-    """On a GPU: memory of further GPUs of its kind for exact experts, of each in turn, such as
-    8GiB,8GiB. They compute those that they hold. Tokens are the same. Default: none.
     """
     expert_budget: int | str | None
     """NOT EXACT: the most experts of a layer that a verification of a draft may ask for, or such a

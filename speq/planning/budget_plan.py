@@ -60,6 +60,16 @@ class BudgetPlan:
         return min(range(len(self.candidates)), key=lambda at: self.candidates[at].cost_s)
 
     @property
+    def hit_rates(self) -> tuple[float, float]:
+        """Of what tokens choose, the share that further GPUs hold, and that in slots of any."""
+        plan = self.candidates[self.best]
+        peers, routes = self.assumptions.peers, self.assumptions.locality
+        covers = peers.covers[sum(plan.peers)] if plan.peers else 0.0
+        own = routes.without(sum(plan.peers), covers)
+        missed = own.misses(plan.slots / self.model_spec.num_layers, 1)
+        return covers, 1 - missed / routes.top_k
+
+    @property
     def best_s(self) -> float:
         """Its expected time per token."""
         return self.candidates[self.best].cost_s
@@ -99,9 +109,9 @@ class BudgetPlan:
 
 def candidate_entry(plan: ResidencyPlan) -> dict[str, Any]:
     """One of `candidates` in the object of `--json`. encoded: from words, as they are read;
-    draft_experts: of each layer that an INT4 draft holds, None of one that holds all. The two
-    TPOTs beside the expected one are those with all transfers exposed (Eq. 3 of MoE-SpeQ) and with
-    all hidden that can be.
+    draft_experts: of each layer that an INT4 draft holds, None of one that holds all; peers: of
+    each layer on each further GPU. The two TPOTs beside the expected one are those with all
+    transfers exposed (Eq. 3 of MoE-SpeQ) and with all hidden that can be.
     """
     step = plan.step
     return {
@@ -111,6 +121,7 @@ def candidate_entry(plan: ResidencyPlan) -> dict[str, Any]:
         "drafter": plan.drafter,
         "draft_experts": plan.draft_experts,
         "slots": plan.slots,
+        "peers": list(plan.peers),
         "draft_length": step.draft_length,
         "tpot_ms": plan.tpot_s * 1e3,
         "exposed_tpot_ms": step.serial_s / step.tokens * 1e3,

@@ -38,6 +38,7 @@ from speq.planning.cost.locality import (
     RouteCurve,
     nearest_curve,
 )
+from speq.planning.cost.peers import Peers
 from speq.planning.cost.planner import Outlook, PassBytes, Speeds, choose
 from speq.planning.cost.presets import PRESETS, preset
 from speq.planning.cost.residency_plan import ResidencyPlan
@@ -409,6 +410,61 @@ def test_a_host_beside_a_card_is_planned_with() -> None:
     assert not any("the processor computes" in line for line in findings(alone))
     with pytest.raises(SpeqError, match="host_bandwidth is given and the model runs on the CPU"):
         plan_call(config, "8GiB", link="3GB/s", memory_bandwidth="40GB/s", host_bandwidth="70GB/s")
+
+
+EVEN = tuple(count / 32 for count in range(33))
+
+
+def test_experts_on_further_gpus_by_hand() -> None:
+    """A quarter of what tokens choose is there; the first GPU has slots for half of the rest."""
+    assert Locality(32, 4, None).without(8, 0.25) == Locality(24, 3.0, None)
+    of = replace(outlook(), locality=Locality(32, 4, None), peers=Peers((1, 1), 64, EVEN, 4, 10))
+    held = replace(PLAIN, peers=(6, 2))
+    step = of.step_estimate(held, 0)
+    # Of 3 experts that are asked of the first, each misses with 12 / 24.
+    assert step.moved_bytes == pytest.approx(8 * 3 * 12 / 24 * 1000)
+    assert step.verify_s == pytest.approx(10e-3 + 8 * 3 * 1e-4)
+    # The other expert is of the larger one with 6 / 8: all devices compute at once.
+    assert of.peers_s(held, 1) == pytest.approx(40e-6 + 6 / 8 * 1e-4)
+    slow = replace(of, speeds=replace(of.speeds, expert_s={"raw": 1e-6}))
+    assert slow.verify_s(held, 1) == pytest.approx(10e-3 + 8 * (40e-6 + 6 / 8 * 1e-6))
+    assert of.asked(1) == 8 * 4  # of all of them
+
+
+def test_further_gpus_hold_what_makes_layers_shortest() -> None:
+    room = Peers((8 * 16_000,), 64, EVEN, 4, 10)
+    of = replace(outlook(), locality=Locality(32, 4, None), peers=room)
+    # Loading an expert takes ten times as long as computing one: as many as fit.
+    assert of.with_estimate(PLAIN).peers == (16,)
+    # With all in slots they compute for as long as the first GPU: 4 * (1 - 14 / 32) * 100 us are
+    # 225 us, and 40 + 4 * 14 / 32 * 100 are 215.
+    whole = replace(PLAIN, slots=8 * 32)
+    assert of.with_peers(whole).peers == (14,)
+    # Where rows take longer to go there than experts to compute, the fewest.
+    quick = replace(of, speeds=replace(of.speeds, expert_s={"raw": 1e-7}))
+    assert quick.with_peers(whole).peers == (2,)
+    over_codes = replace(PLAIN, needs_draft=True)
+    assert of.with_peers(over_codes) == over_codes
+
+
+def test_a_plan_for_several_gpus_prints_the_split() -> None:
+    config = DATA / "configs" / "DeepSeek-V2-Lite"
+    rates: dict[str, Any] = {"preset": "rtx-4090", "link": "25GB/s", "host_budget": "64GiB"}
+    alone = plan_call(config, "8GiB", **rates)
+    made = plan_call(config, "8GiB", peer_budget="6GiB,3GiB", **rates)
+    assert made.best_s < alone.best_s
+    held = made.candidates[made.best].peers
+    assert made.to_dict()["best"]["peers"] == [*held] and held[0] > held[1] > 0
+    slot_bytes = made.candidates[made.best].slot_bytes
+    for count, gib in zip(held, (6, 3), strict=True):
+        assert count * 26 * slot_bytes <= gib * GIB
+    there, hits = made.hit_rates
+    assert there == pytest.approx(sum(held) / 64) and hits > alone.hit_rates[1] > 0
+    told = f"further GPUs hold {held[0]} and {held[1]} of the 64 experts of each layer, which are "
+    assert any(line.startswith(f"{told}{there:.0%}") for line in findings(made))
+    assert not any("further GPUs" in line for line in findings(alone))
+    with pytest.raises(SpeqError, match="peer_budget is given and the model runs on the CPU"):
+        plan_call(config, "8GiB", link="3GB/s", memory_bandwidth="40GB/s", peer_budget="6GiB")
 
 
 def test_a_draft_on_the_host_by_hand() -> None:
