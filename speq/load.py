@@ -36,7 +36,7 @@ from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import BudgetRules, rules_of
 from speq.loading.dense import DraftMatrices, dense_records
 from speq.loading.experts import ENCODING, encoding_store, host_tier, int4_copy
-from speq.loading.peer_slots import PeerSlots
+from speq.loading.peer_slots import PeerSlots, held_experts
 from speq.models import moe_model
 from speq.models.layer_range import RemoteStages
 from speq.models.moe_model import MoEModel
@@ -51,7 +51,7 @@ from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.model_spec import ModelSpec
-from speq.planning.peers import held_experts, peers_of
+from speq.planning.peers import peers_of
 from speq.planning.reader_survey import reader_threads
 from speq.planning.run_budget import check_free_memory, first_context, run_budget
 from speq.planning.run_draft import RunDraft

@@ -61,7 +61,7 @@ class BudgetPlan:
 
     @property
     def hit_rates(self) -> tuple[float, float]:
-        """Of what tokens choose, the share that further GPUs hold, and that in slots of any."""
+        """Shares of what tokens choose: of experts on further GPUs, and in slots of any."""
         plan = self.candidates[self.best]
         peers, routes = self.assumptions.peers, self.assumptions.locality
         covers = peers.covers[sum(plan.peers)] if plan.peers else 0.0

@@ -14,10 +14,10 @@ from speq.devices.named import find_peers
 from speq.engine.peer_compute import PeerCompute
 from speq.errors import Broken, DeviceError, NoRoom, OptionError, SpeqError
 from speq.layers.expert_counts import ExpertCounts
+from speq.loading.peer_slots import held_experts
 from speq.options.declared import build
 from speq.planning.cost.peers import Peers, dealt
 from speq.planning.cost.residency_plan import ResidencyPlan
-from speq.planning.peers import held_experts
 from speq.planning.used_experts import UsedExperts
 from speq.routing import Route
 from speq.scheduler.expert_key import ExpertKey
