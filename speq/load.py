@@ -22,7 +22,7 @@ from speq.config import (
 )
 from speq.devices.device import Accelerator, Processor
 from speq.devices.named import find_device, find_peers
-from speq.errors import NoRoom, OptionError
+from speq.errors import NoRoom, OptionError, present
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
@@ -192,6 +192,7 @@ def load(
         )
         decision = replace(chooser, model_spec=spec).choose(profile, survey)
         check_free_memory(decision.memory, memory.memory_budget, device)
+        check_peers(peers, config.peer_budget, beside, used, decision.residency_plan)
         encoding = encoding_store(opened.store, decision.residency_plan)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
@@ -264,7 +265,10 @@ def load(
             learning,
             sums,
             0.0 if profile is None else profile.host_expert_s,
-            peer_slots(peers, config.peer_budget, beside, used, host, plan),
+            tuple(
+                PeerSlots.fill(peer, keys, present(host, "a further GPU has no host"), plan)
+                for peer, keys in zip(peers, held_experts(plan, beside, used), strict=True)
+            ),
             beside.most_rows(plan.peers, plan.moved_bytes) if plan.peers else 0,
         )
         undo.pop_all()
@@ -278,20 +282,15 @@ def load(
     return loaded
 
 
-def peer_slots(
+def check_peers(
     devices: Sequence[Accelerator],
     budgets: Sequence[int],
     peers: Peers,
     used: UsedExperts,
-    host: HostTier | None,
     plan: ResidencyPlan,
-) -> tuple[PeerSlots, ...]:
-    """Experts of further devices, if any are asked for. Raises SpeqError where they cannot run
-    them, or have no room.
-    """
-    if not devices or host is None:
-        return ()
-    if plan.needs_draft:
+) -> None:
+    """Raise SpeqError where further devices cannot run experts, or have no room for them."""
+    if devices and plan.needs_draft:
         raise OptionError(
             f"peer_budget is given and experts of codec {plan.codec} are read over a draft's "
             "codes, which the first GPU has; leave peer_budget out, or take another codec"
@@ -302,16 +301,11 @@ def peer_slots(
                 f"peer_budget gives {format_bytes(size)} of {device.torch}, which has "
                 f"{format_bytes(device.free_bytes())} free; give less"
             )
-    held = held_experts(plan, peers, used)
-    for device, keys in zip(devices, held, strict=True):
+    for device, keys in zip(devices, held_experts(plan, peers, used), strict=True):
         logger.info(
             "%s holds %d of %d experts of each layer",
             *(device.torch, len(keys) // used.num_layers, used.num_experts),
         )
-    return tuple(
-        PeerSlots.fill(device, keys, host, plan.slot_bytes)
-        for device, keys in zip(devices, held, strict=True)
-    )
 
 
 def sums_on(device: Processor | Accelerator, asked: str) -> str:

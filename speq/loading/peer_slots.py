@@ -28,11 +28,11 @@ class PeerSlots:
 
     @classmethod
     def fill(
-        cls, device: Accelerator, keys: Sequence[ExpertKey], tier: HostTier, slot_bytes: int
+        cls, device: Accelerator, keys: Sequence[ExpertKey], tier: HostTier, plan: ResidencyPlan
     ) -> "PeerSlots":
         """tier: the experts' records in host memory, and the disk behind it"""
-        slots = allocate_aligned(len(keys), slot_bytes, device.torch)
-        staged = device.staging(slot_bytes, torch.uint8)
+        slots = allocate_aligned(len(keys), plan.slot_bytes, device.torch)
+        staged = device.staging(plan.slot_bytes, torch.uint8)
         records = {key: at for at, key in enumerate(tier.contents)} if tier.resident else {}
         for slot, key in zip(slots, keys, strict=True):
             nbytes = tier.record_bytes(*key)

@@ -17,7 +17,7 @@ class Peers:
 
     slots_bytes: tuple[int, ...] = ()
     rows: int = 0
-    covers: tuple[float, ...] = ()
+    covers: tuple[float, ...] = (0.0, 1.0)
     top_k: int = 0
     row_bytes: int = 0
 
