@@ -59,14 +59,26 @@ AttentionSpan span_of(const Tensor &queries, std::int64_t heads, std::int64_t kv
           word_of(queries, "queries"),
           float(scale),
           nullptr,
-          nullptr};
+          nullptr,
+          0};
+}
+
+// Has rows attend to what is chosen of what they see.
+void choose(AttentionSpan &span, const std::optional<Tensor> &chosen) {
+  if (chosen.has_value()) {
+    check(*chosen, "chosen", 2, ScalarType::Bool);
+    STD_TORCH_CHECK(chosen->size(0) == span.rows && chosen->size(1) >= span.start + span.rows,
+                    "chosen must have a row for each of queries, of what is cached behind them");
+    span.chosen = static_cast<const bool *>(chosen->const_data_ptr());
+    span.chosen_columns = chosen->size(1);
+  }
 }
 
 void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Tensor> query_norm,
                    std::optional<Tensor> key_norm, double eps, Tensor cos, Tensor sin,
                    Tensor cached_keys, Tensor cached_values, std::int64_t start,
                    std::int64_t window, double scale, std::optional<Tensor> parents, Tensor out,
-                   std::optional<Tensor> sinks) {
+                   std::optional<Tensor> sinks, std::optional<Tensor> chosen) {
   const ScalarType type = queries.scalar_type();
   for (const Tensor *tensor : {&queries, &keys, &values, &cos, &sin, &out}) {
     check(*tensor, "queries, keys, values, cos, sin and out", 2, type);
@@ -97,6 +109,7 @@ void attention_out(Tensor queries, Tensor keys, Tensor values, std::optional<Ten
     STD_TORCH_CHECK(sinks->size(0) == span.heads, "sinks must be one for each head");
     span.sinks = sinks->const_data_ptr();
   }
+  choose(span, chosen);
   if (rows == 0) {
     return;
   }
@@ -160,12 +173,7 @@ void latent_attention_out(Tensor queries, Tensor latents, Tensor norm, double ep
                     "cos and sin must have a row for each of queries, of the rotated columns");
   }
   AttentionSpan span = span_of(queries, heads, 1, capacity, start, window, scale, parents);
-  if (chosen.has_value()) {
-    check(*chosen, "chosen", 2, ScalarType::Bool);
-    STD_TORCH_CHECK(chosen->size(0) == rows && chosen->size(1) == start + rows,
-                    "chosen must have a row for each of queries, of what is cached behind them");
-    span.chosen = static_cast<const bool *>(chosen->const_data_ptr());
-  }
+  choose(span, chosen);
   if (rows == 0) {
     return;
   }

@@ -70,7 +70,45 @@ void BlockAttention::attend(std::int64_t begin, std::int64_t end) {
   });
 }
 
-void BlockAttention::score(const Share &share, std::int64_t first, std::int64_t count,
+std::vector<const std::byte *> BlockAttention::keys_at(const Share &share,
+                                                       std::int64_t entry) const {
+  std::vector<const std::byte *> keys;
+  for (const KeyPart &part : keys_) {
+    keys.push_back(
+        entries_of(part.cached, share.kv_head * span_.capacity + entry, part.width, span_.word));
+  }
+  return keys;
+}
+
+BlockAttention::Bytes BlockAttention::copy_of(const Share &share, const void *cached,
+                                              std::int64_t width,
+                                              const std::vector<std::int64_t> &entries) const {
+  const std::int64_t bytes = width * bytes_of(span_.word);
+  Bytes copy(entries.size() * bytes);
+  for (std::size_t at = 0; at < entries.size(); ++at) {
+    const std::int64_t entry = share.kv_head * span_.capacity + entries[at];
+    std::copy_n(entries_of(cached, entry, width, span_.word), bytes, &copy[at * bytes]);
+  }
+  return copy;
+}
+
+std::optional<std::vector<std::int64_t>>
+BlockAttention::chosen_of(std::int64_t row, std::int64_t from, std::int64_t to) const {
+  std::vector<std::int64_t> entries;
+  for (std::int64_t at = from; at < to && span_.chosen != nullptr; ++at) {
+    const std::int64_t entry = entry_at(row, at);
+    if (span_.chosen[row * span_.chosen_columns + entry]) {
+      entries.push_back(entry);
+    }
+  }
+  if (span_.chosen == nullptr || from >= to || std::int64_t(entries.size()) == to - from) {
+    return std::nullopt;
+  }
+  return entries;
+}
+
+void BlockAttention::score(const Share &share, std::int64_t first_row,
+                           const std::vector<const std::byte *> &keys, std::int64_t count,
                            const std::vector<float *> &scores) const {
   const std::int64_t queries = scores.size();
   std::vector<const void *> inputs(queries);
@@ -78,7 +116,8 @@ void BlockAttention::score(const Share &share, std::int64_t first, std::int64_t 
   for (std::size_t at = 0; at < keys_.size(); ++at) {
     const KeyPart &part = keys_[at];
     for (std::int64_t i = 0; i < queries; ++i) {
-      const std::int64_t row = i / share.heads, head = share.first_head + i % share.heads;
+      const std::int64_t row = first_row + i / share.heads;
+      const std::int64_t head = share.first_head + i % share.heads;
       inputs[i] = part.queries->row(row * span_.heads + share.kv_head * group_ + head);
     }
     std::vector<float *> outs = scores;
@@ -88,9 +127,7 @@ void BlockAttention::score(const Share &share, std::int64_t first, std::int64_t 
         outs[i] = &more[i * count];
       }
     }
-    const std::int64_t entry = share.kv_head * span_.capacity + first;
-    part.queries->dot()(entries_of(part.cached, entry, part.width, span_.word), part.width, count,
-                        inputs.data(), queries, outs.data());
+    part.queries->dot()(keys[at], part.width, count, inputs.data(), queries, outs.data());
     for (std::int64_t i = 0; i < queries && at > 0; ++i) {
       for (std::int64_t k = 0; k < count; ++k) {
         scores[i][k] += outs[i][k];
@@ -125,16 +162,23 @@ template <typename Type> void BlockAttention::attend_share(const Share &share) {
       *totals[i] = {to_float(sinks[head]), 1.0f};
     }
   }
-  const std::int64_t past = std::min(last, root_);
-  if (first < past) {
-    score(share, first, past - first, score_rows);
+  // Rows that leave out some of what they see here score the others alone.
+  std::vector<std::optional<std::vector<std::int64_t>>> chosen(span_.rows);
+  bool whole = false;
+  for (std::int64_t row = 0; row < span_.rows; ++row) {
+    chosen[row] = chosen_of(row, std::max(first, first_of(row)), std::min(last, behind(row)));
+    whole = whole || !chosen[row].has_value();
   }
-  if (last > root_) {
+  const std::int64_t past = std::min(last, root_);
+  if (whole && first < past) {
+    score(share, 0, keys_at(share, first), past - first, score_rows);
+  }
+  if (whole && last > root_) {
     node_scores.resize(queries * nodes);
     for (std::int64_t i = 0; i < queries; ++i) {
       node_score_rows[i] = &node_scores[i * nodes];
     }
-    score(share, root_, nodes, node_score_rows);
+    score(share, 0, keys_at(share, root_), nodes, node_score_rows);
   }
   for (std::int64_t row = 0; row < span_.rows; ++row) {
     const std::int64_t from = std::max(first, first_of(row)), to = std::min(last, behind(row));
@@ -142,29 +186,41 @@ template <typename Type> void BlockAttention::attend_share(const Share &share) {
       continue;
     }
     float **weights = &score_rows[row * heads];
-    std::vector<std::int64_t> left;
-    for (std::int64_t at = from; at < to && span_.chosen != nullptr; ++at) {
-      if (!attends(row, at)) {
-        left.push_back(at - from);
+    const auto weigh = [&](std::int64_t count) {
+      for (std::int64_t g = 0; g < heads; ++g) {
+        soften(weights[g], count, span_.scale, *totals[row * heads + g]);
+        for (std::int64_t k = 0; k < count; ++k) {
+          weights[g][k] = rounded_to<Type>(weights[g][k]); // as torch's attention rounds them
+        }
       }
-    }
-    if (std::int64_t(left.size()) == to - from) {
+    };
+    if (chosen[row].has_value()) {
+      const std::vector<std::int64_t> &entries = *chosen[row];
+      const std::int64_t count = entries.size();
+      if (count == 0) {
+        continue;
+      }
+      std::vector<Bytes> parts;
+      std::vector<const std::byte *> keys;
+      for (const KeyPart &part : keys_) {
+        parts.push_back(copy_of(share, part.cached, part.width, entries));
+        keys.push_back(parts.back().data());
+      }
+      score(share, row, keys, count, {weights, weights + heads});
+      weigh(count);
+      if (keys_[0].cached != values_) { // latents are both
+        parts[0] = copy_of(share, values_, value_width_, entries);
+      }
+      add_rows(parts[0].data(), value_width_, count, weights, heads, &sums[row * heads]);
       continue;
     }
     for (std::int64_t g = 0; g < heads; ++g) {
-      const std::int64_t i = row * heads + g;
       weights[g] += from - first;
       for (std::int64_t at = std::max(from, root_); at < to; ++at) {
-        weights[g][at - from] = node_score_rows[i][entry_at(row, at) - root_];
-      }
-      for (const std::int64_t at : left) {
-        weights[g][at] = -std::numeric_limits<float>::infinity();
-      }
-      soften(weights[g], to - from, span_.scale, *totals[i]);
-      for (std::int64_t k = 0; k < to - from; ++k) {
-        weights[g][k] = rounded_to<Type>(weights[g][k]); // as torch's attention rounds them
+        weights[g][at - from] = node_score_rows[row * heads + g][entry_at(row, at) - root_];
       }
     }
+    weigh(to - from);
     for (std::int64_t at = from, next; at < to; at = next) {
       // Contiguous KV is summed in one call.
       const std::int64_t entry = entry_at(row, at);

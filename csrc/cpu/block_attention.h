@@ -1,6 +1,7 @@
 // Attention of a few tokens over the KV of a sequence, block by block of positions.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "cpu/exact_rows.h"
@@ -18,7 +19,8 @@ struct AttentionSpan {
   Word word;                   // of all arrays
   float scale;
   const void *sinks;  // [heads], or null: sink scores, which take their share of the weights
-  const bool *chosen; // [rows, start + rows]: KV that a row attends to, of what it sees; null: all
+  const bool *chosen; // [rows, chosen_columns]: KV that a row attends to of what it sees; null: all
+  std::int64_t chosen_columns;
 };
 
 // Columns of keys, and the same columns of queries. A score is the sum over all parts.
@@ -48,10 +50,20 @@ private:
   struct Share {
     std::int64_t kv_head, block, first_head, heads; // heads among those that share keys
   };
+  using Bytes = std::vector<std::byte>;
   template <typename Type> void attend_share(const Share &share);
-  // scores[r * heads + g][...] of entries from `first` on, of row r and of head g of a share.
-  void score(const Share &share, std::int64_t first, std::int64_t count,
-             const std::vector<float *> &scores) const;
+  // scores[r * heads + g][...] of `count` entries, of row r behind `first_row` and of head g of a
+  // share. keys: of each part, those of the first entry.
+  void score(const Share &share, std::int64_t first_row, const std::vector<const std::byte *> &keys,
+             std::int64_t count, const std::vector<float *> &scores) const;
+  // The keys of each part at an entry and behind it.
+  std::vector<const std::byte *> keys_at(const Share &share, std::int64_t entry) const;
+  // Entries of what is cached for the share's head, side by side.
+  Bytes copy_of(const Share &share, const void *cached, std::int64_t width,
+                const std::vector<std::int64_t> &entries) const;
+  // The entries that a row attends to, of those at positions that it sees, if it leaves out any.
+  std::optional<std::vector<std::int64_t>> chosen_of(std::int64_t row, std::int64_t from,
+                                                     std::int64_t to) const;
 
   // Of what the queries of a head have of a block: the place of the first.
   std::int64_t partial_at(std::int64_t kv_head, std::int64_t block) const {
@@ -61,11 +73,6 @@ private:
   // The place of the KV at a position that a row sees.
   std::int64_t entry_at(std::int64_t row, std::int64_t position) const {
     return position < root_ ? position : root_ + paths_[row][position - root_];
-  }
-
-  // True if a row attends to the KV at a position that it sees, of those that were chosen.
-  bool attends(std::int64_t row, std::int64_t position) const {
-    return span_.chosen[row * (span_.start + span_.rows) + entry_at(row, position)];
   }
 
   // The first position that a row sees.

@@ -140,6 +140,7 @@ def attention(
     window: int | None,
     cached: tuple[Tensor, Tensor],
     out: Tensor,
+    chosen: Tensor | None = None,
 ) -> None:
     """Run `reference_decoder.attention_out` into out [T, heads * V]; see there for shapes.
 
@@ -148,6 +149,7 @@ def attention(
 
     window  most positions that a row looks back, its own included; None: no limit
     cached  keys [kv_heads, C, D] and values [kv_heads, C, V], where the rows' KV is written
+    chosen  [T, N] bool, N at least start + T: what a row attends to, of what it sees; None: all
     """
     query_norm, key_norm = heads.query_norm, heads.key_norm
     library.call(
@@ -167,6 +169,7 @@ def attention(
         positions.parents,
         out,
         heads.sinks,
+        chosen,
     )
 
 
@@ -187,7 +190,7 @@ def latent_attention(
 
     window  as `attention` has it
     cached  latents [1, C, L] and rotated keys [1, C, R], where the rows' KV is written
-    chosen  [T, start + T] bool: what a row attends to, of what it sees; None: all
+    chosen  as `attention` has it
     """
     library.call(
         "latent_attention",

@@ -151,8 +151,8 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "attention": (
         "(Tensor queries, Tensor keys, Tensor values, Tensor? query_norm, Tensor? key_norm, "
         "float eps, Tensor cos, Tensor sin, Tensor(a!) cached_keys, Tensor(b!) cached_values, "
-        "int start, int window, float scale, Tensor? parents, Tensor(c!) out, Tensor? sinks=None) "
-        "-> ()",
+        "int start, int window, float scale, Tensor? parents, Tensor(c!) out, Tensor? sinks=None, "
+        "Tensor? chosen=None) -> ()",
         reference_decoder.attention_out,
     ),
     "latent_attention": (

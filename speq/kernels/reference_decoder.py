@@ -48,6 +48,7 @@ def attention_out(
     parents: Tensor | None,
     out: Tensor,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> None:
     """Write the KV of T tokens to a cache and attend over it: a chain, or the last T of a tree's N
     nodes. The KV of all nodes is contiguous, and a node sees the KV before the tree, its own and
@@ -67,6 +68,8 @@ def attention_out(
                          chain
     sinks                [heads] or None: each head's sink score, which takes its share of the
                          weights
+    chosen               [T, N] bool, N at least start + T: what a row attends to, of what it sees;
+                         None: all
     """
     rows, (kv_heads, _, width) = len(queries), cached_keys.shape
     end = start + rows
@@ -83,6 +86,8 @@ def attention_out(
         cached[:, :end].repeat_interleave(group, 0) for cached in (cached_keys, cached_values)
     )
     visible = _visible(rows, start, window, parents)
+    if chosen is not None:
+        visible &= chosen[:, :end]
     if sinks is None:
         attended = F.scaled_dot_product_attention(
             turned[0][None], seen_keys[None], seen_values[None], attn_mask=visible, scale=scale
@@ -123,7 +128,7 @@ def latent_attention_out(
     interleaved     the columns that are rotated together are neighbours
     cached_latents, cached_rotary  [1, C, L] and [1, C, R]; the rows' KV is written from `start` on
     out             [T, heads * V]
-    chosen          [T, start + T] bool: what a row attends to, of what it sees; None: all
+    chosen          as `attention_out` has it
     """
     rows, rank, rotary = len(queries), cached_latents.shape[2], cached_rotary.shape[2]
     end = start + rows
@@ -135,12 +140,14 @@ def latent_attention_out(
     cached_rotary[0, start:end] = _rotate_columns(latents[:, rank:], cos, sin, interleaved)
     expanded = F.linear(cached_latents[0, :end], expansion).view(end, heads, -1).transpose(0, 1)
     visible = _visible(rows, start, window, parents)
+    if chosen is not None:
+        visible &= chosen[:, :end]
     rotated_keys = cached_rotary[:, :end].expand(heads, -1, -1)
     attended = F.scaled_dot_product_attention(
         torch.cat((split[..., :key_width], turned), dim=-1)[None],
         torch.cat((expanded[..., :key_width], rotated_keys), dim=-1)[None],
         expanded[..., key_width:][None],
-        attn_mask=visible if chosen is None else visible & chosen,
+        attn_mask=visible,
         scale=scale,
     )[0]
     out.copy_(attended.transpose(0, 1).reshape(rows, -1))

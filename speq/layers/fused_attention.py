@@ -337,11 +337,8 @@ class FusedLatentAttention(FusedMixer):
             return [None] * len(batch.sequences)
         if self.chooses:
             indexer.chosen = [
-                indexer.choose_cached(
-                    hidden_states[each.rows],
-                    query_latents[each.rows],
-                    each.positions,
-                    each.layers[self.layer].row[2][0],
+                each.layers[self.layer].choose(
+                    indexer, each.positions, hidden_states[each.rows], query_latents[each.rows]
                 )
                 for each in batch.sequences
             ]

@@ -56,18 +56,24 @@ class Indexer:
         return self.choose(hidden_states[0], q_resid[0], cos, sin, keys[0], seen)[None]
 
     def choose_cached(
-        self, hidden_states: Tensor, query_latents: Tensor, positions: Positions, cached: Tensor
+        self,
+        hidden_states: Tensor,
+        query_latents: Tensor,
+        positions: Positions,
+        start: int,
+        cached: Tensor,
     ) -> Tensor | None:
         """Choose for rows [T, H] of a sequence: [T, start + T] bool; None: all that they see.
 
         query_latents  [T, L], of their queries
+        positions      all but its start, which a recording lacks
         cached         [C, D], where the rows' keys are written
         """
-        cos, sin, end = positions.cos, positions.sin, positions.start + len(hidden_states)
-        cached[positions.start : end] = self.keys(hidden_states, cos, sin)
+        cos, sin, end = positions.cos, positions.sin, start + len(hidden_states)
+        cached[start:end] = self.keys(hidden_states, cos, sin)
         if end <= self.top_k:
             return None
-        seen = seen_by(len(hidden_states), positions)
+        seen = seen_by(len(hidden_states), start, positions.parents)
         return self.choose(hidden_states, query_latents, cos, sin, cached[:end], seen)
 
     def keys(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -121,15 +127,17 @@ def rows_at(rows: Tensor, places: Tensor) -> Tensor:
     return rows[first:last] if last - first == len(places) else rows[places]
 
 
-def seen_by(rows: int, positions: Positions) -> Tensor:
+def seen_by(rows: int, start: int, parents: Tensor | None) -> Tensor:
     """What rows of a sequence see, [rows, start + rows] bool: all before them, or before their tree
     and above them in it.
+
+    parents  as `Positions` has them
     """
-    seen = torch.ones(rows, positions.start + rows, dtype=torch.bool).tril_(positions.start)
-    if positions.parents is not None:
-        nodes = len(positions.parents)
+    seen = torch.ones(rows, start + rows, dtype=torch.bool).tril_(start)
+    if parents is not None:
+        nodes = len(parents)
         inside = torch.eye(nodes, dtype=torch.bool)
-        for node, parent in enumerate(positions.parents.tolist()[1:], start=1):
+        for node, parent in enumerate(parents.tolist()[1:], start=1):
             inside[node] |= inside[parent]
         seen[:, -nodes:] = inside[-rows:]
     return seen

@@ -19,7 +19,7 @@ from speq.kernels.decoder_ops import Positions
 from speq.layers.cut_backend import CutBackend, IssuedExperts, PassedLayer, again
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
 from speq.models.fused_decoder import FusedDecoder, LocatedSequence
-from speq.models.kv_cache import KVCache
+from speq.models.kv_cache import KVCache, KVLayer
 from speq.models.op_recorder import OpRecorder, Unrecordable
 from speq.models.packed_batch import BatchSpan, states_of
 from speq.models.states import StateLayer
@@ -94,8 +94,15 @@ class PassRecording:
         return self.result.clone()
 
 
-def in_buffers(located: LocatedSequence, number: int) -> LocatedSequence:
-    """A sequence whose positions are in buffers of their own, for a recording."""
+def in_buffers(located: LocatedSequence, number: int, recorder: OpRecorder) -> LocatedSequence:
+    """A sequence whose positions and choices are in buffers of their own, for a recording."""
+    rows, layers, chosen = located.rows, [*located.layers], torch.empty(0)
+    for at, layer in enumerate(layers):
+        if getattr(layer, "index_keys", None) is not None:
+            if not len(chosen):
+                shape = rows.stop - rows.start, layer.get_max_length()
+                chosen = torch.ones(shape, dtype=torch.bool)
+            layers[at] = ChoiceCut(layer, chosen, recorder)
     positions = {
         kind: Positions(
             number,
@@ -106,7 +113,29 @@ def in_buffers(located: LocatedSequence, number: int) -> LocatedSequence:
         )
         for kind, each in located.positions.items()
     }
-    return replace(located, positions=positions)
+    return replace(located, positions=positions, layers=layers)
+
+
+class ChoiceCut:
+    """Places the choices of a layer's indexer in a recording; see `KVLayer.choose`.
+
+    chosen  [T, C] bool: where they lie until the next indexer chooses
+    """
+
+    def __init__(self, layer: KVLayer, chosen: Tensor, recorder: OpRecorder) -> None:
+        self._layer, self._chosen, self._recorder = layer, chosen, recorder
+        self.row = layer.row
+
+    def choose(self, indexer: Any, positions: Positions, *rows: Tensor) -> Tensor:
+        layer, chosen = self._layer, self._chosen
+
+        def part() -> None:
+            made = layer.choose(indexer, positions, *rows)
+            seen = chosen[:, : layer.length.count + len(chosen)]
+            seen.fill_(True) if made is None else seen.copy_(made)
+
+        self._recorder.cut(part)
+        return chosen
 
 
 class RecordedExperts:
@@ -294,7 +323,7 @@ class DecoderRecordings:
     ) -> PassRecording:
         recorder, decoder = OpRecorder(), self._decoder
         inputs = hidden.clone()
-        sequences = [in_buffers(each, number) for number, each in enumerate(located)]
+        sequences = [in_buffers(each, number, recorder) for number, each in enumerate(located)]
         captured: dict[int, Tensor] = {}
 
         def see(layer: int, states: Tensor) -> None:

@@ -378,9 +378,8 @@ class FusedDecoder:
 
     @property
     def recordable(self) -> bool:
-        """True if this machine has all layers, and the host chooses in none what rows attend to."""
-        ends_here = self._next_stage is None and self._layers[-1].next_norm is not None
-        return ends_here and not any(hasattr(each.mixer, "chooser") for each in self._layers)
+        """True if this machine has all layers."""
+        return self._next_stage is None and self._layers[-1].next_norm is not None
 
     def _see(self, layer: int, hidden: Tensor) -> None:
         if self.capture is not None:

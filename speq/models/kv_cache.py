@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from speq.errors import Broken, present
+from speq.kernels.decoder_ops import Positions
 from speq.models.attention import KVShapes
 from speq.models.length import Length
 from speq.models.states import NO_STATES, StateShape, StateSnapshot
@@ -80,6 +81,16 @@ class KVLayer(CacheLayerMixin):
         end = start + index_keys.shape[1]
         held[:, start:end] = index_keys
         return held[:, :end]
+
+    def choose(self, indexer: Any, positions: Positions, *rows: Tensor) -> Tensor | None:
+        """Have an indexer choose for tokens after the length, whose keys it writes: [T, ...] bool
+        of cached tokens; None: all that they see.
+
+        rows  [T, ...] each, what it chooses by
+        """
+        keys = present(self.index_keys, NO_INDEXER)[0, 0]
+        chosen: Tensor | None = indexer.choose_cached(*rows, positions, self.length.count, keys)
+        return chosen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length.count + query_length, 0

@@ -88,7 +88,7 @@ class Problem:
         room = end + 3
         chosen = None
         if case.chosen < 1:
-            chosen = torch.rand(case.rows, end, generator=generator) < case.chosen
+            chosen = torch.rand(case.rows, room, generator=generator) < case.chosen
             chosen[:, 0] = True
         expansion = normal(case.heads * (key + value), rank) * rank**-0.5
         return cls(
@@ -112,7 +112,7 @@ class Problem:
         queries, latents = self.queries[rows], self.latents[rows]
         chosen = self.chosen
         if chosen is not None:
-            chosen = chosen[rows, : start + len(rows)].contiguous()
+            chosen = chosen[rows]
         return replace(self, queries=queries, latents=latents, positions=positions, chosen=chosen)
 
     def copy(self) -> "Problem":

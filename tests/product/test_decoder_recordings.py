@@ -54,7 +54,7 @@ def count_of(model: MoEModel, cache: KVCache) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [each for each in WALKED if each not in INDEXED])
+@pytest.mark.parametrize("family", WALKED)
 @torch.inference_mode()
 def test_recorded_passes_are_the_decoders(
     family: str, dtype: torch.dtype, tiny: Callable[[str], Path]
@@ -69,6 +69,21 @@ def test_recorded_passes_are_the_decoders(
             assert torch.equal(recorded, walked)
         cache.advance(1 + at)
     assert count_of(model, cache) == 2
+
+
+@pytest.mark.parametrize("family", INDEXED)
+@torch.inference_mode()
+def test_one_recording_chooses_below_and_above(family: str, tiny: Callable[[str], Path]) -> None:
+    """Trees of contexts all of which is chosen, and of longer ones: 16 tokens are chosen."""
+    model, cache = loaded(tiny(family), torch.float32)
+    backend = SomeExperts()
+    begin(model, cache, backend, 5)
+    for at in range(20):
+        tokens = SequenceTokens(cache, [at, 5, 7 * at, 9], Tree.of([0, at % 2, 1]))
+        recorded, walked = both(model, backend, tokens)
+        assert torch.equal(recorded, walked)
+        cache.advance(1)
+    assert count_of(model, cache) == 1
 
 
 @torch.inference_mode()
@@ -99,7 +114,7 @@ def test_features_of_recorded_passes(tiny: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [each for each in BY_WALKED if each.values[0] not in INDEXED])
+@pytest.mark.parametrize("family", BY_WALKED)
 @torch.inference_mode()
 def test_trees_and_batches(family: str, dtype: torch.dtype, tiny: Callable[[str], Path]) -> None:
     """Trees of one size that branch elsewhere each time, and sequences that grow apart."""

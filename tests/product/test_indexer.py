@@ -18,7 +18,6 @@ from speq import Generator
 from speq.errors import SpeqError
 from speq.kernels.decoder_ops import Positions
 from speq.layers.indexer import Indexer
-from speq.models.fused_decoder import FusedDecoder
 from speq.models.kv_cache import KVCache
 from speq.models.layer_range import LayerRange
 from speq.models.opened import open_model
@@ -72,7 +71,7 @@ class Rows:
         """Arguments of `Indexer.choose_cached`, without what is cached."""
         tree = None if parents is None else torch.tensor(parents)
         positions = Positions(rows.start, self.cos[rows], self.sin[rows], tree)
-        return self.hidden[rows], self.latents[rows], positions
+        return self.hidden[rows], self.latents[rows], positions, rows.start
 
 
 def sets_of(chosen: Tensor) -> list[set[int]]:
@@ -155,16 +154,6 @@ def test_keys_of_indexers_are_cached_and_planned(family: str, tiny: Folder) -> N
     assert isinstance(cache, KVCache)
     assert cache.nbytes == 10 * 4 * opened.shape.kv_elements_per_token
     assert len(cache.entries(0, 3)) == 6 + indexers
-
-
-@pytest.mark.parametrize("family", INDEXED)
-def test_choices_are_not_recorded(family: str, tiny: Folder) -> None:
-    """The host chooses in each pass, and reads what it chooses by."""
-    generator = Generator.from_pretrained(tiny(family), "64MiB", dtype="float32")
-    model = generator.runtime.model
-    assert isinstance(model.body.forward, FusedDecoder)
-    assert model.recordings is None
-    generator.close()
 
 
 def test_stages_begin_with_an_indexer(tiny: Folder) -> None:
