@@ -96,12 +96,11 @@ std::optional<std::vector<std::int64_t>>
 BlockAttention::chosen_of(std::int64_t row, std::int64_t from, std::int64_t to) const {
   std::vector<std::int64_t> entries;
   for (std::int64_t at = from; at < to && span_.chosen != nullptr; ++at) {
-    const std::int64_t entry = entry_at(row, at);
-    if (span_.chosen[row * span_.chosen_columns + entry]) {
-      entries.push_back(entry);
+    if (attends(row, at)) {
+      entries.push_back(entry_at(row, at));
     }
   }
-  if (span_.chosen == nullptr || from >= to || std::int64_t(entries.size()) == to - from) {
+  if (span_.chosen == nullptr || 4 * std::int64_t(entries.size()) >= 3 * (to - from)) {
     return std::nullopt;
   }
   return entries;
@@ -162,7 +161,7 @@ template <typename Type> void BlockAttention::attend_share(const Share &share) {
       *totals[i] = {to_float(sinks[head]), 1.0f};
     }
   }
-  // Rows that leave out some of what they see here score the others alone.
+  // Rows that leave out much of what they see here score the rest alone.
   std::vector<std::optional<std::vector<std::int64_t>>> chosen(span_.rows);
   bool whole = false;
   for (std::int64_t row = 0; row < span_.rows; ++row) {
@@ -218,6 +217,11 @@ template <typename Type> void BlockAttention::attend_share(const Share &share) {
       weights[g] += from - first;
       for (std::int64_t at = std::max(from, root_); at < to; ++at) {
         weights[g][at - from] = node_score_rows[row * heads + g][entry_at(row, at) - root_];
+      }
+    }
+    for (std::int64_t at = from; at < to && span_.chosen != nullptr; ++at) {
+      for (std::int64_t g = 0; g < heads && !attends(row, at); ++g) {
+        weights[g][at - from] = -std::numeric_limits<float>::infinity();
       }
     }
     weigh(to - from);

@@ -61,7 +61,8 @@ private:
   // Entries of what is cached for the share's head, side by side.
   Bytes copy_of(const Share &share, const void *cached, std::int64_t width,
                 const std::vector<std::int64_t> &entries) const;
-  // The entries that a row attends to, of those at positions that it sees, if it leaves out any.
+  // The entries that a row attends to, of those at positions that it sees, if it is cheaper to copy
+  // them than to score all.
   std::optional<std::vector<std::int64_t>> chosen_of(std::int64_t row, std::int64_t from,
                                                      std::int64_t to) const;
 
@@ -73,6 +74,11 @@ private:
   // The place of the KV at a position that a row sees.
   std::int64_t entry_at(std::int64_t row, std::int64_t position) const {
     return position < root_ ? position : root_ + paths_[row][position - root_];
+  }
+
+  // True if a row attends to the KV at a position that it sees, of those that were chosen.
+  bool attends(std::int64_t row, std::int64_t position) const {
+    return span_.chosen[row * span_.chosen_columns + entry_at(row, position)];
   }
 
   // The first position that a row sees.

@@ -80,7 +80,7 @@ def test_norm_rounds_twice() -> None:
 class AttentionCase:
     """norm: columns that a norm of queries and keys takes, 0 for none, -1 for all of a row.
     tree: parents of the nodes behind a root; empty: a chain. values: columns of a head of values, 0
-    for those of keys.
+    for those of keys. chosen: share of what rows see that they attend to, besides their own.
     """
 
     rows: int
@@ -93,6 +93,7 @@ class AttentionCase:
     window: int | None
     tree: tuple[int, ...] = ()
     values: int = 0
+    chosen: float = 1.0
 
     @property
     def parents(self) -> Tensor | None:
@@ -113,6 +114,8 @@ CASES = [
     AttentionCase(3, 2046, 16, 4, 128, 128, 128, 1500),
     AttentionCase(5, 37, 4, 2, 24, 8, 0, None, values=16),
     AttentionCase(2, 700, 4, 1, 16, 16, 16, 100, values=40),
+    AttentionCase(4, 1030, 6, 2, 16, 16, 0, None, values=24, chosen=0.3),
+    AttentionCase(3, 700, 4, 2, 16, 16, 16, 650, chosen=0.9),
 ]
 
 
@@ -126,6 +129,7 @@ class Problem:
     heads: Heads
     positions: Positions
     cached: tuple[Tensor, Tensor]
+    chosen: Tensor | None = None
 
     @classmethod
     def of(cls, case: AttentionCase, dtype: torch.dtype) -> "Problem":
@@ -140,6 +144,10 @@ class Problem:
 
         angles = normal(case.rows, case.rotary // 2, seed=8).repeat(1, 2)
         entries = case.kv_heads, case.start + case.rows + 3
+        chosen = None
+        if case.chosen < 1:
+            chosen = normal(case.rows, entries[1], seed=9).sigmoid() < case.chosen
+            chosen.diagonal(case.start).fill_(True)
         return cls(
             rows(case.heads, 1),
             rows(case.kv_heads, 2),
@@ -150,6 +158,7 @@ class Problem:
                 normal(*entries, case.width, dtype=dtype, seed=6),
                 normal(*entries, value_width, dtype=dtype, seed=7),
             ),
+            chosen,
         )
 
     def part(self, first: int, last: int) -> "Problem":
@@ -157,7 +166,8 @@ class Problem:
         at, rows = self.positions, slice(first, last)
         positions = Positions(at.start + first, at.cos[rows], at.sin[rows])
         parts = (self.queries[rows], self.keys[rows], self.values[rows])
-        return Problem(*parts, self.heads, positions, self.cached)
+        chosen = None if self.chosen is None else self.chosen[rows]
+        return Problem(*parts, self.heads, positions, self.cached, chosen)
 
     def run(self, window: int | None) -> Tensor:
         keys, values = self.cached
@@ -172,6 +182,7 @@ class Problem:
             window,
             self.cached,
             out,
+            self.chosen,
         )
         return out
 
@@ -186,6 +197,7 @@ TREES = [
     AttentionCase(3, 509, 2, 2, 24, 24, 0, None, (0, 0, 0, 2, 3, 5, 5, 6)),
     AttentionCase(6, 1022, 4, 1, 136, 8, 0, 600, (0, 1, 0, 3, 1)),
     AttentionCase(6, 2045, 6, 1, 48, 48, 0, None, (0, 1, 0, 3, 1)),
+    AttentionCase(6, 509, 6, 2, 48, 48, 0, None, (0, 1, 0, 3, 1), chosen=0.5),
     AttentionCase(40, 60, 2, 1, 16, 16, 0, 7, tuple(at * at % (at + 1) for at in range(39))),
 ]
 
@@ -211,6 +223,7 @@ def test_attention_is_torchs(case: AttentionCase, dtype: torch.dtype) -> None:
         case.width**-0.5,
         case.parents,
         wanted,
+        chosen=plain.chosen,
     )
     attended = ours.run(case.window)
     for mine, theirs in zip(ours.cached, plain.cached, strict=True):
@@ -254,6 +267,8 @@ def test_attention_with_sinks_is_that_of_gpt_oss(case: AttentionCase, dtype: tor
         path = path_to(len(parents) - case.rows + row, parents)
         seen = [*range(root), *(root + node for node in path)]
         mask[row, seen[-(case.window or end) :]] = 0
+    if problem.chosen is not None:
+        mask[~problem.chosen[:, :end]] = torch.finfo(dtype).min
     turned = Problem.of(case, dtype)
     queries = torch.zeros_like(turned.queries)
     # Its queries, as the op turns them: as keys of as many heads.
