@@ -24,9 +24,11 @@ void rms_norm_out(Tensor inputs, std::optional<Tensor> added, Tensor weight, dou
   check(weight, "weight", 1, weight.scalar_type() == type ? type : ScalarType::Float);
   check(out, "out", 2, type);
   const std::int64_t rows = inputs.size(0), columns = inputs.size(1);
-  STD_TORCH_CHECK(weight.size(0) == columns && out.size(0) == rows && out.size(1) == columns &&
+  const std::int64_t groups = columns > 0 ? weight.size(0) / columns : 0; // rows take them in turn
+  STD_TORCH_CHECK(groups > 0 && weight.size(0) == groups * columns && rows % groups == 0 &&
+                      out.size(0) == rows && out.size(1) == columns &&
                       added.has_value() == sums.has_value(),
-                  "inputs [R, H], weight [H] and out [R, H] do not fit together");
+                  "inputs [R, H], weight [G * H] and out [R, H] do not fit together");
   for (const std::optional<Tensor> &tensor : {added, sums}) {
     if (tensor.has_value()) {
       check(*tensor, "added and sums", 2, type);
@@ -50,12 +52,13 @@ void rms_norm_out(Tensor inputs, std::optional<Tensor> added, Tensor weight, dou
           }
         }
         const Type *normed = (others == nullptr ? values : totals) + first;
+        const std::int64_t at = row % groups * columns;
         if (weight.scalar_type() == type) {
-          rms_norm(normed, static_cast<const Type *>(weight.const_data_ptr()), columns, float(eps),
-                   outs + first);
+          rms_norm(normed, static_cast<const Type *>(weight.const_data_ptr()) + at, columns,
+                   float(eps), outs + first);
         } else {
-          rms_norm(normed, static_cast<const float *>(weight.const_data_ptr()), columns, float(eps),
-                   outs + first);
+          rms_norm(normed, static_cast<const float *>(weight.const_data_ptr()) + at, columns,
+                   float(eps), outs + first);
         }
       }
     });

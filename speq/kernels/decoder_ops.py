@@ -36,7 +36,8 @@ NO_WINDOW = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """An RMS norm over groups of n neighbouring columns: weight [n] and epsilon.
+    """An RMS norm over groups of n neighbouring columns: weight [n], or [G * n] of G groups that
+    differ, and epsilon.
 
     A weight of float32 has rows of 16 bits rounded once, at the end, and not before as well.
     """

@@ -21,14 +21,15 @@ def rms_norm_out(
     """Write the RMS norm of rows [R, H] to out [R, H], both of one dtype.
 
     added   [R, H] or None: added to inputs first; the sum is written to sums [R, H]
-    weight  [H], of the rows' dtype: they are rounded to it before they are multiplied; or float32:
-            they are rounded once, at the end
+    weight  [G * H], of G rows after one another, of the rows' dtype: they are rounded to it before
+            they are multiplied; or float32: they are rounded once, at the end
     """
     if added is not None and sums is not None:
         inputs = sums.copy_(inputs + added)
     wide = inputs.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    out.copy_(weight * normed.to(weight.dtype))
+    groups = weight.view(-1, inputs.shape[1])
+    out.copy_((groups * normed.to(weight.dtype).view(-1, *groups.shape)).view(out.shape))
 
 
 def attention_out(

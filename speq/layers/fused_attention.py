@@ -35,7 +35,7 @@ ATTENTIONS = frozenset(
     )
 )
 # Classes whose results are multiplied by gates that their queries' projection makes as well.
-GATED_ATTENTIONS = frozenset({"Qwen3NextAttention", "Qwen3_5MoeAttention"})
+GATED_ATTENTIONS = frozenset({"Qwen3NextAttention", "Qwen3_5MoeAttention", "Qwen4ExpTextAttention"})
 # Classes whose results are multiplied by gates of a projection of their own.
 SCALED_ATTENTIONS = frozenset({"LagunaAttention", "AfmoeAttention"})
 # Classes that rotate heads before they norm them, or as complex numbers, and whether they do the
@@ -65,7 +65,7 @@ HALF_TURNS = frozenset({"GptOssRotaryEmbedding"})
 # Their cos and sin are float32 whatever the rows are.
 WIDE_TURNS = frozenset({"FlexOlmoRotaryEmbedding"})
 # They take positions [3, 1, P] in time, height and width, which are alike in text.
-GRID_TURNS = frozenset({"Qwen3_5MoeTextRotaryEmbedding"})
+GRID_TURNS = frozenset({"Qwen3_5MoeTextRotaryEmbedding", "Qwen4ExpTextRotaryEmbedding"})
 # They return complex numbers in place of cos and sin.
 COMPLEX_TURNS = frozenset({"DeepseekV2RotaryEmbedding"})
 # Their cos and sin are for complex numbers, twice over.
@@ -97,11 +97,13 @@ class DecodeSpan:
 class DecodeBatch:
     """New tokens of all sequences, given to attention in place of a mask.
 
-    window  most positions a token looks back, its own included; None: no limit
+    window     most positions a token looks back, its own included; None: no limit
+    token_ids  [T] of all
     """
 
     sequences: Sequence[DecodeSpan]
     window: int | None
+    token_ids: Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -119,12 +121,13 @@ class FusedMixer(ABC):
     def __call__(
         self,
         hidden_states: Tensor,
+        *turns: Any,
         attention_mask: Any = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         if not isinstance(attention_mask, DecodeBatch):
             attended: tuple[Tensor, None] = self.forward(
-                hidden_states, attention_mask=attention_mask, **others
+                hidden_states, *turns, attention_mask=attention_mask, **others
             )
             return attended
         refuse_unknown(type(self).__name__, others, ())
@@ -135,15 +138,38 @@ class FusedMixer(ABC):
         """Attend: the results of all heads, [T, heads * V]."""
 
 
+def choose(indexer: Any, batch: DecodeBatch, layer: int, *rows: Tensor) -> list[Tensor | None]:
+    """What rows attend to of what `layer` caches, sequence by sequence, as `decoder_ops.attention`
+    has it.
+
+    indexer  chooses by rows [T, ...]; None: nothing does
+    """
+    if indexer is None:
+        return [None] * len(batch.sequences)
+    return [
+        each.layers[layer].choose(indexer, each.positions, *(part[each.rows] for part in rows))
+        for each in batch.sequences
+    ]
+
+
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, heads: Heads, batch: DecodeBatch, layer: int
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: Heads,
+    batch: DecodeBatch,
+    layer: int,
+    chosen: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """Attend sequence by sequence over what `layer` caches: [T, heads * V]."""
-    cached_keys, cached_values = batch.sequences[0].layers[layer].row
+    """Attend sequence by sequence over what `layer` caches: [T, heads * V].
+
+    chosen  what `choose` returned; None: nothing was chosen
+    """
+    cached_keys, cached_values = batch.sequences[0].layers[layer].row[:2]
     heads_of_rows = queries.shape[1] // cached_keys.shape[2]
     mixed = queries.new_empty(len(queries), heads_of_rows * cached_values.shape[2])
     alone = len(batch.sequences) == 1
-    for sequence in batch.sequences:
+    for at, sequence in enumerate(batch.sequences):
         decoder_ops.attention(
             queries if alone else queries[sequence.rows],
             keys if alone else keys[sequence.rows],
@@ -151,8 +177,9 @@ def attend(
             heads,
             sequence.positions,
             batch.window,
-            sequence.layers[layer].row,
+            sequence.layers[layer].row[:2],
             mixed if alone else mixed[sequence.rows],
+            None if chosen is None else chosen[at],
         )
     return mixed
 
@@ -216,20 +243,23 @@ class FusedGatedAttention(FusedMixer):
     projections  of queries with their gates, head by head, of keys and of values
     norms        of heads of queries and of keys
     width        of a head
+    indexer      chooses what rows attend to; None: all that they see
     """
 
     projections: tuple[nn.Module, nn.Module, nn.Module]
     norms: tuple[RMSNorm, RMSNorm]
     scale: float
     width: int
+    indexer: Any = None
 
     def mix(self, hidden_states: Tensor, batch: DecodeBatch) -> Tensor:
+        chosen = choose(self.indexer, batch, self.layer, hidden_states)
         both, keys, values = (project(hidden_states) for project in self.projections)
         parts = both.view(len(both), -1, 2 * self.width).chunk(2, -1)
         queries, gates = (part.contiguous().view(len(both), -1) for part in parts)
         queries = norm_heads(queries, self.norms[0])
         keys = norm_heads(keys, self.norms[1])
-        mixed = attend(queries, keys, values, Heads(self.scale), batch, self.layer)
+        mixed = attend(queries, keys, values, Heads(self.scale), batch, self.layer, chosen)
         return mixed * gates.sigmoid()
 
 
@@ -331,18 +361,14 @@ class FusedLatentAttention(FusedMixer):
     def choose(
         self, hidden_states: Tensor, query_latents: Tensor, batch: DecodeBatch
     ) -> Sequence[Tensor | None]:
-        """What rows attend to, sequence by sequence, as `decoder_ops.latent_attention` has it."""
+        """What rows attend to, as `choose` has it."""
         indexer = self.indexer
-        if indexer is None:
-            return [None] * len(batch.sequences)
-        if self.chooses:
-            indexer.chosen = [
-                each.layers[self.layer].choose(
-                    indexer, each.positions, hidden_states[each.rows], query_latents[each.rows]
-                )
-                for each in batch.sequences
-            ]
-        return indexer.chosen
+        if indexer is not None and not self.chooses:
+            return indexer.chosen
+        chosen = choose(indexer, batch, self.layer, hidden_states, query_latents)
+        if indexer is not None:
+            indexer.chosen = chosen
+        return chosen
 
 
 # Usual names of the norms of queries and keys.
@@ -440,6 +466,7 @@ def fused_gated_attention(module: Any) -> FusedGatedAttention:
         (wide_norm_of(module.q_norm), wide_norm_of(module.k_norm)),
         module.scaling,
         module.head_dim,
+        module.indexer.forward if hasattr(module, "indexer") else None,
     )
 
 

@@ -104,17 +104,20 @@ def own_forward(module: nn.Module) -> Forward:
 class FusedNorm:
     """A fused RMS norm of rows [T, H]. Given `others`, it adds them first and returns the sum as
     well.
+
+    group  columns that are normed together, where rows are normed in parts; None: all
     """
 
     norm: RMSNorm
     forward: Forward
+    group: int | None = None
 
     def __call__(self, hidden_states: Tensor, others: Tensor | None = None) -> Any:
         if others is not None:
             return decoder_ops.add_rms_norm(hidden_states, others, self.norm)
         if not decoder_ops.takes(hidden_states) or not hidden_states.is_contiguous():
             return self.forward(hidden_states)
-        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        rows = hidden_states.view(-1, self.group or hidden_states.shape[-1])
         return decoder_ops.rms_norm(rows, self.norm).view(hidden_states.shape)
 
 
@@ -155,10 +158,9 @@ class FusedRouter:
 def fuse_norm(module: nn.Module) -> bool:
     """Replace the forward of a usual norm by FusedNorm. Return True if it was replaced."""
     name = type(module).__name__
-    if getattr(module, "group_size", None) is not None:  # rows are normed in parts
-        return False
     if name in NORMS_ROUNDED_ONCE and hasattr(module, "weight"):
-        module.forward = FusedNorm(wide_norm_of(module), own_forward(module))
+        group = getattr(module, "group_size", None)
+        module.forward = FusedNorm(wide_norm_of(module), own_forward(module), group)
         return True
     if name not in NORMS:
         return False

@@ -60,6 +60,7 @@ PassShape = tuple[ExpertBackend, tuple[SequenceShape, ...]]
 class PassRecording:
     """A recorded pass of T tokens.
 
+    token_ids  [T]
     inputs     [T, H], the embedded tokens
     sequences  in the pass's buffers; in place of its start each position has its sequence's number
     captured   inputs of the layers that drafters read, by layer
@@ -68,15 +69,21 @@ class PassRecording:
 
     recorder: OpRecorder
     experts: "RecordedExperts"
+    token_ids: Tensor
     inputs: Tensor
     sequences: list[LocatedSequence]
     captured: dict[int, Tensor]
     result: Tensor
 
     def run(
-        self, hidden: Tensor, starts: Sequence[int], sequences: Sequence[LocatedSequence]
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        starts: Sequence[int],
+        sequences: Sequence[LocatedSequence],
     ) -> Tensor:
         """Run the pass. Returns [T, H], which the next run leaves alone."""
+        self.token_ids.copy_(token_ids)
         self.inputs.copy_(hidden)
         for buffers, located in zip(self.sequences, sequences, strict=True):
             for kind, buffer in buffers.positions.items():
@@ -201,6 +208,10 @@ class StateCut:
     def __init__(self, layer: StateLayer, recorder: OpRecorder) -> None:
         self._layer, self._recorder = layer, recorder
 
+    def __getattr__(self, name: str) -> "StateCut":
+        """The same of a part of the layer's cache."""
+        return StateCut(getattr(self._layer, name), self._recorder)
+
     def run(self, rows: Any, parts: Any) -> Tensor:
         layer, output = self._layer, self._layer.output(rows, parts)
         self._recorder.cut(lambda: output.copy_(layer.run(rows, parts)))
@@ -283,18 +294,20 @@ class DecoderRecordings:
         if recorded is None and not (held.is_frequent(shape) and self._make_room(held)):
             return None
         decoder = self._decoder
-        hidden = decoder.embed(token_ids[0])
+        token_ids = token_ids[0]
+        hidden = decoder.embed(token_ids)
         sequences = [decoder.locate(span, hidden) for span in spans]
         if recorded is None:
             try:
-                recorded = self._record(backend, spans, sequences, hidden, windows)
+                recorded = self._record(backend, spans, sequences, token_ids, hidden, windows)
             except Unrecordable as reason:
                 self._why_not = str(reason)
                 logger.debug("passes run module by module: %s", reason)
                 return None
             del held.counts[shape]
             held.passes[shape] = recorded, self._ran
-        result = recorded.run(hidden, [span.cache.length for span in spans], sequences)
+        starts = [span.cache.length for span in spans]
+        result = recorded.run(token_ids, hidden, starts, sequences)
         if decoder.capture is not None:
             for layer, state in recorded.captured.items():
                 decoder.capture.see(layer, state)
@@ -318,11 +331,12 @@ class DecoderRecordings:
         backend: ExpertBackend,
         spans: Sequence[BatchSpan],
         located: Sequence[LocatedSequence],
+        token_ids: Tensor,
         hidden: Tensor,
         windows: dict[str, int | None],
     ) -> PassRecording:
         recorder, decoder = OpRecorder(), self._decoder
-        inputs = hidden.clone()
+        token_ids, inputs = token_ids.clone(), hidden.clone()
         sequences = [in_buffers(each, number, recorder) for number, each in enumerate(located)]
         captured: dict[int, Tensor] = {}
 
@@ -338,7 +352,7 @@ class DecoderRecordings:
         try:
             with recorder:
                 states = RecordedStates(states_of(spans).layers, recorder)
-                result = decoder.walk(inputs, sequences, windows, states, see)
+                result = decoder.walk(token_ids, inputs, sequences, windows, states, see)
         finally:
             self._switch.use(active)
-        return PassRecording(recorder, experts, inputs, sequences, captured, result)
+        return PassRecording(recorder, experts, token_ids, inputs, sequences, captured, result)

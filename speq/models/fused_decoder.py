@@ -52,6 +52,8 @@ NORMS_BEHIND = {
 }
 # Layers that have those alone.
 NORMED_BEHIND_ALONE = frozenset({"FlexOlmoDecoderLayer"})
+# Layers that pass on several rows of a token, side by side, and norm them as they mix them.
+STREAM_LAYERS = frozenset({"Qwen4ExpTextDecoderLayer"})
 # Names of the norms before a layer's mixer and before its feed-forward, or before its only part.
 NORM_NAMES = (
     ("input_layernorm", "pre_mlp_layernorm"),
@@ -297,6 +299,31 @@ class FusedGemmaLayer(FusedLayer):
         return hidden, None if self.next_norm is None else self.next_norm(hidden)
 
 
+@dataclass(frozen=True, slots=True)
+class FusedStreamLayer(FusedLayer):
+    """A layer that passes on several rows of a token, side by side. A mix of them is the input of
+    each part, whose result is added to each of them by a weight of its own.
+
+    layer  of Qwen4-Exp; what mixes the rows, and features of n-grams if it has any, are modules of
+           it
+    """
+
+    layer: Any = field(kw_only=True)
+
+    def run(
+        self, hidden: Tensor, normed: Tensor, batches: Mapping[str, DecodeBatch], states: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        layer = self.layer
+        if layer.ple is not None:
+            token_ids = batches[self.kind].token_ids
+            hidden = hidden + layer.ple(hidden[None], token_ids[None], states)[0]
+        mixed, hidden, weights = layer.attn_hyper_connection(hidden)
+        hidden = add_to_each(hidden, self.mix(mixed, batches, states), weights)
+        mixed, hidden, weights = layer.mlp_hyper_connection(hidden)
+        hidden = add_to_each(hidden, self.feed(mixed), weights)
+        return hidden, None if self.next_norm is None else self.next_norm(hidden)
+
+
 class FusedDecoder:
     """Replacement of a model's forward, without its head.
 
@@ -311,7 +338,7 @@ class FusedDecoder:
     ) -> None:
         self.capture: HiddenStateCapture | None = None
         self._forward, self._kinds = own_forward(body), frozenset(kinds)
-        self._embed = body.get_input_embeddings()
+        self._embed, self._streams = body.get_input_embeddings(), family.streams_of(body.config)
         width = getattr(body.config, "qk_rope_head_dim", 0)
         turns = cos_and_sin(family.rotary_of(body), kinds, width)
         scale = query_scale_of(body.config)
@@ -340,33 +367,36 @@ class FusedDecoder:
         if not isinstance(attention_mask, AttentionWindows):
             return self._forward(*args, attention_mask=attention_mask, **others)
         refuse_unknown(type(self).__name__, others, ("input_ids",))
-        hidden = self.embed(others["input_ids"][0])
+        token_ids = others["input_ids"][0]
+        hidden = self.embed(token_ids)
         sequences = [self.locate(span, hidden) for span in attention_mask.spans]
         states = states_of(attention_mask.spans)
-        made = self.walk(hidden, sequences, attention_mask.of, states, self._see)
+        made = self.walk(token_ids, hidden, sequences, attention_mask.of, states, self._see)
         return DecoderOutput(made[None])
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Inputs of the first layer for T tokens: [T, H]."""
+        """Inputs of the first layer for T tokens: [T, H], H of all rows that a token has."""
         hidden: Tensor = self._embed(token_ids)
-        return hidden
+        return hidden if self._streams == 1 else hidden.repeat(1, self._streams)
 
     def walk(
         self,
+        token_ids: Tensor,
         hidden: Tensor,
         sequences: Sequence[LocatedSequence],
         windows: Mapping[str, int | None],
         states: Any,
         see: Callable[[int, Tensor], None],
     ) -> Tensor:
-        """Run rows [T, H] through the layers. Return the last hidden states [T, H].
+        """Run tokens [T], embedded as rows [T, H], through the layers. Return the last hidden
+        states [T, H].
 
         windows  of each kind of layer, as AttentionWindows has them
         states   a cache with those of all sequences, for layers that keep some
         see      called with the number and the input of each layer
         """
         batches = {
-            kind: DecodeBatch([each.span(kind) for each in sequences], window)
+            kind: DecodeBatch([each.span(kind) for each in sequences], window, token_ids)
             for kind, window in windows.items()
             if kind in self._kinds
         }
@@ -464,6 +494,11 @@ def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tenso
     return hidden, norm(hidden)
 
 
+def add_to_each(hidden: Tensor, update: Tensor, weights: Tensor) -> Tensor:
+    """Add an update [T, H] to each of N rows [T, N * H] of a token by its weight [T, N]."""
+    return hidden + (update.unsqueeze(1) * weights.unsqueeze(2)).flatten(1)
+
+
 def fuse_parts(model: Any, family: Family) -> None:
     """Run few rows through fused norms and routers on the CPU, where these are of known kinds."""
     for module in model.modules():
@@ -478,6 +513,8 @@ def fused_layer(layer: Any, parts: tuple[Any, ...]) -> FusedLayer:
     name = type(layer).__name__
     if name in GEMMA_LAYERS:
         return FusedGemmaLayer(*parts, layer=layer)
+    if name in STREAM_LAYERS:
+        return FusedStreamLayer(*parts, layer=layer)
     if name in NORMS_BEHIND:
         mixer, mlp = (getattr(layer, each) for each in NORMS_BEHIND[name])
         return FusedNormedLayer(*parts, behind=(mixer, mlp))
@@ -491,7 +528,7 @@ def norms_of(layer: Any) -> tuple[nn.Module, ...]:
     """The norms before a decoder layer's mixer and before its feed-forward, or before its only
     part.
     """
-    if type(layer).__name__ in NORMED_BEHIND_ALONE:
+    if type(layer).__name__ in NORMED_BEHIND_ALONE | STREAM_LAYERS:
         return nn.Identity(), nn.Identity()
     for names in NORM_NAMES:
         if all(hasattr(layer, name) for name in names):

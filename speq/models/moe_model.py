@@ -137,8 +137,7 @@ class MoEModel:
                 types = zip(hf_model.model.layers, self._config.layer_types, strict=False)
                 kinds = [kind for layer, kind in types if layer in layers]
             ahead = host_rope(family, hf_model.model) is None
-            if not family.stand_ins:  # a pass with those is transformers' own
-                install_fused_decoder(hf_model, family, self._states, kinds, ahead)
+            install_fused_decoder(hf_model, family, self._states, kinds, ahead)
         decoder = hf_model.model.forward
         self._fused = isinstance(decoder, FusedDecoder)
         # Of passes of few tokens, on the CPU; None: there are none.

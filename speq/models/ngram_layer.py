@@ -127,8 +127,15 @@ class TokenLayer(ConvLayer):
     """The last tokens of one sequence, less the end of text, which is before its first one."""
 
     def run(self, rows: Tensor, parts: Any) -> Tensor:
-        """Return each token of [T, 1] with those before it: [T, taps]. parts: not looked at"""
-        return self.windows(rows)[..., 0].clone()
+        """Read what belongs to each token of [T, 1], with those before it, from the table of
+        `NGramFeatures`: [T, heads * width].
+        """
+        found: Tensor = parts.read(self.windows(rows)[..., 0])
+        return found
+
+    def output(self, rows: Tensor, parts: Any) -> Tensor:
+        made: Tensor = parts.empty(len(rows))
+        return made
 
 
 class NGramLayer(RecurrentLayer):
@@ -254,7 +261,7 @@ class NGramFeatures:
         module, layer = self._module, None
         if cache is not None:
             layer = cache.layers[module.layer_idx]
-        rows = self._rows(token_ids[0], layer).to(hidden_states.dtype)[None]
+        rows = self._rows(token_ids[0], layer)[None]
         streams = (module.hc_count, module.hidden_size)
         keys = module.norm_key(module.key_proj(rows)).unflatten(-1, streams)
         queries = module.norm_query(hidden_states).unflatten(-1, streams)
@@ -272,15 +279,27 @@ class NGramFeatures:
     def _rows(self, token_ids: Tensor, layer: Any) -> Tensor:
         """Rows of the table for tokens [T], side by side: [T, heads * width]."""
         own = self._module.ple_embedding
+        since_end = token_ids[:, None] - own.eos_token_id
+        if layer is not None:
+            read: Tensor = layer.tokens.run(since_end, self)
+            return read
+        padded = functional.pad(since_end, (0, 0, own.ngram_size - 1, 0))
+        return self.read(windows_in(padded, own.ngram_size)[..., 0])
+
+    def empty(self, count: int) -> Tensor:
+        """Allocate what `read` returns of so many tokens."""
+        module = self._module
+        made: Tensor = module.norm_key.weight.new_empty(count, module.value_proj.exact.columns)
+        return made
+
+    def read(self, since_end: Tensor) -> Tensor:
+        """Rows of the table, side by side, of tokens with those before them, less the end of text:
+        [T, taps] to [T, heads * width].
+        """
+        own = self._module.ple_embedding
         count, end = own.ngram_size, own.eos_token_id
-        since_end = token_ids[:, None] - end
-        if layer is None:
-            padded = functional.pad(since_end, (0, 0, count - 1, 0))
-            tokens = windows_in(padded, count)[..., 0] + end
-        else:
-            tokens = layer.tokens.run(since_end, None) + end
         # The token itself comes first. What is behind an end of text is another one's.
-        tokens = tokens.flip(1)
+        tokens = since_end.flip(1) + end
         behind = functional.pad((tokens[:, 1:] == end).cumsum(1) > 0, (1, 0))
         parts = torch.where(behind, end, tokens) * own.layer_multipliers[:count]
         mixed, made = parts[:, 0], []
@@ -291,4 +310,4 @@ class NGramFeatures:
             made.append(torch.remainder(mixed[:, None], sizes) + offsets)
         ids = torch.cat(made, 1)
         rows: Tensor = getattr(own, TABLE)(ids.flatten())
-        return rows.view(len(ids), -1)
+        return rows.view(len(ids), -1).to(self._module.norm_key.weight.dtype)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speq.kernels.decoder_ops import Positions
+from speq.layers.indexer import seen_by
 from speq.models.attention import SELECTED_ELEMENTS
 
 
@@ -40,19 +42,47 @@ class TokenIndexer:
         cache: Any,
     ) -> Tensor:
         """Select for rows [1, T, H] of what a mask [1, 1, T, N] bool shows: a mask again."""
+        queries, keys = self._project(hidden_states)
+        if cache is not None:
+            keys = cache.layers[self._module.layer_idx].update_indexer(keys)
+        visible = attention_mask[0, 0]
+        if self._sees_all(int(visible.sum(1).max())):
+            return attention_mask
+        queries = self._turned(queries, *position_embeddings)
+        return self._select(queries, keys[0], visible)[None, None]
+
+    def choose_cached(
+        self, hidden_states: Tensor, positions: Positions, start: int, cached: Tensor
+    ) -> Tensor | None:
+        """Select for rows [T, H] of a sequence, as `Indexer.choose_cached` does."""
+        queries, keys = self._project(hidden_states[None])
+        end = start + len(hidden_states)
+        cached[start:end] = keys[0]
+        if self._sees_all(end):
+            return None
+        queries = self._turned(queries, positions.cos[None], positions.sin[None])
+        visible = seen_by(len(hidden_states), start, positions.parents)
+        return self._select(queries, cached[:end], visible)
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of rows [1, T, H], neither normed nor rotated yet."""
         module, width = self._module, self._module.index_head_dim
         queries, keys = module.index_qk_proj(hidden_states).split(
             [module.index_n_heads * width, module.index_kv_heads * width], 2
         )
-        if cache is not None:
-            keys = cache.layers[module.layer_idx].update_indexer(keys)
-        visible = attention_mask[0, 0]
-        if int(visible.sum(1).max()) // module.compress_ratio <= module.block_topk:
-            return attention_mask
-        queries = module.q_layernorm(queries.unflatten(2, (-1, width)))
-        cos, sin = position_embeddings
-        queries = self._rotate(queries, cos=cos, sin=sin, unsqueeze_dim=2)[0]
-        return self._select(queries, keys[0], visible)[None, None]
+        return queries, keys
+
+    def _sees_all(self, count: int) -> bool:
+        """True if all of so many tokens are selected."""
+        module = self._module
+        return bool(count // module.compress_ratio <= module.block_topk)
+
+    def _turned(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads of queries [1, T, heads * D], normed and rotated: [T, heads, D]."""
+        module = self._module
+        heads = module.q_layernorm(queries.unflatten(2, (-1, module.index_head_dim)))
+        turned: Tensor = self._rotate(heads, cos=cos, sin=sin, unsqueeze_dim=2)[0]
+        return turned
 
     def _select(self, queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
         """Select by queries [T, heads, D] and keys [N, D] of what a mask [T, N] shows: [T, N]."""

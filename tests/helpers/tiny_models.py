@@ -603,7 +603,7 @@ UNLIKE_IN_CACHES = tuple(
 )
 # Families with layers that select the tokens attention sees. Their passes are transformers', but
 # for experts.
-SELECTING = tuple(family for family in ("minimax_m3_vl", "qwen4_exp") if family in FAMILIES)
+SELECTING = tuple(family for family in ("minimax_m3_vl",) if family in FAMILIES)
 MARKS: dict[str, Any] = dict.fromkeys(LIKE_OTHERS, pytest.mark.wide)
 MARKS |= dict.fromkeys(ALIKE, pytest.mark.full)
 BY_FAMILY = [

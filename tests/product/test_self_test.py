@@ -188,7 +188,7 @@ def test_other_modules_refuse_what_they_do_not_know() -> None:
     linear = torch.nn.Identity()
     attention = FusedAttention(linear, 0, lambda: None, (linear,) * 3, Heads(1.0, None, None))
     with pytest.raises(SpeqError, match="passes cache to FusedAttention"):
-        attention(rows[0], attention_mask=DecodeBatch([], None), cache=None)
+        attention(rows[0], attention_mask=DecodeBatch([], None, torch.empty(0)), cache=None)
     layer = KVCache(1, ((2, 4), (2, 4)), 3, torch.float32, torch.device("cpu")).layers[0]
     with pytest.raises(TypeError):
         layer.update(heads, heads, more=1)
