@@ -279,6 +279,70 @@ void combine_out(Tensor outputs, Tensor topk_weights, Tensor out) {
   });
 }
 
+template <typename Type> float rounded_sigmoid(float value) {
+  return rounded_to<Type>(1.0f / (1.0f + std::exp(-value)));
+}
+
+// Rows [T, N * H], N of each token.
+std::int64_t streams_of(const Tensor &rows, const char *name, const Tensor &whole,
+                        ScalarType type) {
+  check(rows, name, 2, type);
+  check(whole, "rows of a token together", 2, type);
+  const std::int64_t columns = whole.size(1);
+  STD_TORCH_CHECK(rows.size(0) == whole.size(0) && columns > 0 && rows.size(1) % columns == 0, name,
+                  " must be [T, N * H], and others [T, H]");
+  return rows.size(1) / columns;
+}
+
+void mix_streams_out(Tensor normed, Tensor gates, Tensor out) {
+  const ScalarType type = normed.scalar_type();
+  const std::int64_t streams = streams_of(normed, "normed", out, type), columns = out.size(1);
+  STD_TORCH_CHECK(streams_of(gates, "gates", out, type) == streams, "gates must be as normed");
+  with_type(word_of(normed, "normed"), [&](auto word) {
+    using Type = decltype(word);
+    const auto *rows = static_cast<const Type *>(normed.const_data_ptr());
+    const auto *weights = static_cast<const Type *>(gates.const_data_ptr());
+    auto *mixed = static_cast<Type *>(out.mutable_data_ptr());
+    for (std::int64_t row = 0; row < out.size(0); ++row) {
+      for (std::int64_t i = 0; i < columns; ++i) {
+        float sum = 0.0f;
+        for (std::int64_t n = 0; n < streams; ++n) {
+          const std::int64_t at = (row * streams + n) * columns + i;
+          sum +=
+              rounded_to<Type>(rounded_sigmoid<Type>(to_float(weights[at])) * to_float(rows[at]));
+        }
+        store(sum / float(streams), mixed[row * columns + i]);
+      }
+    }
+  });
+}
+
+void add_streams_out(Tensor hidden, Tensor update, Tensor gates, Tensor out) {
+  const ScalarType type = hidden.scalar_type();
+  const std::int64_t streams = streams_of(hidden, "hidden", update, type);
+  const std::int64_t columns = update.size(1), rows = update.size(0);
+  check(gates, "gates", 2, type);
+  STD_TORCH_CHECK(streams_of(out, "out", update, type) == streams && gates.size(0) == rows &&
+                      gates.size(1) == streams,
+                  "gates must be [T, N], and out as hidden");
+  with_type(word_of(hidden, "hidden"), [&](auto word) {
+    using Type = decltype(word);
+    const auto *before = static_cast<const Type *>(hidden.const_data_ptr());
+    const auto *added = static_cast<const Type *>(update.const_data_ptr());
+    const auto *logits = static_cast<const Type *>(gates.const_data_ptr());
+    auto *sums = static_cast<Type *>(out.mutable_data_ptr());
+    for (std::int64_t at = 0; at < rows * streams; ++at) {
+      const float logit = rounded_to<Type>(to_float(logits[at]) / float(streams));
+      const float weight = 2.0f * rounded_sigmoid<Type>(logit);
+      const Type *of_token = added + at / streams * columns;
+      for (std::int64_t i = 0; i < columns; ++i) {
+        const float term = rounded_to<Type>(to_float(of_token[i]) * weight);
+        store(to_float(before[at * columns + i]) + term, sums[at * columns + i]);
+      }
+    }
+  });
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
@@ -286,4 +350,6 @@ STABLE_TORCH_LIBRARY_IMPL(speq, CPU, m) {
   m.impl("route_out", SPEQ_BOX(route_out));
   m.impl("rotate_out", SPEQ_BOX(rotate_out));
   m.impl("combine_out", SPEQ_BOX(combine_out));
+  m.impl("mix_streams_out", SPEQ_BOX(mix_streams_out));
+  m.impl("add_streams_out", SPEQ_BOX(add_streams_out));
 }

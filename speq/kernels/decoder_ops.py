@@ -20,10 +20,12 @@ __all__ = [
     "RMSNorm",
     "RouterRule",
     "add_rms_norm",
+    "add_streams",
     "attention",
     "combine",
     "latent_attention",
     "masked_attention",
+    "mix_streams",
     "rms_norm",
     "rotate",
     "route",
@@ -266,4 +268,18 @@ def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor
         return reference.combine(outputs, topk_weights, dtype)
     out = outputs.new_empty(outputs.shape[0], outputs.shape[2])
     library.call("combine", outputs, topk_weights, out)
+    return out
+
+
+def mix_streams(normed: Tensor, gates: Tensor, streams: int) -> Tensor:
+    """Mix the rows of tokens, as `reference_decoder.mix_streams_out` does: [T, H]."""
+    out = normed.new_empty(normed.shape[0], normed.shape[1] // streams)
+    library.call("mix_streams", normed, gates, out)
+    return out
+
+
+def add_streams(hidden: Tensor, update: Tensor, gates: Tensor) -> Tensor:
+    """Add to the rows of tokens, as `reference_decoder.add_streams_out` does: [T, N * H]."""
+    out = torch.empty_like(hidden)
+    library.call("add_streams", hidden, update, gates, out)
     return out

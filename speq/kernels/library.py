@@ -181,6 +181,14 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor outputs, Tensor topk_weights, Tensor(a!) out) -> ()",
         reference_decoder.combine_out,
     ),
+    "mix_streams": (
+        "(Tensor normed, Tensor gates, Tensor(a!) out) -> ()",
+        reference_decoder.mix_streams_out,
+    ),
+    "add_streams": (
+        "(Tensor hidden, Tensor update, Tensor gates, Tensor(a!) out) -> ()",
+        reference_decoder.add_streams_out,
+    ),
     "delta_rule": (
         "(Tensor mixed, Tensor decays, Tensor betas, float eps, Tensor(a!) state, Tensor(b!) out) "
         "-> ()",
@@ -237,7 +245,7 @@ CPU_ONLY = frozenset(
         *("linear", "quantize_int4", "encode_lossless", "encode_residual"),
         *("encode_dense_lossless", "encode_dense_residual"),
         *("rms_norm", "rotate", "attention", "latent_attention", "masked_attention"),
-        *("route", "combine", "delta_rule", "selective_scan"),
+        *("route", "combine", "delta_rule", "selective_scan", "mix_streams", "add_streams"),
     }
 )
 

@@ -312,5 +312,24 @@ def route_out(
     topk_ids.copy_(ids)
 
 
+def mix_streams_out(normed: Tensor, gates: Tensor, out: Tensor) -> None:
+    """Write the mean of a token's N rows, each times the sigmoid of its gates, to out [T, H].
+
+    normed, gates  [T, N * H]
+    """
+    streams = normed.shape[1] // out.shape[1]
+    out.copy_((gates.sigmoid() * normed).unflatten(1, (streams, -1)).mean(1))
+
+
+def add_streams_out(hidden: Tensor, update: Tensor, gates: Tensor, out: Tensor) -> None:
+    """Add an update [T, H] to each of a token's N rows by a weight of its own: to out [T, N * H].
+
+    hidden  [T, N * H]
+    gates   [T, N]: weights are twice the sigmoids of their Nth parts
+    """
+    weights = 2 * torch.sigmoid(gates / gates.shape[1])
+    out.copy_(hidden + (update[:, None] * weights[:, :, None]).flatten(1))
+
+
 def combine_out(outputs: Tensor, topk_weights: Tensor, out: Tensor) -> None:
     out.copy_(reference.combine(outputs, topk_weights, out.dtype))

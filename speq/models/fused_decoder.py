@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from speq.errors import Broken, present
+from speq.kernels import decoder_ops
 from speq.kernels.decoder_ops import Positions
 from speq.layers.arguments import refuse_unknown
 from speq.layers.fused_attention import (
@@ -317,10 +319,11 @@ class FusedStreamLayer(FusedLayer):
         if layer.ple is not None:
             token_ids = batches[self.kind].token_ids
             hidden = hidden + layer.ple(hidden[None], token_ids[None], states)[0]
-        mixed, hidden, weights = layer.attn_hyper_connection(hidden)
-        hidden = add_to_each(hidden, self.mix(mixed, batches, states), weights)
-        mixed, hidden, weights = layer.mlp_hyper_connection(hidden)
-        hidden = add_to_each(hidden, self.feed(mixed), weights)
+        mixed, gates = mix_streams(layer.attn_hyper_connection, hidden)
+        update = self.mix(mixed, batches, states)
+        hidden = decoder_ops.add_streams(hidden, update, gates)
+        mixed, gates = mix_streams(layer.mlp_hyper_connection, hidden)
+        hidden = decoder_ops.add_streams(hidden, self.feed(mixed), gates)
         return hidden, None if self.next_norm is None else self.next_norm(hidden)
 
 
@@ -494,9 +497,14 @@ def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tenso
     return hidden, norm(hidden)
 
 
-def add_to_each(hidden: Tensor, update: Tensor, weights: Tensor) -> Tensor:
-    """Add an update [T, H] to each of N rows [T, N * H] of a token by its weight [T, N]."""
-    return hidden + (update.unsqueeze(1) * weights.unsqueeze(2)).flatten(1)
+def mix_streams(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Mix the N rows of tokens, [T, N * H], by a gated residual: [T, H], and gates [T, N] by which
+    `add_streams` adds what is made of it.
+    """
+    normed, streams = module.hc_norm(hidden), module.hc_count
+    ranked = functional.silu(module.input_mix_weight_down(normed) / streams)
+    mixed = decoder_ops.mix_streams(normed, module.input_mix_weight_up(ranked), streams)
+    return mixed, module.block_inject_weight(normed)
 
 
 def fuse_parts(model: Any, family: Family) -> None:

@@ -49,6 +49,29 @@ def test_norm_is_transformers(rows: int, columns: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_of_rows_have_norms_of_their_own(dtype: torch.dtype) -> None:
+    inputs, weight = normal(6, 33, dtype=dtype), normal(3 * 33, seed=1)
+    ours = decoder_ops.rms_norm(inputs, RMSNorm(weight, 1e-6))
+    for row in range(6):
+        own = RMSNorm(weight.view(3, 33)[row % 3].clone(), 1e-6)
+        assert torch.equal(ours[row : row + 1], decoder_ops.rms_norm(inputs[row : row + 1], own))
+    wanted = torch.empty_like(inputs)
+    reference_decoder.rms_norm_out(inputs, None, weight, 1e-6, None, wanted)
+    assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_token_are_mixed_and_added_to(dtype: torch.dtype) -> None:
+    """As Qwen4-Exp's gated residual and its decoder layer do, with torch's roundings."""
+    rows, gates = normal(5, 3 * 37, dtype=dtype), normal(5, 3 * 37, dtype=dtype, seed=1)
+    terms = (gates.sigmoid() * rows).double().view(5, 3, 37)
+    assert_close(decoder_ops.mix_streams(rows, gates, 3), (terms.sum(1) / 3).to(dtype))
+    update, logits = normal(5, 37, dtype=dtype, seed=2), normal(5, 3, dtype=dtype, seed=3)
+    added = [update * (2 * (logits[:, n : n + 1] / 3).sigmoid()) for n in range(3)]
+    assert_close(decoder_ops.add_streams(rows, update, logits), rows + torch.cat(added, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_by_a_wide_weight_rounds_once(dtype: torch.dtype) -> None:
     inputs, others = normal(7, 96, dtype=dtype), normal(7, 96, dtype=dtype, seed=3)
     norm = RMSNorm(normal(96, seed=1) + 1, 1e-6)

@@ -402,6 +402,8 @@ DECODER_ARGUMENTS: dict[str, list[Any]] = {
     ],
     "rotate": [torch.ones(2, 16), 8, torch.ones(2, 6), torch.zeros(2, 6), False],
     "combine": [torch.ones(2, 3, 8), torch.ones(2, 3), torch.zeros(2, 8)],
+    "mix_streams": [torch.ones(2, 24), torch.ones(2, 24), torch.zeros(2, 8)],
+    "add_streams": [torch.ones(2, 24), torch.ones(2, 8), torch.ones(2, 3), torch.zeros(2, 24)],
     "delta_rule": [
         *(torch.ones(3, 2 * 2 * 6 + 4 * 5), -torch.ones(3, 4), torch.ones(3, 4), 1e-6),
         *(torch.zeros(4, 6, 5), torch.zeros(3, 4, 5)),
