@@ -490,7 +490,7 @@ def cos_and_sin(rotary_emb: Any, kinds: Sequence[str], width: int = 0) -> dict[s
 
 def add_and_norm(hidden: Tensor, update: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return hidden + update, both [T, H], and its norm."""
-    if isinstance(norm.forward, FusedNorm):
+    if isinstance(norm.forward, FusedNorm) and norm.forward.group is None:
         both: tuple[Tensor, Tensor] = norm(hidden, update)
         return both
     hidden = hidden + update
