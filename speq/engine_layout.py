@@ -39,6 +39,7 @@ from speq.engine.sampler import sampler_on
 from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine.verification import verification_over
 from speq.errors import present
+from speq.experts.copying_store import CopyingStore
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import allocate_aligned
 from speq.files.contents import stamp
@@ -99,7 +100,10 @@ class EngineLayout:
             chunk = min(chunk, loaded.others.reserve(self.plan.context))
             for cache in caches:
                 cache.changes = loaded.others.changes
-        experts = loaded.opened.store.codec.experts(slots, loaded.arena)
+        store = loaded.opened.store
+        experts = store.codec.experts(slots, loaded.arena)
+        if isinstance(store, CopyingStore):
+            experts = store.experts(slots)
         offload = self._offload(slots, experts)
         if loaded.draft_backend is not None:
             loaded.draft_backend.idle = straight_over(offload)

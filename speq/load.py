@@ -23,6 +23,7 @@ from speq.config import (
 from speq.devices.device import Accelerator, Processor
 from speq.devices.named import find_device, find_peers
 from speq.errors import NoRoom, OptionError, present
+from speq.experts.copying_store import CopyingStore, copied_slot_bytes
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
@@ -150,9 +151,7 @@ def load(
     experts = config.group(ExpertOptions)
     opened = read_copy(opened, experts, device)
     copy = copy_to_write(opened, experts, device)
-    if copy is not None:
-        # Encoding each miss would take what the copy needs, and later runs read records anyway.
-        config = replace(config, codec=opened.store.codec.name)
+    copied_bytes = 0 if copy is None else copied_slot_bytes(opened.store, copy.codec)
     sums = sums_on(device, config.sums)
     peers = find_peers(device, len(config.peer_budget))
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
@@ -169,7 +168,10 @@ def load(
     context = first_context(memory.context_length, shape.max_context, first_request, nodes)
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(RunDraft.open(opened, drafts, codec)) as draft:
-        spec = draft.model_spec(opened, compute.dtype, 0 if copy is None else copy.writing_bytes)
+        spec = draft.model_spec(opened, compute.dtype)
+        if copy is not None:
+            copying = copy.writing_bytes
+            spec = replace(spec, copying_bytes=copying, copied_slot_bytes=copied_bytes)
         graphs = compute.graphs == "auto"
         secondary = secondary_drafter(drafts, limits is not None)
         budget = run_budget(memory, drafts, device, readers, graphs, secondary)
@@ -193,8 +195,13 @@ def load(
         decision = replace(chooser, model_spec=spec).choose(profile, survey)
         check_free_memory(decision.memory, memory.memory_budget, device)
         check_peers(peers, config.peer_budget, beside, used, decision.residency_plan)
-        encoding = encoding_store(opened.store, decision.residency_plan)
-        opened = replace(opened, store=encoding or opened.store)
+        encoding = None
+        if copy is not None and decision.residency_plan.encoded:
+            copying_codec = copy.codec.with_slot_bytes(copied_bytes)
+            opened = replace(opened, store=CopyingStore(opened.store, copying_codec, copy))
+        else:
+            encoding = encoding_store(opened.store, decision.residency_plan)
+            opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
         codes = None
         if decision.residency_plan.drafter == "int4":
@@ -258,7 +265,7 @@ def load(
             host,
             recording_device(compute.graphs, device, model),
             run_governors(drafts, profile, decision, secondary, learned),
-            copy if decision.memory.slots < spec.count else None,
+            copy if decision.memory.slots < spec.count or decision.residency_plan.encoded else None,
             limits,
             head,
             others,

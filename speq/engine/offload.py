@@ -143,7 +143,7 @@ def offload_over(
         return route
 
     resident = None
-    if all_fit and budget is None and isinstance(device, Processor):
+    if all_fit and experts.fixed and budget is None and isinstance(device, Processor):
         resident = ResidentSlots(loader, prefetcher.lookahead, rows, recorder, table)
 
     history = RouteHistory(sizes.num_layers, sizes.num_experts)

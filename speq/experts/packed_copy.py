@@ -3,7 +3,8 @@
 A published checkpoint has 16-bit weights, with the matrices of an expert scattered. The first run
 of a model larger than memory reads these, while a thread writes the experts losslessly packed, one
 after another. The thread mostly rests while tokens are generated, and works while the generator is
-idle. Later runs read the packed copy. If a run ends first, the next one continues.
+idle. Records that are on disk are read in the same run (`speq.experts.copying_store`). Later runs
+read the packed copy. If a run ends first, the next one continues.
 
 A copy is used as long as its source files are untouched. If they were touched, a run reads them,
 and its thread compares their experts with the copy. If they are the same, later runs use the copy
@@ -18,16 +19,19 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.copied_store import SOURCE_FILE, CopiedExperts, CopySource
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
-from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, dtype_name
-from speq.experts.record_writer import Packing, PublishedWeights, write_records
+from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, Record, dtype_name
+from speq.experts.record_writer import Packing, PublishedWeights, record_in, write_records
 from speq.files import kept
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
 from speq.files.alone import FolderTaken, lock_folder
@@ -128,19 +132,28 @@ class PackedCopy:
         self._alone = threading.Event()  # or stopping: either way there is no reason to rest
         self._alone.set()
         self._begun_s = 0.0
+        self._file: RangeFile | None = None
+        self._readable: list[Record] = []
+        self._told = False
         self._thread = threading.Thread(target=self._run, name="speq-packed-copy", daemon=True)
 
     @property
     def writing_bytes(self) -> int:
-        """Memory that it takes: an expert's weights, its packed form, and read buffers."""
+        """Memory that it takes: an expert's weights, its packed form, and read buffers. The run
+        itself may read the weights of one more that fits no slot.
+        """
         codec = self._packing.codec
-        room = codec.shape.nbytes + usual_bytes(codec) + 2 * ALIGNMENT
+        room = 2 * codec.shape.nbytes + usual_bytes(codec) + 3 * ALIGNMENT
         return room + self._store.reading_bytes
 
     @property
     def usual_bytes(self) -> int:
         """Approximate size of the copy on disk."""
         return self.total * align(usual_bytes(self._packing.codec))
+
+    @property
+    def codec(self) -> ExpertCodec:
+        return self._packing.codec
 
     @property
     def model(self) -> str:
@@ -217,6 +230,44 @@ class PackedCopy:
         if self._thread.ident is not None:
             self._thread.join()
 
+    def close(self) -> None:
+        """Close the file that `read` reads. No read may be going on."""
+        self._readable = []
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, at: int, slot: Tensor) -> Record | None:
+        """Read the record of expert `at`, counted layer after layer, into a slot of any thread's.
+        None if it is not on disk yet, or not what was written, or larger than the slot.
+
+        Each read is compared with its checksum: the thread may find records of an earlier run
+        damaged and write others in their place.
+        """
+        records, file = self._readable, self._file
+        if at >= len(records) or file is None or records[at].nbytes > len(slot):
+            return None
+        record = records[at]
+        try:
+            file.read_aligned(record.offset, record.nbytes, slot)
+            if crc32_of(slot[: record.nbytes]) == record.crc32:
+                return record
+            reason = "it is not what was written"
+        except SpeqError as error:
+            reason = str(error)
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%s: record %d of the packed copy in the making is read from the model: %s",
+                *(self.folder, at, reason),
+            )
+        return None
+
+    def _let_read(self, records: Sequence[Record]) -> None:
+        """Let `read` have records that are on disk, and no others."""
+        if self._file is None and records:
+            self._file = RangeFile(self.folder / RECORDS_FILE)
+        self._readable = list(records)
+
     @contextmanager
     def giving_way(self) -> Iterator[None]:
         """Make the thread rest most of the time inside the block, which generates tokens."""
@@ -252,8 +303,16 @@ class PackedCopy:
         )
         self._packing.check_header(journal.header, fingerprint, self.folder)
         source.write(self.folder)
+        with contextlib.suppress(SpeqError):  # packing says what is wrong with the file
+            self._let_read(self._unchanged(journal.entries))
         written, _ = write_records(
-            self._store, self._packing, self.folder, journal, self._stamp, self._report_progress
+            self._store,
+            self._packing,
+            self.folder,
+            journal,
+            self._stamp,
+            self._report_progress,
+            synced=self._let_read,
         )
         check_unchanged(self._checkpoint, self._stamp)
         codec = self._packing.codec
@@ -275,6 +334,19 @@ class PackedCopy:
             file.write(manifest.to_json().encode())
         journal.path.unlink(missing_ok=True)
         logger.info("the packed copy of the experts is whole: the next run reads it")
+
+    def _unchanged(self, entries: Sequence[Any]) -> list[Record]:
+        """The first records of an earlier run's journal, of the same files: those that can be read
+        before they are verified.
+        """
+        records: list[Record] = []
+        with contextlib.suppress(ValueError):
+            for entry in entries[: self.total]:
+                record = record_in(entry, self._packing, records, 1)
+                if entry[5:6] != [self._stamp]:
+                    break
+                records.append(record)
+        return records
 
     def _still_holds(self) -> bool:
         """Compare the existing copy with the model's files, which are all read.

@@ -9,7 +9,7 @@ read again and compared, so no pack mixes two versions of a model.
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ logger = logging.getLogger("speq")
 
 RESUMES = "packed experts are kept: run the same command to continue"
 # Bytes between two syncs, which an interruption may cost.
-BATCH_BYTES = 256 << 20
+BATCH_BYTES = 64 << 20
 # Fields of a journal's line: offset, bytes and CRC-32 of a packed expert, CRC-32 of its draft's
 # codes (or null), CRC-32 of its weights, the stamp of the model's files, and its disk if that is
 # the second one.
@@ -195,16 +195,25 @@ def verify_record(
     data  its file on each disk
     room  buffer for the largest packed expert
     """
+    record = record_in(entry, packing, before, len(data))
+    nbytes = record.nbytes
+    data[record.disk].read_aligned(record.offset, align(nbytes), room)
+    if crc32_of(room[:nbytes]) != record.crc32 or bool(room[nbytes : align(nbytes)].any()):
+        raise ValueError("its bytes are others")
+    return record
+
+
+def record_in(entry: Any, packing: Packing, before: list[Record], disks: int) -> Record:
+    """The packed expert of a journal's entry, after those before it. Raises ValueError if none can
+    be there.
+    """
     if not isinstance(entry, list):
         raise ValueError("its line is not a record")
     record = Record.of(entry[:3] + entry[6:])
     offset, nbytes, disk = record.offset, record.nbytes, record.disk
     fewest, most = packing.codec.record_range
-    if disk >= len(data) or offset != end_on(disk, before) or not fewest <= nbytes <= most:
+    if disk >= disks or offset != end_on(disk, before) or not fewest <= nbytes <= most:
         raise ValueError(f"{nbytes} bytes at {offset} of disk {disk}")
-    data[disk].read_aligned(offset, align(nbytes), room)
-    if crc32_of(room[:nbytes]) != record.crc32 or bool(room[nbytes : align(nbytes)].any()):
-        raise ValueError("its bytes are others")
     return record
 
 
@@ -346,12 +355,14 @@ def write_records(
     progress: Done | None,
     threads: int = 1,
     share: int = 0,
+    synced: Callable[[Sequence[Record]], None] | None = None,
 ) -> tuple[WrittenRecords, TiedDraft | None]:
     """Write the missing packed experts. Return all of them, and their draft.
 
     stamp    of the model's files, before the first of them is read
     threads  that read and encode; one is the caller's own
     share    thousandths of the experts that the stripe gets
+    synced   called with all records that are on disk, at first and after each sync
     """
     words = PublishedWeights(store, stamp)
     total = words.total
@@ -359,6 +370,8 @@ def write_records(
     written = verify_journal(folders, packing, journal.entries, words, progress)
     records = written.records
     journal.forget(len(records))
+    if synced is not None:
+        synced(records)
     maker = RecordMaker(store, packing, threads)
     with ExitStack() as stack:
         data = stack.enter_context(closing(RecordFiles(folders, records)))
@@ -386,6 +399,8 @@ def write_records(
                     draft.sync()
                 journal.add(*lines)
                 lines, batch_bytes = [], 0
+                if synced is not None:
+                    synced(records)
             if progress is not None:
                 progress(len(records), total)
     return written, None if draft is None or packing.draft is None else draft.describe(
@@ -395,9 +410,11 @@ def write_records(
 
 def open_at(path: Path, end: int) -> BinaryIO:
     """Open or create a file, truncated to `end`, for appending."""
-    file = path.open("r+b" if path.exists() else "w+b")
-    file.truncate(end)
-    file.seek(end)
+    with ExitStack() as undo:
+        file = undo.enter_context(path.open("r+b" if path.exists() else "w+b"))
+        file.truncate(end)
+        file.seek(end)
+        undo.pop_all()
     return file
 
 

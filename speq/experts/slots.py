@@ -5,7 +5,7 @@ Shape letters: T tokens, K experts of each, E experts of a layer, S slots, H hid
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -26,8 +26,10 @@ class SlotExperts:
     held   returns the op's arguments for a layer's experts: the arena, and what decoding it needs
     plain  returns a function that decodes a layer's experts, one after another, into one buffer if
            the slot does not hold plain weights
+    fixed  whether `op` alone runs experts, so that passes may go without the host
     """
 
+    fixed: ClassVar[bool] = True
     op: Callable[..., None]
     held: Callable[[int], tuple[Any, ...]]
     plain: Callable[[int], PlainWords]

@@ -108,6 +108,8 @@ class Assumptions:
         if not (plan.encoded and on_cpu and plan.codec in self.encode_bytes_per_s):
             return plan
         encode_s = words_bytes / self.encode_bytes_per_s[plan.codec]
+        if plan.copied_share:  # a copy is made as the run goes on
+            return replace(plan, encode_s=(1 - plan.copied_share) * encode_s)
         return replace(plan, encode_s=encode_s, start_s=count * encode_s)
 
     def outlook(

@@ -8,10 +8,15 @@ from speq.config import DraftOptions
 from speq.errors import OptionError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.expert_store import ExpertStore
+from speq.experts.packed_copy import CODEC as COPY_CODEC
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.model_spec import ModelSpec
 from speq.planning.used_experts import WHOLE, DraftPart
 from speq.registries import DRAFTERS
+
+# Of the misses of a run that makes a packed copy, on the mean: some runs end before it is complete,
+# and others, as servers, long after.
+COPIED_SHARE = 0.5
 
 
 def candidates_of(model_spec: ModelSpec, on_cpu: bool) -> list[ResidencyPlan]:
@@ -29,6 +34,10 @@ def candidates_of(model_spec: ModelSpec, on_cpu: bool) -> list[ResidencyPlan]:
     held = [way for way in held if way.holds_int4 or not way.needs_draft]
     if not model_spec.published:
         return held
+    if model_spec.copied_slot_bytes:
+        return [way for way in held if way.codec == model_spec.codec.name] + [
+            copied(model_spec, way) for way in held if way.codec == COPY_CODEC
+        ]
     # On a GPU host memory holds encoded experts, and a miss moves records.
     words_bytes = model_spec.codec.shape.nbytes
     return held + [
@@ -36,6 +45,24 @@ def candidates_of(model_spec: ModelSpec, on_cpu: bool) -> list[ResidencyPlan]:
         for way in held
         if way.codec != model_spec.codec.name
     ]
+
+
+def copied(model_spec: ModelSpec, way: ResidencyPlan) -> ResidencyPlan:
+    """A way to hold the records of a packed copy that is being made, as a mean of what is to come:
+    at first no miss finds its record, and is encoded; once the copy is complete, all do.
+    """
+    slot_bytes = model_spec.copied_slot_bytes
+    return replace(
+        way,
+        encoded=True,
+        estimated=False,
+        slot_bytes=slot_bytes,
+        moved_bytes=int(
+            (1 - COPIED_SHARE) * model_spec.codec.shape.nbytes + COPIED_SHARE * slot_bytes
+        ),
+        read_bytes=slot_bytes,
+        copied_share=COPIED_SHARE,
+    )
 
 
 def open_candidates(

@@ -45,6 +45,7 @@ class ModelSpec:
     converted_bytes  of tensors outside the experts that are stored in another dtype
     dense          how the matrices outside the experts are held
     copying_bytes  taken by writing a packed copy of the experts while the run goes on
+    copied_slot_bytes  of a slot for the records of that copy; 0: none is written
     packed_dense   sizes of the records in a pack of `ModelShape.dense`, None of those that it has
                    none of; empty where no pack holds any
     draft_parts    which shares of the experts the draft may hold, of which one is chosen
@@ -66,6 +67,7 @@ class ModelSpec:
     converted_bytes: int
     dense: DenseForm
     copying_bytes: int = 0
+    copied_slot_bytes: int = 0
     codes_bytes: int = 0
     packed_dense: tuple[int | None, ...] = ()
     head: HeadSizes | None = None

@@ -50,11 +50,11 @@ class RunDraft:
             source.close()
             raise
 
-    def model_spec(self, opened: Opened, dtype: str, copying_bytes: int) -> ModelSpec:
-        """The model beside this draft. copying_bytes: of the copy that the run writes"""
+    def model_spec(self, opened: Opened, dtype: str) -> ModelSpec:
+        """The model beside this draft."""
         name = str(opened.checkpoint.path)
         spec = ModelSpec.of_draft(name, opened, dtype, self.source.layout, self.dense)
-        spec = replace(spec, draft_parts=self.parts, copying_bytes=copying_bytes)
+        spec = replace(spec, draft_parts=self.parts)
         if self.head is None:
             return spec
         return replace(spec, head=self.head.shape, head_acceptance=self.head.acceptance_rates)

@@ -29,6 +29,7 @@ class ResidencyPlan:
     dense_base   whether dense layers are read over the draft's codes of them, as above
     encoded      whether experts are encoded from published words as they are read
     estimated    whether slot_bytes is what such experts usually take, not what these do
+    copied_share  of encoded experts' misses, those that are to find a record in a packed copy
     encode_s     added to a miss by encoding; 0 where records are moved
     start_s      encoding of all experts before the first token; 0 where records are moved
     slots        for exact experts, of all layers together; 0: not planned yet
@@ -49,6 +50,7 @@ class ResidencyPlan:
     dense_base: bool = False
     encoded: bool = False
     estimated: bool = False
+    copied_share: float = 0.0
     encode_s: float = 0.0
     start_s: float = 0.0
     slots: int = 0
