@@ -51,6 +51,7 @@ from speq.planning.cost.peers import Peers
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.dense import MemoryContext, choose_dense_form
+from speq.planning.fitting import holds_all
 from speq.planning.model_spec import ModelSpec
 from speq.planning.peers import peers_of
 from speq.planning.reader_survey import reader_threads
@@ -151,7 +152,6 @@ def load(
     experts = config.group(ExpertOptions)
     opened = read_copy(opened, experts, device)
     copy = copy_to_write(opened, experts, device)
-    copied_bytes = 0 if copy is None else copied_slot_bytes(opened.store, copy.codec)
     sums = sums_on(device, config.sums)
     peers = find_peers(device, len(config.peer_budget))
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
@@ -169,13 +169,18 @@ def load(
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(RunDraft.open(opened, drafts, codec)) as draft:
         spec = draft.model_spec(opened, compute.dtype)
-        if copy is not None:
-            copying = copy.writing_bytes
-            spec = replace(spec, copying_bytes=copying, copied_slot_bytes=copied_bytes)
         graphs = compute.graphs == "auto"
         secondary = secondary_drafter(drafts, limits is not None)
         budget = run_budget(memory, drafts, device, readers, graphs, secondary)
         budget = replace(budget, context=context)
+        if copy is not None:
+            spec = replace(spec, copying_bytes=copy.writing_bytes)
+            published = open_candidates(spec, drafts, opened.store.codec.name, budget.on_cpu)
+            if holds_all(spec, published, budget):
+                codec = opened.store.codec.name  # none is read twice, and none need be copied
+            else:
+                copied_bytes = copied_slot_bytes(opened.store, copy.codec)
+                spec = replace(spec, copied_slot_bytes=copied_bytes)
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
         room = MemoryContext(budget, ways, asks_for_draft(drafts))
         survey = cache(survey_trial(opened, device, spec, budget).survey)
@@ -197,7 +202,7 @@ def load(
         check_peers(peers, config.peer_budget, beside, used, decision.residency_plan)
         encoding = None
         if copy is not None and decision.residency_plan.encoded:
-            copying_codec = copy.codec.with_slot_bytes(copied_bytes)
+            copying_codec = copy.codec.with_slot_bytes(spec.copied_slot_bytes)
             opened = replace(opened, store=CopyingStore(opened.store, copying_codec, copy))
         else:
             encoding = encoding_store(opened.store, decision.residency_plan)

@@ -20,6 +20,7 @@ from speq.engine.engine import Engine
 from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine_layout import EngineLayout
 from speq.errors import OptionError, SpeqError
+from speq.experts.copying_store import CopyingStore
 from speq.experts.packed_store import PackedExpertStore, VerifiedBytes
 from speq.files.cache_folder import SPILLED, cache_folder
 from speq.layers.draft_experts import DraftExperts
@@ -157,7 +158,9 @@ class Runtime:
         """
         device, copy = self._loaded.device, self._loaded.copy
         store = self._loaded.opened.store
-        verified = store.verified if isinstance(store, PackedExpertStore) else VerifiedBytes()
+        verified = VerifiedBytes()
+        if isinstance(store, PackedExpertStore | CopyingStore):
+            verified = store.verified
         before = verified.nbytes, verified.seconds
         with (
             contextlib.nullcontext() if copy is None else copy.giving_way(),

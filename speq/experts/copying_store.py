@@ -62,6 +62,7 @@ class CopyingStore(EncodingStore):
         super().__init__(words, codec)
         self._codec = codec
         self._copy = copy
+        self.verified = copy.verified
         self._moved = [words.moved_bytes(0, 0)] * (words.num_layers * words.num_experts)
         # By layer, experts that fit no slot.
         self._wide: list[set[int]] = [set() for _ in range(words.num_layers)]

@@ -30,7 +30,14 @@ from speq.errors import SpeqError
 from speq.experts.codec import ExpertCodec, codec_of, codecs_for, usual_bytes
 from speq.experts.copied_store import SOURCE_FILE, CopiedExperts, CopySource
 from speq.experts.expert_store import ExpertLayout, ExpertStore, SafetensorsExpertStore
-from speq.experts.packed_store import FORMAT, RECORDS_FILE, Manifest, Record, dtype_name
+from speq.experts.packed_store import (
+    FORMAT,
+    RECORDS_FILE,
+    Manifest,
+    Record,
+    VerifiedBytes,
+    dtype_name,
+)
 from speq.experts.record_writer import Packing, PublishedWeights, record_in, write_records
 from speq.files import kept
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
@@ -132,6 +139,7 @@ class PackedCopy:
         self._alone = threading.Event()  # or stopping: either way there is no reason to rest
         self._alone.set()
         self._begun_s = 0.0
+        self.verified = VerifiedBytes()
         self._file: RangeFile | None = None
         self._readable: list[Record] = []
         self._told = False
@@ -249,7 +257,10 @@ class PackedCopy:
         record = records[at]
         try:
             file.read_aligned(record.offset, record.nbytes, slot)
-            if crc32_of(slot[: record.nbytes]) == record.crc32:
+            begun_s = time.perf_counter()
+            found = crc32_of(slot[: record.nbytes])
+            self.verified.add(record.nbytes, time.perf_counter() - begun_s)
+            if found == record.crc32:
                 return record
             reason = "it is not what was written"
         except SpeqError as error:

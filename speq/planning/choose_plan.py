@@ -97,8 +97,6 @@ class PlanChooser:
         spec, budget = self.model_spec, self.budget
         candidates = open_candidates(spec, self.drafts, self.codec, budget.on_cpu)
         fitting, refused = fit_all(spec, candidates, budget)
-        if spec.copied_slot_bytes:
-            fitting = drop_needless_copies(spec, fitting)
         # Records may turn out smaller than they usually are; the planner does not count on it.
         more, _ = fit_all(spec, [smallest(spec, way) for way, _ in refused], budget)
         if not fitting and not more:
@@ -257,17 +255,6 @@ class PlanChooser:
         if self.drafts.draft_length:
             outlook = replace(outlook, lengths=(self.drafts.draft_length,))
         return *choose(outlook, plans, margin), plans, outlook
-
-
-def drop_needless_copies(
-    model_spec: ModelSpec, fitting: Sequence[FittingPlan]
-) -> list[FittingPlan]:
-    """Drop the ways to hold a copy's records where all experts have slots as published: none would
-    be read twice.
-    """
-    published = [(way, memory) for way, memory in fitting if not way.encoded]
-    whole = any(memory.slots >= model_spec.count for _, memory in published)
-    return published if whole else list(fitting)
 
 
 def drop_reference_kernels(

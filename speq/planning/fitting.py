@@ -34,6 +34,12 @@ def fit_all(
     return fitting, refused
 
 
+def holds_all(model_spec: ModelSpec, candidates: Sequence[ResidencyPlan], budget: Budget) -> bool:
+    """True if one of the ways has slots for all experts."""
+    fitting, _ = fit_all(model_spec, candidates, budget)
+    return any(memory.slots >= model_spec.count for _, memory in fitting)
+
+
 def least_refusal(refused: Sequence[Refusal]) -> BudgetTooSmall:
     """The refusal of the way that asks for least."""
     return min((error for _, error in refused), key=lambda error: error.needed_bytes)

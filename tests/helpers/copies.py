@@ -1,23 +1,24 @@
 """How runs that write a packed copy hold experts, whatever is faster on this machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
-from speq.planning import choose_plan
-from speq.planning.fitting import FittingPlan
+from speq.planning import candidates, choose_plan
+from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.model_spec import ModelSpec
-
-WEIGHED = choose_plan.drop_needless_copies
 
 
 @contextmanager
 def first_runs_hold(records: bool) -> Iterator[None]:
     """Let them hold records, or words as published."""
 
-    def only(model_spec: ModelSpec, fitting: Sequence[FittingPlan]) -> list[FittingPlan]:
-        whole = WEIGHED(model_spec, fitting)
-        return [each for each in whole if each[0].encoded == records] or whole
+    def only(model_spec: ModelSpec, *options: Any) -> list[ResidencyPlan]:
+        found = candidates.open_candidates(model_spec, *options)
+        if not model_spec.copied_slot_bytes:
+            return found
+        return [way for way in found if way.encoded == records]
 
-    with mock.patch.object(choose_plan, "drop_needless_copies", only):
+    with mock.patch.object(choose_plan, "open_candidates", only):
         yield

@@ -19,6 +19,7 @@ from speq.cli import app
 from speq.config import RunConfig
 from speq.drafts.dense_draft import DenseDraft
 from speq.experts.codec import ExpertShape, codec_of
+from speq.experts.copied_store import CopiedExperts
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Layout
 from speq.experts.pack import Packing, pack
@@ -233,6 +234,51 @@ def test_the_codec_of_published_experts_is_planned(
         made = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
         assert made.token_ids == exact
         assert made.stats["codec"] == generator.runtime.opened.store.codec.name == codec
+
+
+@pytest.mark.parametrize(("changes", "codec"), [(SLOW_LINK, "lossless"), (SLOW_ENCODING, "raw")])
+def test_how_a_first_run_holds_experts_is_planned(
+    model: Path,
+    exact: list[int],
+    tmp_path: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    codec: str,
+) -> None:
+    """A run that leaves a packed copy holds its records, unless encoding them takes too long."""
+    monkeypatch.setattr("speq.experts.packed_copy.LEAST_BYTES", 1)
+    monkeypatch.setattr("speq.experts.packed_copy.SPARE_SHARE", 0)
+    file = written(tmp_path, profile(model, **LOSES, **changes))
+    with running(model, profile=file) as generator:
+        made = generator.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
+        generator.runtime.finish_copy()
+        assert made.token_ids == exact
+        assert made.stats["codec"] == codec
+    with running(model, profile=file) as generator:  # from the copy that either has left
+        assert isinstance(generator.runtime.opened.store, CopiedExperts)
+
+
+def test_a_miss_of_a_first_run_is_half_of_words_and_half_of_a_record(model: Path) -> None:
+    made = profile(model, encode_bytes_per_s={"lossless": 1e6})
+    opened = open_model(model)
+    try:
+        model_spec = ModelSpec.of_draft("model", opened, "float32", None)
+    finally:
+        opened.close()
+    model_spec = replace(model_spec, copied_slot_bytes=16384)
+    words_bytes = 3 * 64 * 48 * 2
+    raw, records = (
+        Assumptions.of_profile(made, model_spec.shape).with_encoding_cost(
+            way, words_bytes, True, LAYERS * EXPERTS
+        )
+        for way in candidates_of(model_spec, on_cpu=True)
+    )
+    assert (raw.codec, raw.encoded, raw.moved_bytes) == ("raw", False, raw.slot_bytes)
+    assert (records.codec, records.encoded, records.slot_bytes) == ("lossless", True, 16384)
+    assert records.moved_bytes == (words_bytes + 16384) // 2
+    # One by one, and none before the first token.
+    assert (records.encode_s, records.start_s) == (words_bytes / 1e6 / 2, 0)
 
 
 def test_residuals_are_planned_beside_a_draft(

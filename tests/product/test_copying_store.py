@@ -264,6 +264,16 @@ def test_first_runs_write_the_tokens_of_the_model(
     assert caplog.text.count("is larger than the slots") == bool(uneven)
 
 
+def test_records_are_compared_at_every_read(model: Path) -> None:
+    made = Copying(model)
+    made.check()
+    assert made.store.verified.nbytes == 0
+    made.copy.begin()
+    made.copy.wait()
+    assert sum(made.check() + made.check()) == made.store.verified.nbytes
+    made.close()
+
+
 def test_words_as_published_are_held_where_that_is_faster(model: Path) -> None:
     with first_runs_hold(records=False):
         generator = loaded(model)

@@ -17,6 +17,7 @@ from speq import Generator
 from speq.errors import SpeqError
 from speq.experts import packed_copy, record_writer
 from speq.experts.copied_store import CopiedExperts
+from speq.experts.copying_store import CopyingStore
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_copy import copy_folder
 from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
@@ -25,6 +26,7 @@ from speq.files.alone import FolderTaken, lock_folder
 from speq.files.checkpoint import EXPERTS_JOURNAL, EXPERTS_MANIFEST, Checkpoint
 from speq.files.safetensors_file import SafetensorsFile
 from speq.models.opened import open_model
+from tests.helpers.copies import first_runs_hold
 from tests.helpers.fp8_files import PUBLISHERS, write_fp8
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
@@ -39,7 +41,8 @@ def model(tiny_bfloat16: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(packed_copy, "LEAST_BYTES", 1)
     monkeypatch.setattr(packed_copy, "SPARE_SHARE", 0)  # however full the disk is
-    return tiny_bfloat16("qwen2_moe")
+    with first_runs_hold(records=True):
+        yield tiny_bfloat16("qwen2_moe")
 
 
 def kept_at(model: Path) -> Path:
@@ -69,7 +72,7 @@ def finish(generator: Generator) -> None:
 def made(model: Path) -> list[int]:
     """Run once, to the end of the copy."""
     generator = loaded(model)
-    assert generator.runtime.opened.store.published
+    assert isinstance(generator.runtime.opened.store, CopyingStore)
     found = tokens(generator)
     finish(generator)
     return found

@@ -16,6 +16,7 @@ from speq.experts.copied_store import CopySource
 from speq.experts.packed_copy import CopyStopped, PackedCopy
 from speq.files.checkpoint import Checkpoint
 from speq.files.contents import stamp
+from tests.helpers.copies import first_runs_hold
 from tests.simulation.other_weights import WEIGHTS
 from tests.simulation.world import World
 
@@ -101,6 +102,7 @@ class SimulatedHome:
                 mock.patch.object(shutil, "disk_usage", usage),
                 mock.patch.object(PackedCopy, "_report_progress", report),
                 mock.patch.object(PackedCopy, "begin", begin),
+                first_runs_hold(records=True),
             ):
                 stack.enter_context(patch)
             yield
