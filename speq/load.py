@@ -176,7 +176,8 @@ def load(
         if copy is not None:
             spec = replace(spec, copying_bytes=copy.writing_bytes)
             published = open_candidates(spec, drafts, opened.store.codec.name, budget.on_cpu)
-            if holds_all(spec, published, budget):
+            drafting = [way for way in published if way.drafts] if asks_for_draft(drafts) else []
+            if holds_all(spec, drafting or published, budget):
                 codec = opened.store.codec.name  # none is read twice, and none need be copied
             else:
                 copied_bytes = copied_slot_bytes(opened.store, copy.codec)

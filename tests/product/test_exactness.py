@@ -21,6 +21,7 @@ from speq import Generator
 from speq.bench.synthetic import KnownText, SetAcceptance
 from speq.config import SamplingParams
 from speq.engine.offload import fetch_from
+from speq.experts.copying_store import CopyingStore
 from speq.experts.expert_store import ExpertStore
 from speq.heads.head_file import head_path
 from speq.layers.dense_matrix import LosslessMatrix
@@ -29,6 +30,7 @@ from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.prefetch import ThreePhase
 from speq.scheduler.transfer import Fetch
 from tests.helpers.cells import Cell, Folder, Folders, loaded, outcomes
+from tests.helpers.copies import first_runs_hold
 from tests.helpers.fake_transfer import Reordering
 from tests.helpers.heads import write_random_head
 from tests.helpers.often import often
@@ -266,6 +268,42 @@ def test_experts_in_slots_in_every_cell(family: str, folders: Folders) -> None:
         for prompt in PROMPTS:
             expected = greedy_tokens(plain, prompt, FEWER_TOKENS)
             run_cell(cell, *folders.of(family, cell), "float32", prompt, expected)
+
+
+# First runs, which read records of the packed copy that they make, or encode what they read.
+FIRST = [
+    Cell(0, "half", "own", prefetch="three-phase"),
+    Cell(3, "half", "own", cache_policy="lookahead", prefetch="three-phase"),
+    Cell(4, "half", "own", drafter="cached", prefetch="three-phase", trees="small"),
+    Cell(3, "half", "poor", cache_policy="lfu", trees="pruned", readers=4),
+]
+
+
+@pytest.mark.parametrize("family", FEWER_FAMILIES)
+def test_first_runs_leave_tokens_as_they_are(
+    family: str, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the copy is made, and once it is complete; each cell with some of the families."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("speq.experts.packed_copy.LEAST_BYTES", 1)
+    monkeypatch.setattr("speq.experts.packed_copy.SPARE_SHARE", 0)
+    monkeypatch.setattr("speq.experts.packed_copy.REST", 0)
+    monkeypatch.setattr("speq.experts.record_writer.BATCH_BYTES", 1)
+    cell = replace(FIRST[list(FAMILIES).index(family) % len(FIRST)], codec="lossless")
+    model, draft = folders.of(family, cell)
+    prompt = PROMPTS[0]
+    expected = greedy_tokens(load_plain(model), prompt, 40)
+    with first_runs_hold(records=True):
+        auto = replace(cell, codec="auto")
+        generator, experts = loaded(auto, model, draft, "float32", len(prompt) + 40)
+    assert isinstance(generator.runtime.opened.store, CopyingStore)
+    assert 2 <= generator.runtime.plan.slots < experts
+    for _ in range(2):
+        result = generator.generate(prompt, max_new_tokens=40, ignore_eos=True)
+        assert result.token_ids == expected
+        generator.runtime.finish_copy()
+    assert result.stats["verified_bytes"] > 0
+    generator.close()
 
 
 # Drafts with a part of the INT4 copy, from none of it to all.
