@@ -252,10 +252,10 @@ class ExpertOptions(Options):
     packed_copy: Annotated[
         str,
         Option(
-            "A packed copy of published experts in ~/.cache/speq/experts for later runs: auto or "
-            "none. auto writes one during a run on the CPU whose experts are in bfloat16, take 1 "
-            "GiB or more and are not all in slots. A run with codec auto reads a complete copy. "
-            "`speq cache` lists and removes copies.",
+            "A packed copy of published experts in ~/.cache/speq/experts: auto or none. auto "
+            "writes one during a run on the CPU with codec auto whose experts are in bfloat16, "
+            "take 1 GiB or more and are not all in slots. That run reads what is written so far, "
+            "and later ones the complete copy. `speq cache` lists and removes copies.",
             Choice(("auto", "none")),
         ),
     ] = "auto"

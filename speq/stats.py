@@ -450,7 +450,7 @@ FIGURES = {
     "hidden_share": "share of `link_s` in which the computation did not wait",
     "verified_bytes": "bytes of experts that were compared with their checksums, in prefill too: "
     "each record of a pack or a packed copy when it is first read in a process, and with "
-    "`verify_reads` at every read",
+    "`verify_reads`, or of a copy that the run still writes, at every read",
     "verified_s": "time to compare them, summed over reader threads",
     "prefill_s": "time of prefill",
     "prefill_moved_bytes": "`moved_bytes` of prefill",

@@ -63,16 +63,14 @@ class CopyingStore(EncodingStore):
         self._codec = codec
         self._copy = copy
         self.verified = copy.verified
-        self._moved = [words.moved_bytes(0, 0)] * (words.num_layers * words.num_experts)
+        count = words.num_layers * words.num_experts
+        # Of each expert when it was last read: bytes in its slot, and bytes moved.
+        self._sizes, self._moved = [0] * count, [words.moved_bytes(0, 0)] * count
         # By layer, experts that fit no slot.
         self._wide: list[set[int]] = [set() for _ in range(words.num_layers)]
         self._wide_words: Tensor | None = None
 
-    def record_bytes(self, layer: int, expert: int) -> int:
-        return self._codec.slot_bytes
-
     def moved_bytes(self, layer: int, expert: int) -> int:
-        """Bytes that the expert's last read has moved."""
         return self._moved[layer * self.num_experts + expert]
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
@@ -82,14 +80,14 @@ class CopyingStore(EncodingStore):
             return 0
         record = self._copy.read(at, slot)
         if record is not None:
-            self._moved[at] = record.nbytes
+            self._sizes[at] = self._moved[at] = record.nbytes
             return record.nbytes
+        self._moved[at] = self.words.moved_bytes(layer, expert)
         try:
-            read_bytes = self._fill(at, slot)[1]
+            self._sizes[at], read_bytes = self._fill(at, slot)
         except NoRoom:
             self._set_wide(layer, expert)
-            read_bytes = 0
-        self._moved[at] = self.words.moved_bytes(layer, expert)
+            read_bytes = self._moved[at]
         return read_bytes
 
     def _set_wide(self, layer: int, expert: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import speq
 from speq import Generator
@@ -28,6 +29,7 @@ from speq.files.safetensors_file import SafetensorsFile
 from speq.models.opened import open_model
 from tests.helpers.copies import first_runs_hold
 from tests.helpers.fp8_files import PUBLISHERS, write_fp8
+from tests.helpers.host_device import host_device
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 PROMPT = [5, 17, 40, 3, 22, 9]
@@ -177,6 +179,26 @@ def test_no_copy_where_none_is_wanted_or_needed(
     assert generator.runtime._loaded.copy is None
     generator.close()
     assert not kept_at(model).exists()
+
+
+def test_a_gpu_neither_makes_nor_reads_one(model: Path) -> None:
+    """Its host's memory gets every expert once, as it is loaded."""
+    options = {"device": "cuda", "dtype": "float32"}
+    with host_device():
+        generator = loaded(model, "64MiB", **options)
+        first, copy = tokens(generator), generator.runtime._loaded.copy
+        generator.close()
+    assert copy is None and not kept_at(model).exists()
+    made(model)
+    with host_device():
+        generator = loaded(model, "64MiB", **options)
+        assert not isinstance(generator.runtime.opened.store, CopiedExperts)
+        assert (
+            tokens(generator)
+            == first
+            == greedy_tokens(load_plain(model, torch.float32), PROMPT, 12)
+        )
+        generator.close()
 
 
 def test_explicit_codec_reads_what_was_published(model: Path) -> None:

@@ -275,9 +275,9 @@ class Simulation:
         slots = runtime.engine.offload.slots
         for key, slot in loader.cache._slots.items():
             wanted = slots[slot].clone()
-            count = store.moved_bytes(key.layer, key.expert)
             room = aligned_like(slots)
             store.read(key.layer, key.expert, room)
+            count = store.record_bytes(key.layer, key.expert)
             assert room[:count].equal(wanted[:count]), f"slot {slot} does not hold {key}"
 
 
