@@ -8,7 +8,7 @@
 namespace speq {
 
 // In the order of ACTIVATIONS in speq/kernels/reference.py.
-enum class Activation : std::int64_t {
+enum class ActivationName : std::int64_t {
   silu,
   swish,
   gelu,
@@ -16,24 +16,31 @@ enum class Activation : std::int64_t {
   relu,
   clamped,
   relu2,
+  silu_before_limit,
 };
-constexpr std::int64_t kActivations = 7;
+constexpr std::int64_t kActivations = 8;
+
+// With a gate, up ends at `limit` and -limit, and the gate at `limit`; infinity: nowhere.
+struct Activation {
+  ActivationName name;
+  float limit;
+};
 
 // Whether experts with it have a gate, whose activation is multiplied by up; others activate up.
-SPEQ_INLINE constexpr bool has_gate(Activation activation) {
-  return activation != Activation::relu2;
+SPEQ_INLINE constexpr bool has_gate(const Activation &activation) {
+  return activation.name != ActivationName::relu2;
 }
 
-// Of the clamped activation: where gate and up end, and how steep the sigmoid is.
-constexpr float kClampLimit = 7.0f, kClampAlpha = 1.702f;
+// How steep the sigmoid of the clamped activation is.
+constexpr float kClampAlpha = 1.702f;
 
-SPEQ_INLINE float activate(Activation activation, float x) {
-  switch (activation) {
-  case Activation::gelu:
+SPEQ_INLINE float activate(ActivationName name, float x) {
+  switch (name) {
+  case ActivationName::gelu:
     return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
-  case Activation::gelu_pytorch_tanh: // (1 + tanh(y)) / 2 is the sigmoid of 2 y
+  case ActivationName::gelu_pytorch_tanh: // (1 + tanh(y)) / 2 is the sigmoid of 2 y
     return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x));
-  case Activation::relu:
+  case ActivationName::relu:
     return x > 0.0f || x != x ? x : 0.0f; // NaN stays NaN
   default:
     return times_sigmoid(x, x);
@@ -48,17 +55,23 @@ struct AsIs {
 // What comes between an expert's projections. `round` rounds each step as transformers does it; the
 // last one is the caller's. Without a gate, both are up.
 template <typename Round>
-SPEQ_INLINE float activate(Activation activation, float gate, float up, const Round &round) {
-  if (activation == Activation::relu2) {
-    const float positive = activate(Activation::relu, up);
+SPEQ_INLINE float activate(const Activation &activation, float gate, float up, const Round &round) {
+  const ActivationName name = activation.name;
+  if (name == ActivationName::relu2) {
+    const float positive = activate(ActivationName::relu, up);
     return positive * positive;
   }
-  if (activation != Activation::clamped) {
-    return round(activate(activation, gate)) * up;
+  const bool before = name == ActivationName::silu_before_limit;
+  if (before) {
+    gate = round(activate(name, gate));
   }
+  const float limit = round(activation.limit);
   // NaN stays NaN.
-  gate = gate > kClampLimit ? kClampLimit : gate;
-  up = up > kClampLimit ? kClampLimit : up < -kClampLimit ? -kClampLimit : up;
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  if (name != ActivationName::clamped) {
+    return (before ? gate : round(activate(name, gate))) * up;
+  }
   const float share = round(times_sigmoid(1.0f, round(gate * kClampAlpha)));
   return round(up + 1.0f) * round(gate * share);
 }

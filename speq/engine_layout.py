@@ -171,7 +171,7 @@ class EngineLayout:
     def _sizes(self) -> MoeSizes:
         model, shape = self.loaded.model, self.loaded.opened.shape
         experts = shape.experts.num_experts
-        return MoeSizes(model.num_moe_layers, experts, shape.activation, model.biases)
+        return MoeSizes(model.num_moe_layers, experts, shape.activations, model.biases)
 
     def _slots(self, progress: Progress | None) -> Tensor:
         slot_bytes, device = self.residency_plan.slot_bytes, self.loaded.device.torch
@@ -245,7 +245,7 @@ class EngineLayout:
         peers = [
             PeerExperts(
                 *(device, peer.device, codec.experts(peer.slots, None)),
-                *(sizes.num_experts, sizes.activation, sizes.biases),
+                *(sizes.num_experts, sizes.activations, sizes.biases),
             )
             for peer in loaded.peers
         ]
@@ -267,7 +267,7 @@ class EngineLayout:
         if codec.needs_draft or not has_cpu_library() or isinstance(device, Processor):
             return None
         experts = HostExperts(
-            *(device, codec, transfer, sizes.num_experts, sizes.activation, sizes.biases),
+            *(device, codec, transfer, sizes.num_experts, sizes.activations, sizes.biases),
             self.recorder.clock,
         )
         expert_s = self.loaded.host_expert_s

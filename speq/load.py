@@ -248,7 +248,7 @@ def load(
             decision = decision.replan(spec, plan, budget)
         backend = None
         if arena is not None:
-            backend = DraftExperts(arena, shape.activation, model.biases, model.gates)
+            backend = DraftExperts(arena, shape.activations, model.biases, model.gates)
         head = None
         if draft.head is not None and decision.residency_plan.drafter == "head":
             model.capture_hidden_states(draft.head.shape.captured_layers)

@@ -14,7 +14,7 @@ from speq.files.alignment import align, allocate_aligned, prefer_huge_pages
 from speq.files.packing import Int4Groups
 from speq.kernels import compact_ops
 from speq.kernels.compact_layout import CompactLayout
-from speq.kernels.ops import ACTIVATIONS, Int4Slots, quantize_int4
+from speq.kernels.ops import ACTIVATIONS, Activation, Int4Slots, quantize_int4
 from speq.kernels.scaled_layout import (
     Fp8Layout,
     Int4GroupsLayout,
@@ -23,7 +23,7 @@ from speq.kernels.scaled_layout import (
     ScaledLayout,
 )
 
-ACTIVATION = "silu"
+ACTIVATION = Activation("silu")
 # Weights repeat after so many; caches go by address and do not notice.
 BLOCK_WEIGHTS = 1 << 20
 SEED = 0
@@ -215,7 +215,7 @@ def torch_experts(
     for expert in mask.sum(dim=(1, 2)).nonzero().flatten().tolist():
         ranks, rows = torch.where(mask[expert])
         gate, up = F.linear(inputs[rows], gate_up_proj[expert]).chunk(2, dim=-1)
-        outputs = F.linear(ACTIVATIONS[ACTIVATION](gate, up), down_proj[expert])
+        outputs = F.linear(ACTIVATIONS[ACTIVATION.name](gate, up), down_proj[expert])
         outputs = outputs * topk_weights[rows, ranks, None]
         out.index_add_(0, rows, outputs.to(out.dtype))
     return out.to(hidden_states.dtype)

@@ -91,7 +91,8 @@ void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional
 void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots,
                   Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight,
                   Tensor down_scales, std::optional<Tensor> input_perm, std::int64_t activation,
-                  Tensor out, std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
+                  double limit, Tensor out, std::optional<Tensor> gate_up_bias,
+                  std::optional<Tensor> down_bias) {
   STD_TORCH_CHECK(hidden_states.dim() == 2 && out.dim() == 2 &&
                       out.size(0) == hidden_states.size(0) &&
                       out.size(1) == hidden_states.size(1) && gate_up_qweight.dim() == 3 &&
@@ -106,7 +107,7 @@ void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Te
                       topk_weights.size(1) == topk_ids.size(1),
                   "topk_ids and topk_weights must have a row for each of hidden_states");
   const std::int64_t width = down_qweight.size(2) * 2, num_slots = gate_up_qweight.size(0);
-  const Activation act = activation_of(activation);
+  const Activation act = activation_of(activation, limit);
   const std::int64_t gate_up_rows = ExpertShape{hidden_size, width, has_gate(act)}.gate_up_rows();
   STD_TORCH_CHECK(
       gate_up_bias.has_value() == down_bias.has_value() &&
@@ -158,7 +159,7 @@ RawWeights::Slots raw_slots(const Tensor &tensor, const char *name) {
 }
 
 void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj,
-                     Tensor down_proj, std::int64_t activation, Tensor out,
+                     Tensor down_proj, std::int64_t activation, double limit, Tensor out,
                      std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   const RawWeights::Slots gate_up = raw_slots(gate_up_proj, "gate_up_proj");
   const RawWeights::Slots down = raw_slots(down_proj, "down_proj");
@@ -170,7 +171,7 @@ void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, T
   run_grouped(
       {hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
       RawWeights(shape, gate_up_proj.size(0), word_of(gate_up_proj, "gate_up_proj"), gate_up, down),
-      activation);
+      activation_of(activation, limit));
 }
 
 void linear_out(Tensor inputs, Tensor weight, std::optional<Tensor> bias, Tensor out) {

@@ -87,21 +87,23 @@ void decode_residual_out(Tensor record, Tensor gate_up_qweight, Tensor gate_up_s
 
 void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
                               Tensor slots, std::int64_t expert_width, std::int64_t activation,
-                              Tensor out, std::optional<Tensor> gate_up_bias,
+                              double limit, Tensor out, std::optional<Tensor> gate_up_bias,
                               std::optional<Tensor> down_bias) {
   STD_TORCH_CHECK(hidden_states.dim() == 2 && expert_width > 0,
                   "hidden_states must be [T, H] and expert_width above 0");
-  const ExpertShape shape{hidden_states.size(1), expert_width, has_gate(activation_of(activation))};
+  const Activation act = activation_of(activation, limit);
+  const ExpertShape shape{hidden_states.size(1), expert_width, has_gate(act)};
   const RecordSlots records = record_slots(slots, LosslessWeights::fixed_bytes(shape));
   run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
-              LosslessWeights(shape, records), activation);
+              LosslessWeights(shape, records), act);
 }
 
 void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
                               Tensor slots, Tensor base_slots, Tensor gate_up_qweight,
                               Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales,
-                              std::optional<Tensor> input_perm, std::int64_t activation, Tensor out,
-                              std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
+                              std::optional<Tensor> input_perm, std::int64_t activation,
+                              double limit, Tensor out, std::optional<Tensor> gate_up_bias,
+                              std::optional<Tensor> down_bias) {
   const ExpertShape shape = base_shape(gate_up_qweight, down_qweight);
   const BaseExperts base = base_experts(shape, base_slots, gate_up_qweight, gate_up_scales,
                                         down_qweight, down_scales, input_perm);
@@ -109,7 +111,7 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                   "base_slots and slot_table must have an entry for each expert");
   const RecordSlots records = record_slots(slots, ResidualWeights::fixed_bytes(shape));
   run_grouped({hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
-              ResidualWeights(shape, records, base), activation);
+              ResidualWeights(shape, records, base), activation_of(activation, limit));
 }
 
 } // namespace

@@ -15,8 +15,7 @@ struct Grouped {
   const std::optional<Tensor> &gate_up_bias, &down_bias;
 };
 
-inline void run_grouped(const Grouped &tensors, const ExpertWeights &given,
-                        std::int64_t activation) {
+inline void run_grouped(const Grouped &tensors, const ExpertWeights &given, const Activation &act) {
   const Word dtype = word_of(tensors.hidden_states, "hidden_states");
   const RoundedWeights rounded(given, dtype);
   const ExpertWeights &weights = RoundedWeights::loses_bits(given.word, dtype)
@@ -30,8 +29,8 @@ inline void run_grouped(const Grouped &tensors, const ExpertWeights &given,
   check(slot_table, "slot_table", 1, ScalarType::Long);
   const auto &[hidden_size, expert_width, gated] = weights.shape;
   const std::int64_t rows = hidden_states.size(0);
-  const Activation act = activation_of(activation);
-  STD_TORCH_CHECK(has_gate(act) == gated, "activation ", activation, " is not of such experts");
+  STD_TORCH_CHECK(has_gate(act) == gated, "activation ", std::int64_t(act.name),
+                  " is not of such experts");
   STD_TORCH_CHECK(hidden_states.size(1) == hidden_size && topk_ids.size(0) == rows &&
                       out.size(0) == rows && out.size(1) == topk_ids.size(1) &&
                       out.size(2) == hidden_size,

@@ -30,14 +30,14 @@ void decode_record(const Format &format, const Tensor &record, Tensor &gate_up_p
 
 template <typename Format>
 void run_slots(const Format &format, const Grouped &tensors, const Tensor &slots,
-               std::int64_t expert_width, std::int64_t activation) {
+               std::int64_t expert_width, const Activation &act) {
   const Tensor &hidden_states = tensors.hidden_states;
   STD_TORCH_CHECK(hidden_states.dim() == 2 && expert_width > 0,
                   "hidden_states must be [T, H] and expert_width above 0");
-  const ExpertShape shape{hidden_states.size(1), expert_width, has_gate(activation_of(activation))};
+  const ExpertShape shape{hidden_states.size(1), expert_width, has_gate(act)};
   check_sizes(format, shape);
   const RecordSlots records = record_slots(slots, format.layout(shape).nbytes);
-  run_grouped(tensors, ScaledWeights(shape, format, records), activation);
+  run_grouped(tensors, ScaledWeights(shape, format, records), act);
 }
 
 Fp8Format fp8_format(std::int64_t block_rows, std::int64_t block_columns) {
@@ -55,11 +55,11 @@ void decode_fp8_out(Tensor record, std::int64_t block_rows, std::int64_t block_c
 
 void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                          std::int64_t expert_width, std::int64_t block_rows,
-                         std::int64_t block_columns, std::int64_t activation, Tensor out,
-                         OptionalTensor gate_up_bias, OptionalTensor down_bias) {
+                         std::int64_t block_columns, std::int64_t activation, double limit,
+                         Tensor out, OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   run_slots(fp8_format(block_rows, block_columns),
             {hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias}, slots,
-            expert_width, activation);
+            expert_width, activation_of(activation, limit));
 }
 
 void decode_mxfp4_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
@@ -67,10 +67,10 @@ void decode_mxfp4_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
 }
 
 void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                           std::int64_t expert_width, std::int64_t activation, Tensor out,
-                           OptionalTensor gate_up_bias, OptionalTensor down_bias) {
+                           std::int64_t expert_width, std::int64_t activation, double limit,
+                           Tensor out, OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   run_slots(Mxfp4Format{}, {hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias},
-            slots, expert_width, activation);
+            slots, expert_width, activation_of(activation, limit));
 }
 
 Int4Format int4_format(std::int64_t group_size, bool zeros, bool halves) {
@@ -86,11 +86,11 @@ void decode_int4_out(Tensor record, std::int64_t group_size, bool zeros, bool ha
 
 void moe_grouped_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                           std::int64_t expert_width, std::int64_t group_size, bool zeros,
-                          bool halves, std::int64_t activation, Tensor out,
+                          bool halves, std::int64_t activation, double limit, Tensor out,
                           OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   run_slots(int4_format(group_size, zeros, halves),
             {hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias}, slots,
-            expert_width, activation);
+            expert_width, activation_of(activation, limit));
 }
 
 void decode_nvfp4_out(Tensor record, bool divides, Tensor gate_up_proj, Tensor down_proj) {
@@ -99,10 +99,11 @@ void decode_nvfp4_out(Tensor record, bool divides, Tensor gate_up_proj, Tensor d
 
 void moe_grouped_nvfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                            std::int64_t expert_width, bool divides, std::int64_t activation,
-                           Tensor out, OptionalTensor gate_up_bias, OptionalTensor down_bias) {
+                           double limit, Tensor out, OptionalTensor gate_up_bias,
+                           OptionalTensor down_bias) {
   run_slots(Nvfp4Format{divides},
             {hidden_states, topk_ids, slot_table, out, gate_up_bias, down_bias}, slots,
-            expert_width, activation);
+            expert_width, activation_of(activation, limit));
 }
 
 } // namespace

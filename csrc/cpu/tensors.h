@@ -27,10 +27,10 @@ inline std::span<const std::int64_t> ids_of(const Tensor &tensor) {
   return {static_cast<const std::int64_t *>(tensor.const_data_ptr()), std::size_t(tensor.numel())};
 }
 
-inline Activation activation_of(std::int64_t code) {
+inline Activation activation_of(std::int64_t code, double limit) {
   STD_TORCH_CHECK(code >= 0 && code < kActivations, "activation is ", code, "; it must be from 0 ",
                   "to ", kActivations - 1);
-  return Activation(code);
+  return {ActivationName(code), float(limit)};
 }
 
 // Codes and scales of matrices [rows, columns] in the last two dimensions.

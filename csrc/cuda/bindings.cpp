@@ -37,13 +37,14 @@ void linear_int4_out(Tensor inputs, Tensor qweight, Tensor scales, std::optional
 void moe_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots,
                   Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight,
                   Tensor down_scales, std::optional<Tensor> input_perm, std::int64_t activation,
-                  Tensor out, std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
+                  double limit, Tensor out, std::optional<Tensor> gate_up_bias,
+                  std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_int4";
   const auto route = route_of(op, hidden_states, topk_ids, base_slots);
   const auto gate_up = int4_values(op, gate_up_qweight, gate_up_scales, 3);
   const auto down = int4_values(op, down_qweight, down_scales, 3);
   const std::int64_t hidden_size = hidden_states.size(1), width = down.columns;
-  const auto act = activation_of(op, activation);
+  const auto act = activation_of(op, activation, limit);
   const std::int64_t gate_up_rows =
       speq::ExpertShape{hidden_size, width, speq::has_gate(act)}.gate_up_rows();
   STD_TORCH_CHECK(
@@ -86,13 +87,13 @@ SlotValues slot_values(const char *op, const Tensor &tensor) {
 }
 
 void moe_grouped_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj,
-                     Tensor down_proj, std::int64_t activation, Tensor out,
+                     Tensor down_proj, std::int64_t activation, double limit, Tensor out,
                      std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped";
   const auto route = route_of(op, hidden_states, topk_ids, slot_table);
   const auto gate_up = slot_values(op, gate_up_proj), down = slot_values(op, down_proj);
   const auto hidden = values(op, hidden_states);
-  const auto act = activation_of(op, activation);
+  const auto act = activation_of(op, activation, limit);
   const speq::ExpertShape shape{hidden_states.size(1), down.columns, speq::has_gate(act)};
   STD_TORCH_CHECK(gate_up.columns == hidden_states.size(1) && down.rows == hidden_states.size(1) &&
                       gate_up.rows == shape.gate_up_rows() && gate_up.slots == down.slots &&

@@ -32,12 +32,12 @@ BaseExperts base_experts(const char *op, const Tensor &gate_up_qweight,
 
 void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
                               Tensor slots, std::int64_t expert_width, std::int64_t activation,
-                              Tensor out, std::optional<Tensor> gate_up_bias,
+                              double limit, Tensor out, std::optional<Tensor> gate_up_bias,
                               std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_lossless";
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
   const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width,
-                                     speq::has_gate(activation_of(op, activation)));
+                                     speq::has_gate(activation_of(op, activation, limit)));
   const Records records = records_of(op, slots, fixed_bytes(shape, true));
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
@@ -49,21 +49,22 @@ void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
   const Call call(hidden_states);
   Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
   check(op, moe_grouped_lossless(grouped.hidden_states, grouped.route, records, shape,
-                                 activation_of(op, activation), biases, grouped.out,
+                                 activation_of(op, activation, limit), biases, grouped.out,
                                  memory.mutable_data_ptr(), call.stream()));
 }
 
 void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
                               Tensor slots, Tensor base_slots, Tensor gate_up_qweight,
                               Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales,
-                              std::optional<Tensor> input_perm, std::int64_t activation, Tensor out,
-                              std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias) {
+                              std::optional<Tensor> input_perm, std::int64_t activation,
+                              double limit, Tensor out, std::optional<Tensor> gate_up_bias,
+                              std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_residual";
   BaseExperts base =
       base_experts(op, gate_up_qweight, gate_up_scales, down_qweight, down_scales, 3);
   const ExpertShape shape = base_shape(op, base);
-  STD_TORCH_CHECK(shape.gated == speq::has_gate(activation_of(op, activation)), op, ": activation ",
-                  activation, " is not of such experts");
+  STD_TORCH_CHECK(shape.gated == speq::has_gate(activation_of(op, activation, limit)), op,
+                  ": activation ", activation, " is not of such experts");
   const Records records = records_of(op, slots, fixed_bytes(shape, false));
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
@@ -87,7 +88,7 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
   const Call call(hidden_states);
   Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
   check(op, moe_grouped_residual(grouped.hidden_states, grouped.route, records, base,
-                                 activation_of(op, activation), biases, grouped.out,
+                                 activation_of(op, activation, limit), biases, grouped.out,
                                  memory.mutable_data_ptr(), call.stream()));
 }
 

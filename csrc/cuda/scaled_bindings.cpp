@@ -9,6 +9,7 @@
 namespace {
 
 using namespace speq::cuda;
+using speq::Activation;
 using speq::ExpertShape;
 using OptionalTensor = std::optional<Tensor>;
 
@@ -27,16 +28,15 @@ void decode_record(const char *op, const Tensor &record, std::int64_t nbytes, Te
 // Arguments that the ops of all formats have.
 struct GroupedTensors {
   Tensor hidden_states, topk_ids, slot_table, slots;
-  std::int64_t activation;
+  Activation activation;
   Tensor out;
   OptionalTensor gate_up_bias, down_bias;
 };
 
 ExpertShape expert_shape(const char *op, const Tensor &hidden_states, std::int64_t expert_width,
-                         std::int64_t activation) {
+                         const Activation &activation) {
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
-  return shape_of(op, hidden_states.size(1), expert_width,
-                  speq::has_gate(activation_of(op, activation)));
+  return shape_of(op, hidden_states.size(1), expert_width, speq::has_gate(activation));
 }
 
 // Runs experts in slots of at least nbytes. launch: takes rows and their route, the slots, an
@@ -55,9 +55,8 @@ void run_grouped(const char *op, const GroupedTensors &given, const ExpertShape 
   }
   const Call call(given.hidden_states);
   Tensor memory = workspace(given.hidden_states, moe_compact_workspace(grouped.route, shape));
-  check(op,
-        launch(grouped.hidden_states, grouped.route, records, activation_of(op, given.activation),
-               biases, grouped.out, memory.mutable_data_ptr(), call.stream()));
+  check(op, launch(grouped.hidden_states, grouped.route, records, given.activation, biases,
+                   grouped.out, memory.mutable_data_ptr(), call.stream()));
 }
 
 speq::Fp8Blocks fp8_blocks(const char *op, std::int64_t rows, std::int64_t columns) {
@@ -81,17 +80,18 @@ void decode_fp8_out(Tensor record, std::int64_t block_rows, std::int64_t block_c
 
 void moe_grouped_fp8_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                          std::int64_t expert_width, std::int64_t block_rows,
-                         std::int64_t block_columns, std::int64_t activation, Tensor out,
-                         OptionalTensor gate_up_bias, OptionalTensor down_bias) {
+                         std::int64_t block_columns, std::int64_t activation, double limit,
+                         Tensor out, OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_fp8";
-  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, activation);
+  const Activation act = activation_of(op, activation, limit);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, act);
   const speq::Fp8Blocks blocks = fp8_blocks(op, block_rows, block_columns);
   const std::int64_t nbytes = speq::fp8_layout(shape, blocks).nbytes;
-  run_grouped(
-      op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
-      shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
-        return moe_grouped_fp8(rows, route, held, shape, blocks, to...);
-      });
+  run_grouped(op, {hidden_states, topk_ids, slot_table, slots, act, out, gate_up_bias, down_bias},
+              shape, nbytes,
+              [&](const Values &rows, const Route &route, const Records &held, auto... to) {
+                return moe_grouped_fp8(rows, route, held, shape, blocks, to...);
+              });
 }
 
 void check_blocks(const char *op, const ExpertShape &shape) {
@@ -111,17 +111,18 @@ void decode_mxfp4_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {
 }
 
 void moe_grouped_mxfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
-                           std::int64_t expert_width, std::int64_t activation, Tensor out,
-                           OptionalTensor gate_up_bias, OptionalTensor down_bias) {
+                           std::int64_t expert_width, std::int64_t activation, double limit,
+                           Tensor out, OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_mxfp4";
-  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, activation);
+  const Activation act = activation_of(op, activation, limit);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, act);
   check_blocks(op, shape);
   const std::int64_t nbytes = speq::mxfp4_layout(shape).nbytes;
-  run_grouped(
-      op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
-      shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
-        return moe_grouped_mxfp4(rows, route, held, shape, to...);
-      });
+  run_grouped(op, {hidden_states, topk_ids, slot_table, slots, act, out, gate_up_bias, down_bias},
+              shape, nbytes,
+              [&](const Values &rows, const Route &route, const Records &held, auto... to) {
+                return moe_grouped_mxfp4(rows, route, held, shape, to...);
+              });
 }
 
 // Groups of a size that both widths are multiples of.
@@ -147,17 +148,18 @@ void decode_int4_out(Tensor record, std::int64_t group_size, bool zeros, bool ha
 
 void moe_grouped_int4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                           std::int64_t expert_width, std::int64_t group_size, bool zeros,
-                          bool halves, std::int64_t activation, Tensor out,
+                          bool halves, std::int64_t activation, double limit, Tensor out,
                           OptionalTensor gate_up_bias, OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_int4";
-  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, activation);
+  const Activation act = activation_of(op, activation, limit);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, act);
   const speq::Int4Groups groups = groups_of(op, shape, group_size, zeros, halves);
   const std::int64_t nbytes = speq::int4_layout(shape, groups).nbytes;
-  run_grouped(
-      op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
-      shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
-        return moe_grouped_int4(rows, route, held, shape, groups, to...);
-      });
+  run_grouped(op, {hidden_states, topk_ids, slot_table, slots, act, out, gate_up_bias, down_bias},
+              shape, nbytes,
+              [&](const Values &rows, const Route &route, const Records &held, auto... to) {
+                return moe_grouped_int4(rows, route, held, shape, groups, to...);
+              });
 }
 
 void check_columns(const char *op, const ExpertShape &shape) {
@@ -178,16 +180,18 @@ void decode_nvfp4_out(Tensor record, bool divides, Tensor gate_up_proj, Tensor d
 
 void moe_grouped_nvfp4_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots,
                            std::int64_t expert_width, bool divides, std::int64_t activation,
-                           Tensor out, OptionalTensor gate_up_bias, OptionalTensor down_bias) {
+                           double limit, Tensor out, OptionalTensor gate_up_bias,
+                           OptionalTensor down_bias) {
   constexpr const char *op = "moe_grouped_nvfp4";
-  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, activation);
+  const Activation act = activation_of(op, activation, limit);
+  const ExpertShape shape = expert_shape(op, hidden_states, expert_width, act);
   check_columns(op, shape);
   const std::int64_t nbytes = speq::nvfp4_layout(shape).nbytes;
-  run_grouped(
-      op, {hidden_states, topk_ids, slot_table, slots, activation, out, gate_up_bias, down_bias},
-      shape, nbytes, [&](const Values &rows, const Route &route, const Records &held, auto... to) {
-        return moe_grouped_nvfp4(rows, route, held, shape, divides, to...);
-      });
+  run_grouped(op, {hidden_states, topk_ids, slot_table, slots, act, out, gate_up_bias, down_bias},
+              shape, nbytes,
+              [&](const Values &rows, const Route &route, const Records &held, auto... to) {
+                return moe_grouped_nvfp4(rows, route, held, shape, divides, to...);
+              });
 }
 
 void bind(torch::stable::detail::StableLibrary &m) {

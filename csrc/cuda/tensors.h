@@ -139,9 +139,9 @@ inline ExpertBiases same_biases_of(const char *op, const std::optional<Tensor> &
   return biases_of(op, gate_up, down, hidden_states, experts, gate_up_rows);
 }
 
-inline Activation activation_of(const char *op, std::int64_t activation) {
+inline Activation activation_of(const char *op, std::int64_t activation, double limit) {
   STD_TORCH_CHECK(activation >= 0 && activation < kActivations, op, ": no activation ", activation);
-  return static_cast<Activation>(activation);
+  return {static_cast<ActivationName>(activation), static_cast<float>(limit)};
 }
 
 } // namespace speq::cuda

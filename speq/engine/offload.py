@@ -11,7 +11,7 @@ from speq.engine.resident_slots import ResidentSlots
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import release_pages
-from speq.kernels.ops import ExpertBiases
+from speq.kernels.ops import Activation, ExpertBiases
 from speq.layers.cached_experts import CachedExperts
 from speq.layers.exact_experts import ExactExperts, ExpertServer, HostServer
 from speq.layers.expert_budget import ExpertBudget, LayerBudgets, PredictedBudget
@@ -88,12 +88,13 @@ class MoeSizes:
     """Sizes of the MoE layers.
 
     num_experts  of each layer
+    activations  of the experts, by layer
     biases       of the experts, by layer; empty if they have none
     """
 
     num_layers: int
     num_experts: int
-    activation: str
+    activations: Sequence[Activation]
     biases: Sequence[ExpertBiases] = ()
 
 
@@ -160,9 +161,9 @@ def offload_over(
         host: HostServer | None = None,
     ) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
-        activation, biases = sizes.activation, sizes.biases
+        activations, biases = sizes.activations, sizes.biases
         return ExactExperts(
-            server, experts, table, routes, activation, timed, on_route, biases, resident, host
+            server, experts, table, routes, activations, timed, on_route, biases, resident, host
         )
 
     verifying, reading = beside(loader)
@@ -192,7 +193,7 @@ def residents_of(
     gates  of the MoE layers, in order
     """
     table, routes = host_side(device, sizes.num_experts)
-    return CachedExperts(loader, experts, table, routes, gates, sizes.activation, sizes.biases)
+    return CachedExperts(loader, experts, table, routes, gates, sizes.activations, sizes.biases)
 
 
 def host_side(device: Processor | Accelerator, num_experts: int) -> tuple[SlotTable, RouteReader]:

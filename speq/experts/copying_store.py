@@ -24,7 +24,7 @@ from speq.experts.slots import PlainWords, SlotExperts
 from speq.files.alignment import align, allocate_aligned
 from speq.kernels import ops
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import ExpertBiases, PlainExpert
+from speq.kernels.ops import Activation, ExpertBiases, PlainExpert
 
 logger = logging.getLogger("speq")
 
@@ -143,7 +143,7 @@ class WideBesideSlots(SlotExperts):
         grouping: Grouping,
         slots: dict[int, int],
         slot_table: Tensor,
-        activation: str,
+        activation: Activation,
         out: Tensor,
         biases: ExpertBiases | None = None,
     ) -> None:

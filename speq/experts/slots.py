@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speq.kernels import ops
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import ExpertBiases, PlainExpert
+from speq.kernels.ops import Activation, ExpertBiases, PlainExpert
 
 # Decodes an expert of a layer from its slot; the result is valid until the next call.
 PlainWords = Callable[[int, int], PlainExpert]
@@ -41,7 +41,7 @@ class SlotExperts:
         grouping: Grouping,
         slots: dict[int, int],
         slot_table: Tensor,
-        activation: str,
+        activation: Activation,
         out: Tensor,
         biases: ExpertBiases | None = None,
     ) -> None:

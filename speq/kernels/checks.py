@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library
-from speq.kernels.reference import ACTIVATIONS
+from speq.kernels.reference import ACTIVATIONS, Activation
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 EXACT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,8 +94,12 @@ def check_rows(hidden_states: Tensor, topk_ids: Tensor, slot_table: Tensor, out:
     check_tensor("out", out, shape, (hidden_states.dtype,), device)
 
 
-def activation_code(activation: str) -> int:
-    code = library.ACTIVATION_CODES.get(activation)
+def activation_numbers(activation: Activation) -> tuple[int, float]:
+    """An activation as ops take it. Raises ValueError if it is unknown, or cannot end there."""
+    name, limit = activation
+    code = library.ACTIVATION_CODES.get(name)
     if code is None:
-        raise ValueError(f"activation {activation!r} must be one of {', '.join(ACTIVATIONS)}")
-    return code
+        raise ValueError(f"activation {name!r} must be one of {', '.join(ACTIVATIONS)}")
+    if not limit > 0:
+        raise ValueError(f"activation {name!r} has the limit {limit}; it must be above 0")
+    return code, limit

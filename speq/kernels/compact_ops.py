@@ -9,7 +9,7 @@ from torch import Tensor
 from speq.errors import NoRoom
 from speq.kernels import library, reference_compact
 from speq.kernels.checks import (
-    activation_code,
+    activation_numbers,
     check_expert,
     check_int4,
     check_rows,
@@ -17,7 +17,7 @@ from speq.kernels.checks import (
 )
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import (
-    UNGATED,
+    Activation,
     ExpertBiases,
     Int4Pair,
     Int4Slots,
@@ -90,16 +90,16 @@ def moe_grouped_lossless(
     slot_table: Tensor,
     slots: Tensor,
     expert_width: int,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
     """Run `reference_compact.moe_grouped_lossless_out`, with the blocks and errors of
     `ops.moe_grouped`.
     """
-    code = activation_code(activation)
+    numbers = activation_numbers(activation)
     layout = CompactLayout.of_expert(
-        hidden_states.shape[1], expert_width, lossless=True, gated=activation not in UNGATED
+        hidden_states.shape[1], expert_width, lossless=True, gated=activation.gated
     )
     check_rows(hidden_states, topk_ids, slot_table, out)
     check_records("slots", slots, 2, layout)
@@ -112,7 +112,7 @@ def moe_grouped_lossless(
         )
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped_lossless", part, ids, *held, code, target, *added)
+        library.call("moe_grouped_lossless", part, ids, *held, *numbers, target, *added)
 
 
 def moe_grouped_residual(
@@ -122,14 +122,14 @@ def moe_grouped_residual(
     slots: Tensor,
     base_slots: Tensor,
     experts: Int4Slots,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
     """Run `reference_compact.moe_grouped_residual_out` over INT4 experts, otherwise as
     `ops.moe_grouped`.
     """
-    code, gated = activation_code(activation), activation not in UNGATED
+    numbers, gated = activation_numbers(activation), activation.gated
     outputs = experts.gate_up_rows(activation)
     layout = CompactLayout.of_expert(
         experts.hidden_size, experts.expert_width, lossless=False, gated=gated
@@ -150,7 +150,7 @@ def moe_grouped_residual(
         )
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped_residual", part, ids, *held, code, target, *added)
+        library.call("moe_grouped_residual", part, ids, *held, *numbers, target, *added)
 
 
 def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactLayout:

@@ -26,7 +26,7 @@ from speq.kernels import (
     reference_scaled,
 )
 from speq.kernels.architectures import Architectures
-from speq.kernels.reference import ACTIVATIONS
+from speq.kernels.reference import ACTIVATIONS, Activation
 
 logger = logging.getLogger("speq")
 
@@ -39,16 +39,19 @@ ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
 
 def _with_activation_number(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a reference to take its activation as a number."""
+    """Wrap a reference to take its activation as numbers: its code and its limit."""
     names = tuple(ACTIVATIONS)
     at = [*inspect.signature(kernel).parameters].index("activation")
 
     def run(*arguments: Any) -> None:
-        kernel(*arguments[:at], names[arguments[at]], *arguments[at + 1 :])
+        code, limit, *others = arguments[at:]
+        kernel(*arguments[:at], Activation(names[code], limit), *others)
 
     return run
 
 
+# See `Activation`.
+_ACTIVATION = "int activation, float limit"
 # Biases of experts, if any: [E, 2F], gate before up, and [E, H].
 _BIASES = "Tensor? gate_up_bias=None, Tensor? down_bias=None"
 
@@ -66,12 +69,12 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_int4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor base_slots, "
         "Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales, "
-        f"Tensor? input_perm, int activation, Tensor(a!) out, {_BIASES}) -> ()",
+        f"Tensor? input_perm, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference.moe_int4_out),
     ),
     "moe_grouped": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor gate_up_proj, "
-        f"Tensor down_proj, int activation, Tensor(a!) out, {_BIASES}) -> ()",
+        f"Tensor down_proj, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference.moe_grouped_out),
     ),
     "encode_lossless": (
@@ -84,7 +87,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "moe_grouped_lossless": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
+        f"int expert_width, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference_compact.moe_grouped_lossless_out),
     ),
     "encode_residual": (
@@ -100,7 +103,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_residual": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         "Tensor base_slots, Tensor gate_up_qweight, Tensor gate_up_scales, Tensor down_qweight, "
-        f"Tensor down_scales, Tensor? input_perm, int activation, Tensor(a!) out, {_BIASES}) -> ()",
+        f"Tensor down_scales, Tensor? input_perm, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference_compact.moe_grouped_residual_out),
     ),
     "decode_fp8": (
@@ -110,7 +113,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "moe_grouped_fp8": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        "int expert_width, int block_rows, int block_columns, int activation, Tensor(a!) out, "
+        f"int expert_width, int block_rows, int block_columns, {_ACTIVATION}, Tensor(a!) out, "
         f"{_BIASES}) -> ()",
         _with_activation_number(reference_scaled.moe_grouped_fp8_out),
     ),
@@ -120,7 +123,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "moe_grouped_mxfp4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        f"int expert_width, int activation, Tensor(a!) out, {_BIASES}) -> ()",
+        f"int expert_width, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference_scaled.moe_grouped_mxfp4_out),
     ),
     "decode_int4": (
@@ -130,7 +133,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "moe_grouped_int4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        "int expert_width, int group_size, bool has_zeros, bool has_halves, int activation, "
+        f"int expert_width, int group_size, bool has_zeros, bool has_halves, {_ACTIVATION}, "
         f"Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference_scaled.moe_grouped_int4_out),
     ),
@@ -140,7 +143,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "moe_grouped_nvfp4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
-        f"int expert_width, bool divides, int activation, Tensor(a!) out, {_BIASES}) -> ()",
+        f"int expert_width, bool divides, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
         _with_activation_number(reference_scaled.moe_grouped_nvfp4_out),
     ),
     "rms_norm": (

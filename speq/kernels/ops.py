@@ -14,7 +14,7 @@ from speq.kernels import library, many_rows, reference
 from speq.kernels.checks import (
     EXACT_DTYPES,
     FLOAT_DTYPES,
-    activation_code,
+    activation_numbers,
     check_int4,
     check_tensor,
 )
@@ -22,10 +22,11 @@ from speq.kernels.grouping import Grouping
 from speq.kernels.reference import (
     ACTIVATIONS,
     CLAMP_ALPHA,
-    CLAMP_LIMIT,
     CLAMPED,
     HIDDEN_ACTS,
+    SILU_BEFORE_LIMIT,
     UNGATED,
+    Activation,
     activate,
     combine,
     gate_up_rows,
@@ -38,9 +39,10 @@ __all__ = [
     "ACTIVATIONS",
     "CLAMPED",
     "CLAMP_ALPHA",
-    "CLAMP_LIMIT",
     "HIDDEN_ACTS",
+    "SILU_BEFORE_LIMIT",
     "UNGATED",
+    "Activation",
     "ExpertBiases",
     "Int4Pair",
     "Int4Slots",
@@ -118,7 +120,7 @@ class Int4Slots:
     def expert_width(self) -> int:
         return self.down[0].shape[2] * 2
 
-    def gate_up_rows(self, activation: str) -> int:
+    def gate_up_rows(self, activation: Activation) -> int:
         """Rows of gate_up. Raises ValueError if an activation is of experts with other rows."""
         rows = self.gate_up[0].shape[1]
         if rows != gate_up_rows(activation, self.expert_width):
@@ -275,7 +277,7 @@ def moe_int4(
     topk_weights: Tensor,
     base_slots: Tensor,
     experts: Int4Slots,
-    activation: str,
+    activation: Activation,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
     """Run `reference.moe_int4_out` into a new tensor [T, H] of hidden_states' dtype; see there for
@@ -290,7 +292,7 @@ def moe_int4(
     check_tensor("base_slots", base_slots, (None,), (torch.int64,), device)
     if experts.device != device:
         raise ValueError(f"the INT4 experts are on {experts.device} and hidden_states on {device}")
-    code = activation_code(activation)
+    numbers = activation_numbers(activation)
     outputs = experts.gate_up_rows(activation)
     added: tuple[Tensor, ...] = pair_of(biases, hidden_states, base_slots, outputs)
     if hidden_states.dtype == torch.float64:
@@ -308,7 +310,7 @@ def moe_int4(
             *experts.gate_up,
             *experts.down,
             experts.input_perm,
-            code,
+            *numbers,
             target,
             *added,
         )
@@ -321,7 +323,7 @@ def moe_int4_unfused(
     topk_weights: Tensor,
     base_slots: Tensor,
     experts: Int4Slots,
-    activation: str,
+    activation: Activation,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
     """Compute `moe_int4` with one `linear_int4` for each expert and projection.
@@ -352,7 +354,7 @@ def moe_grouped(
     slot_table: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
@@ -373,9 +375,9 @@ def moe_grouped(
     check_tensor(
         "gate_up_proj", gate_up_proj, (None, None, hidden_size), dtypes, device, strided=True
     )
-    code = activation_code(activation)
+    numbers = activation_numbers(activation)
     slots, rows_given = gate_up_proj.shape[:2]
-    width = rows_given if activation in UNGATED else rows_given // 2
+    width = rows_given // 2 if activation.gated else rows_given
     check_tensor(
         "down_proj",
         down_proj,
@@ -391,7 +393,7 @@ def moe_grouped(
         reference.moe_grouped_out(hidden_states, topk_ids, *held, activation, out, *added)
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped", part, ids, *held, code, target, *added)
+        library.call("moe_grouped", part, ids, *held, *numbers, target, *added)
 
 
 def moe_by_expert(
@@ -399,7 +401,7 @@ def moe_by_expert(
     grouping: Grouping,
     slots: dict[int, int],
     plain: Callable[[int, int], PlainExpert],
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
@@ -414,7 +416,7 @@ def moe_by_expert(
     check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, hidden_states.device)
     shape = (*grouping.topk_ids.shape, hidden_states.shape[1])
     check_tensor("out", out, shape, (hidden_states.dtype,), hidden_states.device)
-    activation_code(activation)
+    activation_numbers(activation)
     outputs = out.flatten(0, 1)
     for expert, slot in slots.items():
         if expert in grouping.spans:
@@ -463,7 +465,7 @@ def pair_of(
 def _swiglu(
     inputs: Tensor,
     words: PlainExpert,
-    activation: str,
+    activation: Activation,
     expert: int,
     biases: ExpertBiases | None,
 ) -> Tensor:

@@ -3,7 +3,9 @@
 They are the oracle of the tests, and run if there is no native kernel.
 """
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +24,11 @@ INT8_SMALLEST = 1e-30
 # Rows dequantised at a time: a float32 copy of a whole expert would be larger than the expert.
 UNPACK_ROWS = 512
 
-# Parameters of the clamped activation (gpt_oss): limit of gate and up, and slope of the sigmoid.
+# The activation of gpt_oss, and the slope of its sigmoid.
 CLAMPED = "clamped"
-CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Clamped activation (up + 1) * gate * sigmoid(alpha * gate): gate is clamped above, up on both
-    sides.
-    """
-    gate = gate.clamp(max=CLAMP_LIMIT)
-    up = up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
-    return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
-
+CLAMP_ALPHA = 1.702
+# silu of a gate that is clamped after it.
+SILU_BEFORE_LIMIT = "silu_before_limit"
 
 # Activations between an expert's projections, of gate and up [..., F], or of up alone.
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
@@ -43,25 +37,50 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "relu": lambda gate, up: F.relu(gate) * up,
-    CLAMPED: clamped_swiglu,
+    CLAMPED: lambda gate, up: (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA)),
     "relu2": lambda up: F.relu(up).square(),
+    SILU_BEFORE_LIMIT: lambda gate, up: gate * up,
 }
 # Those of experts without a gate.
 UNGATED = {"relu2"}
 # Activations that a config.json may name; the others belong to families.
-HIDDEN_ACTS = tuple(name for name in ACTIVATIONS if name not in {CLAMPED, *UNGATED})
+HIDDEN_ACTS = tuple(
+    name for name in ACTIVATIONS if name not in {CLAMPED, SILU_BEFORE_LIMIT, *UNGATED}
+)
 
 
-def gate_up_rows(activation: str, expert_width: int) -> int:
+class Activation(NamedTuple):
+    """What comes between the projections of a layer's experts.
+
+    name   one of ACTIVATIONS
+    limit  gate is clamped above it before the activation (SILU_BEFORE_LIMIT: after silu), and up on
+           both sides; infinity: neither is. Experts without a gate have none.
+    """
+
+    name: str
+    limit: float = math.inf
+
+    @property
+    def gated(self) -> bool:
+        return self.name not in UNGATED
+
+
+def gate_up_rows(activation: Activation, expert_width: int) -> int:
     """Rows of gate and up in one matrix, of experts with that activation."""
-    return expert_width if activation in UNGATED else 2 * expert_width
+    return 2 * expert_width if activation.gated else expert_width
 
 
-def activate(activation: str, gate_up: Tensor) -> Tensor:
-    """Run an activation of ACTIVATIONS on gate and up side by side, or up alone: [..., F]."""
-    if activation in UNGATED:
-        return ACTIVATIONS[activation](gate_up)
-    return ACTIVATIONS[activation](*gate_up.chunk(2, dim=-1))
+def activate(activation: Activation, gate_up: Tensor) -> Tensor:
+    """Run an activation on gate and up side by side, or up alone: [..., F]."""
+    name, limit = activation
+    if not activation.gated:
+        return ACTIVATIONS[name](gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if name == SILU_BEFORE_LIMIT:
+        gate = F.silu(gate)
+    if limit < math.inf:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ACTIVATIONS[name](gate, up)
 
 
 def matrices_of(gate_up_proj: Tensor, down_proj: Tensor) -> list[Tensor]:
@@ -72,7 +91,7 @@ def matrices_of(gate_up_proj: Tensor, down_proj: Tensor) -> list[Tensor]:
 
 
 def empty_expert(
-    hidden_size: int, width: int, activation: str, device: torch.device
+    hidden_size: int, width: int, activation: Activation, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Allocate the bfloat16 matrices gate_up and down of an expert."""
     shapes = (gate_up_rows(activation, width), hidden_size), (hidden_size, width)
@@ -177,7 +196,7 @@ def moe_int4_out(
     down_qweight: Tensor,
     down_scales: Tensor,
     input_perm: Tensor | None,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -232,7 +251,7 @@ def swiglu(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
-    activation: str,
+    activation: Activation,
     expert: int = 0,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -254,7 +273,7 @@ def moe_grouped_out(
     slot_table: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,

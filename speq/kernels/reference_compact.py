@@ -17,7 +17,7 @@ from speq.kernels.compact_layout import (
     SLACK_BYTES,
     CompactLayout,
 )
-from speq.kernels.reference import check_ids, empty_expert, matrices_of, moe_grouped_out
+from speq.kernels.reference import Activation, check_ids, empty_expert, matrices_of, moe_grouped_out
 
 CLASSES = 8
 ESCAPE = 7
@@ -187,7 +187,7 @@ def moe_grouped_lossless_out(
     slot_table: Tensor,
     slots: Tensor,
     expert_width: int,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -214,7 +214,7 @@ def moe_grouped_residual_out(
     down_qweight: Tensor,
     down_scales: Tensor,
     input_perm: Tensor | None,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -256,7 +256,7 @@ def _run_expert(
     expert: int,
     gate_up_proj: Tensor,
     down_proj: Tensor,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from speq.kernels.reference import check_ids, empty_expert, matrices_of, moe_grouped_out
+from speq.kernels.reference import Activation, check_ids, empty_expert, matrices_of, moe_grouped_out
 from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout, Nvfp4Layout
 from speq.kernels.scaled_words import fp8_words, int4_words, mxfp4_words, nvfp4_words, part_of
 
@@ -88,7 +88,7 @@ def moe_grouped_fp8_out(
     expert_width: int,
     block_rows: int,
     block_columns: int,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -108,7 +108,7 @@ def moe_grouped_mxfp4_out(
     slot_table: Tensor,
     slots: Tensor,
     expert_width: int,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -127,7 +127,7 @@ def moe_grouped_int4_out(
     group_size: int,
     has_zeros: bool,
     has_halves: bool,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -148,7 +148,7 @@ def moe_grouped_nvfp4_out(
     slots: Tensor,
     expert_width: int,
     divides: bool,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -169,7 +169,7 @@ def _run_slots(
     slot_table: Tensor,
     slots: Tensor,
     expert_width: int,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     *biases: Tensor | None,
 ) -> None:
@@ -197,7 +197,7 @@ def _run_expert(
     topk_ids: Tensor,
     expert: int,
     words: tuple[Tensor, Tensor],
-    activation: str,
+    activation: Activation,
     out: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,

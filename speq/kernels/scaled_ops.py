@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library, reference_scaled
-from speq.kernels.checks import activation_code, check_expert, check_rows, check_tensor
-from speq.kernels.ops import UNGATED, ExpertBiases, gate_up_rows, pair_of, row_blocks
+from speq.kernels.checks import activation_numbers, check_expert, check_rows, check_tensor
+from speq.kernels.ops import Activation, ExpertBiases, gate_up_rows, pair_of, row_blocks
 from speq.kernels.scaled_layout import (
     FP8_COLUMNS,
     FP8_ROWS,
@@ -84,7 +84,7 @@ def moe_grouped_fp8(
     expert_width: int,
     block_rows: int,
     block_columns: int,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
@@ -93,7 +93,7 @@ def moe_grouped_fp8(
     """
     held = ScaledSlots(slot_table, slots, expert_width)
     blocks = block_rows, block_columns
-    gated = activation not in UNGATED
+    gated = activation.gated
     layout = fp8_layout(hidden_states.shape[-1], expert_width, *blocks, gated)
     _moe_grouped("fp8", layout, hidden_states, topk_ids, held, blocks, activation, out, biases)
 
@@ -104,7 +104,7 @@ def moe_grouped_mxfp4(
     slot_table: Tensor,
     slots: Tensor,
     expert_width: int,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
@@ -112,7 +112,7 @@ def moe_grouped_mxfp4(
     `ops.moe_grouped`.
     """
     held = ScaledSlots(slot_table, slots, expert_width)
-    layout = mxfp4_layout(hidden_states.shape[-1], expert_width, activation not in UNGATED)
+    layout = mxfp4_layout(hidden_states.shape[-1], expert_width, activation.gated)
     _moe_grouped("mxfp4", layout, hidden_states, topk_ids, held, (), activation, out, biases)
 
 
@@ -125,7 +125,7 @@ def moe_grouped_int4(
     group_size: int,
     has_zeros: bool,
     has_halves: bool,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
@@ -134,7 +134,7 @@ def moe_grouped_int4(
     """
     held = ScaledSlots(slot_table, slots, expert_width)
     groups = group_size, has_zeros, has_halves
-    gated = activation not in UNGATED
+    gated = activation.gated
     layout = int4_layout(hidden_states.shape[-1], expert_width, *groups, gated)
     _moe_grouped("int4", layout, hidden_states, topk_ids, held, groups, activation, out, biases)
 
@@ -146,7 +146,7 @@ def moe_grouped_nvfp4(
     slots: Tensor,
     expert_width: int,
     divides: bool,
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None = None,
 ) -> None:
@@ -154,7 +154,7 @@ def moe_grouped_nvfp4(
     `ops.moe_grouped`.
     """
     held = ScaledSlots(slot_table, slots, expert_width)
-    layout = nvfp4_layout(hidden_states.shape[-1], expert_width, activation not in UNGATED)
+    layout = nvfp4_layout(hidden_states.shape[-1], expert_width, activation.gated)
     own = (divides,)
     _moe_grouped("nvfp4", layout, hidden_states, topk_ids, held, own, activation, out, biases)
 
@@ -174,21 +174,21 @@ def _moe_grouped(
     topk_ids: Tensor,
     held: ScaledSlots,
     groups: tuple[Any, ...],
-    activation: str,
+    activation: Activation,
     out: Tensor,
     biases: ExpertBiases | None,
 ) -> None:
     """Run the op `moe_grouped_*` of a format. groups: arguments of its own"""
     check_rows(hidden_states, topk_ids, held.slot_table, out)
     _check_records("slots", held.slots, 2, layout)
-    code = activation_code(activation)
+    numbers = activation_numbers(activation)
     outputs = gate_up_rows(activation, held.expert_width)
     added = pair_of(biases, hidden_states, held.slot_table, outputs)
     if hidden_states.dtype == torch.float64:
         REFERENCES[form](hidden_states, topk_ids, *held, *groups, activation, out, *added)
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call(f"moe_grouped_{form}", part, ids, *held, *groups, code, target, *added)
+        library.call(f"moe_grouped_{form}", part, ids, *held, *groups, *numbers, target, *added)
 
 
 def fp8_layout(

@@ -10,7 +10,7 @@ from torch import Tensor
 from speq.experts.slots import SlotExperts
 from speq.kernels import decoder_ops
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import ExpertBiases
+from speq.kernels.ops import Activation, ExpertBiases
 from speq.layers.gates import RouterGate
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
@@ -53,7 +53,7 @@ class CachedExperts:
         slot_table: SlotTable,
         routes: RouteReader,
         gates: Sequence[RouterGate],
-        activation: str,
+        activations: Sequence[Activation],
         biases: Sequence[ExpertBiases] = (),
     ) -> None:
         self._lender = lender
@@ -61,7 +61,7 @@ class CachedExperts:
         self._slot_table = slot_table
         self._routes = routes
         self._gates = gates
-        self._activation = activation
+        self._activations = activations
         self._biases = biases
         self.on_route: Callable[[int, Route], None] | None = None
 
@@ -81,7 +81,7 @@ class CachedExperts:
                 Grouping.of(served.topk_ids, served.host_ids),
                 slots,
                 self._slot_table.of(slots),
-                self._activation,
+                self._activations[layer],
                 outputs,
                 *self._biases[layer : layer + 1],
             )

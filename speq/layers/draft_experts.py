@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speq.experts.int4 import Int4Arena
 from speq.kernels import ops
-from speq.kernels.ops import ExpertBiases
+from speq.kernels.ops import Activation, ExpertBiases
 from speq.layers.cut_backend import PassedLayer
 from speq.layers.gates import RouterGate
 from speq.routing import Route
@@ -62,14 +62,14 @@ class DraftExperts:
     def __init__(
         self,
         arena: Int4Arena,
-        activation: str,
+        activations: Sequence[Activation],
         biases: Sequence[ExpertBiases] = (),
         gates: Sequence[RouterGate] = (),
     ) -> None:
         self.kernel: Callable[..., Tensor] = ops.moe_int4
         self._experts = arena.experts
         self._base_slots = arena.base_slots.unbind()
-        self._activation = activation
+        self._activations = activations
         self._biases = biases
         self._gates = gates
         self._held = [_held_experts(of_layer) for of_layer in self._base_slots]
@@ -103,7 +103,7 @@ class DraftExperts:
             topk_weights,
             self._base_slots[layer],
             self._experts,
-            self._activation,
+            self._activations[layer],
             *self._biases[layer : layer + 1],
         )
 

@@ -10,7 +10,7 @@ from speq.errors import present
 from speq.experts.slots import SlotExperts
 from speq.kernels import decoder_ops
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import ExpertBiases
+from speq.kernels.ops import Activation, ExpertBiases
 from speq.layers.cut_backend import PassedLayer
 from speq.layers.route_reader import RouteReader
 from speq.layers.slot_table import SlotTable
@@ -83,7 +83,7 @@ class ExactExperts:
         experts: SlotExperts,
         slot_table: SlotTable,
         routes: RouteReader,
-        activation: str,
+        activations: Sequence[Activation],
         timed: Timed,
         on_route: Callable[[int, Route], Route],
         biases: Sequence[ExpertBiases] = (),
@@ -94,7 +94,7 @@ class ExactExperts:
         self.experts = experts
         self._slot_table = slot_table
         self._routes = routes
-        self._activation = activation
+        self._activations = activations
         self._timed = timed
         self._on_route = on_route
         self._biases = biases
@@ -133,7 +133,7 @@ class ExactExperts:
                     grouping,
                     slots,
                     self._slot_table.of(slots),
-                    self._activation,
+                    self._activations[layer],
                     outputs,
                     biases,
                 )
@@ -159,7 +159,7 @@ class ExactExperts:
             Grouping(route.topk_ids, [], {}, None),
             {},
             self._slot_table.of({}) if table is None else table,
-            self._activation,
+            self._activations[layer],
             outputs,
             self._biases[layer] if self._biases else None,
         )

@@ -16,7 +16,7 @@ from speq.devices.staged import Readback, Uploads
 from speq.experts.codec import ExpertCodec
 from speq.kernels import library
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import ExpertBiases
+from speq.kernels.ops import Activation, ExpertBiases
 from speq.layers.slot_table import HostSlotTable
 from speq.routing import Route
 
@@ -62,11 +62,11 @@ class HostExperts:
         codec: ExpertCodec,
         lender: RecordLender,
         num_experts: int,
-        activation: str,
+        activations: Sequence[Activation],
         biases: Sequence[ExpertBiases],
         clock: Callable[[], float],
     ) -> None:
-        self._codec, self._lender, self._activation = codec, lender, activation
+        self._codec, self._lender, self._activations = codec, lender, activations
         self._biases = [ExpertBiases(each.gate_up.cpu(), each.down.cpu()) for each in biases]
         self._readback, self._uploads = Readback(device), Uploads(device)
         self._table = HostSlotTable(num_experts)
@@ -93,7 +93,8 @@ class HostExperts:
                 slots = {expert: 0}
                 grouping = Grouping(route.host_ids, [expert], {}, None)
                 table = self._table.of(slots)
-                held.run(layer, hidden, grouping, slots, table, self._activation, found, biases)
+                act = self._activations[layer]
+                held.run(layer, hidden, grouping, slots, table, act, found, biases)
         compute_s = self._clock() - began_s
         chosen = torch.isin(route.host_ids, torch.tensor([*experts]))
         places = chosen.flatten().nonzero().flatten()

@@ -15,7 +15,7 @@ from speq.devices.staged import Uploads
 from speq.errors import present
 from speq.experts.slots import SlotExperts
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import ExpertBiases
+from speq.kernels.ops import Activation, ExpertBiases
 from speq.layers.slot_table import DeviceSlotTable
 from speq.routing import Route
 
@@ -34,10 +34,10 @@ class PeerExperts:
         peer: Accelerator,
         experts: SlotExperts,
         num_experts: int,
-        activation: str,
+        activations: Sequence[Activation],
         biases: Sequence[ExpertBiases],
     ) -> None:
-        self._on, self._experts, self._activation = peer.torch, experts, activation
+        self._on, self._experts, self._activations = peer.torch, experts, activations
         self._biases = [
             ExpertBiases(each.gate_up.to(self._on), each.down.to(self._on)) for each in biases
         ]
@@ -64,7 +64,7 @@ class PeerExperts:
             grouping,
             slots,
             self._table.of(slots),
-            self._activation,
+            self._activations[layer],
             found,
             self._biases[layer] if self._biases else None,
         )

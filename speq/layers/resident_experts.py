@@ -8,6 +8,7 @@ from torch import Tensor
 from speq.experts.codec import ExpertCodec
 from speq.kernels import decoder_ops, library
 from speq.kernels.grouping import Grouping, most_fused_rows
+from speq.kernels.ops import Activation
 from speq.routing import Route
 
 
@@ -19,7 +20,7 @@ class ResidentExperts:
 
     drafts: ClassVar[bool] = False
 
-    def __init__(self, slots: Tensor, codec: ExpertCodec, activation: str) -> None:
+    def __init__(self, slots: Tensor, codec: ExpertCodec, activation: Activation) -> None:
         self._experts, self._activation = codec.experts(slots, None), activation
         self._table = torch.arange(len(slots), device=slots.device)
         self._slots = {expert: expert for expert in range(len(slots))}

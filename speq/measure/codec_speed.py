@@ -19,6 +19,7 @@ from speq.files.alignment import allocate_aligned
 from speq.governor.roofline import Points
 from speq.kernels import library
 from speq.kernels.grouping import Grouping
+from speq.kernels.ops import Activation
 from speq.models.shape import ModelShape
 from speq.units import Clock
 
@@ -133,7 +134,7 @@ def pass_s(
     num_experts: int,
     hidden_states: Tensor,
     topk_ids: Tensor,
-    activation: str,
+    activation: Activation,
     clock: Clock,
 ) -> float:
     """Time one pass through the experts of layer 0, where expert n is in slot n.

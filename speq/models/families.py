@@ -35,7 +35,7 @@ from speq.models.attention import (
 )
 from speq.models.block_selection import BlockIndexer
 from speq.models.delta_net import delta_states
-from speq.models.family import BuiltAs, Family
+from speq.models.family import BuiltAs, Family, swiglu_limit
 from speq.models.family_checks import (
     check_blocks,
     check_clamped,
@@ -362,6 +362,7 @@ FAMILIES = {
             attention_by=BESIDE_SINKS,
             stand_ins={"indexer": BlockIndexer},
             activation=CLAMPED,
+            limit=swiglu_limit,
             check=check_blocks,
             on_the_host="tokens that layers of family minimax_m3_vl see are counted by the host",
             text_part=TextModelPart(
@@ -518,6 +519,7 @@ FAMILIES = {
             biased=True,
             stacked=Stacked.INTERLEAVED,
             activation=CLAMPED,
+            limit=swiglu_limit,
             check=check_clamped,
         ),
         Family(

@@ -3,8 +3,9 @@
 import contextlib
 import importlib
 import importlib.util
+import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import __version__ as transformers_version
 from speq.errors import DependencyError
 from speq.experts.expert_names import USUAL_NAMES, ExpertNames, Stacked
 from speq.files.text_part import TextModelPart
-from speq.kernels.ops import UNGATED
+from speq.kernels.ops import UNGATED, Activation
 from speq.layers.gates import GateOf, RouterGate, softmax_gate
 from speq.layers.offloaded_experts import BiasedExperts, LogitsOf, OffloadedExperts, first_of
 from speq.models.attention import AttentionShape, cached_heads
@@ -28,6 +29,19 @@ from speq.version import is_before
 
 # transformers' modules are shared by all threads: two patches at a time would leave ours in place.
 _PATCHING = threading.Lock()
+
+
+# Where older versions of transformers clamp gpt_oss' experts, whatever a config says.
+CLAMP_LIMIT = 7.0
+
+
+def no_limit(config: Any, layer: int) -> float:
+    return math.inf
+
+
+def swiglu_limit(config: Any, layer: int) -> float:
+    """The config's own limit of all layers."""
+    return float(getattr(config, "swiglu_limit", CLAMP_LIMIT))
 
 
 class BuiltAs(NamedTuple):
@@ -122,6 +136,8 @@ class Family:
     scaled_by     attribute of the config that the experts' sum is multiplied by; None: nothing
     stacked       how all experts of a layer lie in one tensor on disk
     activation    of its experts; None: as the config's hidden_act says
+    limit         where gate and up of a layer's experts are clamped, from the config and the layer;
+                  see `Activation`
     check         raises SpeqError for a config that would otherwise fail in a pass; given the
                   config, the number of experts and where the config was read
     on_the_host   what its classes compute on the host during a pass, which no graph can hold
@@ -163,6 +179,7 @@ class Family:
     scaled_by: str | None = None
     stacked: Stacked = Stacked.ROWS
     activation: str | None = None
+    limit: Callable[[Any, int], float] = no_limit
     check: Callable[[Any, int, object], None] = check_nothing
     on_the_host: str | None = None
     since: str = "5.17"
@@ -193,6 +210,12 @@ class Family:
     def gated(self) -> bool:
         """True if its experts have a gate."""
         return self.activation not in UNGATED
+
+    def activations(self, config: Any, layers: Iterable[int]) -> tuple[Activation, ...]:
+        """Activations of the experts of some layers."""
+        act = "silu" if self.hidden_act is None else getattr(config, self.hidden_act)
+        name = self.activation or act
+        return tuple(Activation(name, self.limit(config, layer)) for layer in layers)
 
     def put_stand_ins(self, model: Any) -> None:
         """Make the modules of `stand_ins` run over caches with rollback."""

@@ -3,7 +3,8 @@
 from typing import Any
 
 from speq.errors import CheckpointError, UnsupportedError
-from speq.kernels.ops import CLAMP_ALPHA, CLAMP_LIMIT
+from speq.kernels.ops import CLAMP_ALPHA
+from speq.models.family import CLAMP_LIMIT
 
 
 def check_groups(config: Any, num_experts: int, where: object) -> None:
@@ -28,7 +29,7 @@ def check_deepseek_v2(config: Any, num_experts: int, where: object) -> None:
 
 
 def check_clamped(config: Any, num_experts: int, where: object) -> None:
-    """Raise SpeqError for a clamped activation of other numbers than the kernels have."""
+    """Raise SpeqError for a clamped activation of other numbers than the family has."""
     for name, wanted in (("swiglu_limit", CLAMP_LIMIT), ("swiglu_alpha", CLAMP_ALPHA)):
         given = getattr(config, name, wanted)
         if given != wanted:

@@ -6,6 +6,7 @@ compared with those of transformers' own pass over the whole sequence.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from speq.devices.device import Processor
 from speq.errors import UnsupportedError
 from speq.experts.expert_names import GATE_UP, Stacked
 from speq.kernels import decoder_ops, ops
-from speq.kernels.ops import MAX_LINEAR_ROWS, ExpertBiases
+from speq.kernels.ops import MAX_LINEAR_ROWS, Activation, ExpertBiases
 from speq.layers.offloaded_experts import BiasedExperts, OffloadedExperts
 from speq.models.attention import IN_BLOCKS
 from speq.models.family import Family
@@ -94,8 +95,10 @@ class PlainBackend:
 
     drafts: ClassVar[bool] = False
 
-    def __init__(self, words: list[tuple[Tensor, Tensor]], activation: str) -> None:
-        self._words, self._activation = words, activation
+    def __init__(
+        self, words: list[tuple[Tensor, Tensor]], activations: Sequence[Activation]
+    ) -> None:
+        self._words, self._activations = words, activations
         self.biases: list[ExpertBiases] = []
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
@@ -105,7 +108,7 @@ class PlainBackend:
         parts = (each.split(ROWS) for each in (hidden_states, route.topk_ids, out))
         for rows, topk_ids, part in zip(*parts, strict=True):
             words = self._words[layer]
-            ops.moe_grouped(rows, topk_ids, table, *words, self._activation, part, biases)
+            ops.moe_grouped(rows, topk_ids, table, *words, self._activations[layer], part, biases)
         return decoder_ops.combine(out, route.topk_weights, hidden_states.dtype)
 
 
@@ -222,9 +225,8 @@ def difference(
     not.
     """
     config = model.config
-    act = "silu" if family.hidden_act is None else getattr(config, family.hidden_act)
     backend, ours = (
-        PlainBackend(words, family.activation or act),
+        PlainBackend(words, family.activations(config, family.moe_blocks(model))),
         MoEModel(model, family, Processor(), {}),
     )
     backend.biases = ours.biases

@@ -17,7 +17,7 @@ from speq.files.json_file import read_json
 from speq.kernels import library, many_rows
 from speq.kernels.checks import EXACT_DTYPES
 from speq.kernels.grouping import most_fused_rows
-from speq.kernels.ops import HIDDEN_ACTS
+from speq.kernels.ops import HIDDEN_ACTS, Activation
 from speq.layers.indexer import uses_earlier_choice
 from speq.models.attention import AttentionShape, KVShapes, elements
 from speq.models.bounds import MOST, check_sizes
@@ -75,7 +75,7 @@ class ModelShape:
 
     experts: ExpertLayout
     top_k: int
-    activation: str
+    activations: tuple[Activation, ...]
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -94,6 +94,11 @@ class ModelShape:
     streams: int = 1
     tables: tuple[tuple[int, int], ...] = ()
     part: LayerRange | None = None
+
+    @property
+    def activation(self) -> Activation:
+        """Of the first MoE layer's experts, as measurements take it for all."""
+        return self.activations[0]
 
     @property
     def embedding(self) -> tuple[int, int]:
@@ -380,7 +385,7 @@ def shape_of(
             family.gated,
         ),
         top_k=top_k,
-        activation=family.activation or hidden_act,
+        activations=family.activations(config, layers),
         num_layers=config.num_hidden_layers if part is None else len(part.layers),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size if has_ends else 0,

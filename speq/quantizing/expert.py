@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speq.errors import CheckpointError
 from speq.experts.int4 import group_columns
-from speq.kernels.ops import activate
+from speq.kernels.ops import Activation, activate
 from speq.quantizing.activations import ActivationRows
 from speq.quantizing.gptq import QuantisedMatrix, factor_inverse, quantise, round_to_nearest
 from speq.quantizing.settings import QuantizeSettings
@@ -26,7 +26,7 @@ class ExpertConstants:
     gate_up_bias, down_bias  [2F] and [H] float32, or 0.0 if it has none
     """
 
-    activation: str
+    activation: Activation
     gate_up_bias: Tensor | float = 0.0
     down_bias: Tensor | float = 0.0
 

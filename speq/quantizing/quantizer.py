@@ -247,7 +247,7 @@ class Quantizer:
         exact = read_matrices(self._source.store, moe_layer, index, self._slot)
         # Copies: the slot is read into again.
         gate_up_proj, down_proj = (matrix.to(torch.float32, copy=True) for matrix in exact)
-        between = ExpertConstants(self._source.shape.activation)
+        between = ExpertConstants(self._source.shape.activations[moe_layer])
         if self._biases:
             of_layer = self._biases[moe_layer]
             biases = (each[index].float() for each in (of_layer.gate_up, of_layer.down))

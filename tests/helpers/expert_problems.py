@@ -2,6 +2,7 @@
 have.
 """
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speq.kernels import compact_ops, library, reference
+from speq.kernels.ops import Activation
 from speq.kernels.scaled_layout import (
     Fp8Layout,
     Int4GroupsLayout,
@@ -27,6 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Positions that one call of a kernel takes.
 MOST_POSITIONS = 256
 BLOCK = 128
+SILU = Activation("silu")
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Problem:
     table: Tensor
     gate_up: Tensor
     down: Tensor
-    activation: str
+    activation: Activation
     biases: tuple[Tensor, ...]
 
     @classmethod
@@ -60,8 +63,9 @@ class Problem:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator) * 0.1
 
-        activation = rng.choice(sorted(library.ACTIVATION_CODES))
-        of_up = gate_up_rows(activation, width)
+        name = rng.choice(sorted(library.ACTIVATION_CODES))
+        activation = Activation(name, rng.choice((math.inf, 0.5)))
+        of_up = gate_up_rows(name, width)
         biases: tuple[Tensor, ...] = ()
         if rng.random() < 0.3:
             biases = (
@@ -78,10 +82,10 @@ class Problem:
             biases,
         )
 
-    def run(self, op: Any, weights: tuple[Any, ...], code: Any, rows: slice) -> Tensor:
+    def run(self, op: Any, weights: tuple[Any, ...], activation: Any, rows: slice) -> Tensor:
         hidden, ids = self.hidden[rows].contiguous(), self.ids[rows].contiguous()
         out = hidden.new_full((*ids.shape, hidden.shape[1]), torch.nan)
-        op(hidden, ids, self.table, *weights, code, out, *self.biases)
+        op(hidden, ids, self.table, *weights, *activation, out, *self.biases)
         return out
 
     def on(self, device: str) -> "Problem":

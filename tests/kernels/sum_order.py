@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from speq.kernels import library
+from speq.kernels.checks import activation_numbers
 from tests.helpers.backends import HOST_NAMESPACE, ISAS, load_host_ops
 from tests.helpers.expert_problems import SIZES, SIZES_OF_CODES, Problem
 
@@ -42,13 +43,13 @@ class Comparisons:
 
     def add(self, given: Problem) -> None:
         """Compare the results of a problem, in all forms that its sizes allow."""
-        code, every = library.ACTIVATION_CODES[given.activation], slice(None)
+        numbers, every = activation_numbers(given.activation), slice(None)
         on_host = getattr(torch.ops, HOST_NAMESPACE)
         for op, weights in given.forms():
-            wanted = given.run(getattr(on_host, op), weights, code, every)
+            wanted = given.run(getattr(on_host, op), weights, numbers, every)
             for isa in (each for each in ISAS if each in library.supported_isas()):
                 with limited_to(isa):
-                    found = given.run(getattr(torch.ops.speq, op), weights, code, every)
+                    found = given.run(getattr(torch.ops.speq, op), weights, numbers, every)
                 self.of[op, isa] += 1
                 if not torch.equal(found, wanted):  # so does what is NaN: no result may be
                     self.differing[op, isa] += 1

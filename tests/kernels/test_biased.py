@@ -1,5 +1,5 @@
-"""Experts that have biases and a clamped activation, against transformers' own experts of gpt_oss:
-on every instruction set, and as CUDA kernels on the host.
+"""Experts that have biases and a clamped activation, against transformers' own experts of gpt_oss,
+and other activations with a limit: on every instruction set, and as CUDA kernels on the host.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -22,11 +23,12 @@ from speq.files.alignment import allocate_aligned
 from speq.files.published_format import MXFP4, WORDS
 from speq.kernels import ops, reference
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import CLAMPED, ExpertBiases
+from speq.kernels.ops import CLAMPED, SILU_BEFORE_LIMIT, Activation, ExpertBiases
 from tests.helpers.backends import CPU_BACKENDS, backend_named, cuda_kernels_on_host, need_backend
 
 SEED = 13
 HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 96, 5, 3
+OF_GPT_OSS = Activation(CLAMPED, 7.0)
 ON_HOST = "cuda_on_host"
 # Rows that fused kernels take, and more than those of a GPU do.
 ROWS = (1, 3, 9, 40)
@@ -128,15 +130,44 @@ def test_products_are_those_of_transformers(backend: str, codec: str, dtype: tor
         out = torch.full_like(wanted, float("nan"))
         slots = {expert: slot_of(expert) for expert in range(EXPERTS)}
         grouping = Grouping.of(ids, ids)
-        layer.experts.run(0, hidden_states, grouping, slots, TABLE, CLAMPED, out, biases)
+        layer.experts.run(0, hidden_states, grouping, slots, TABLE, OF_GPT_OSS, out, biases)
         allowed = TOLERANCE[dtype] * float(wanted.float().abs().max())
         torch.testing.assert_close(out, wanted, rtol=0, atol=allowed)
         # Rounded where transformers rounds: most numbers are the same to the last bit.
         assert dtype == torch.float32 or (out == wanted).float().mean() > 0.5
         # Without biases, or with another activation, it would be something else.
         other = torch.empty_like(out)
-        layer.experts.run(0, hidden_states, grouping, slots, TABLE, CLAMPED, other)
+        layer.experts.run(0, hidden_states, grouping, slots, TABLE, OF_GPT_OSS, other)
         assert not torch.allclose(other, wanted, rtol=0, atol=3 * allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", ["raw", "lossless", "residual", "mxfp4"])
+@pytest.mark.parametrize("name", ["silu", SILU_BEFORE_LIMIT])
+def test_silu_with_a_limit(backend: str, name: str, codec: str, dtype: torch.dtype) -> None:
+    """As transformers computes it: deepseek_v4 and glm5_next before silu, step3p7 after it."""
+    limit = 1.3  # which 16 bits do not hold
+    layer, biases = layer_of(codec), biases_in(dtype)
+    for rows in ROWS:
+        hidden_states, ids = normal(rows, HIDDEN, spread=8.0).to(dtype), route(rows)
+        made = []
+        for row, expert in zip(
+            hidden_states.repeat_interleave(TOP_K, 0), ids.flatten(), strict=True
+        ):
+            gate_up, down = (matrix.to(dtype) for matrix in layer.words[expert])
+            gate, up = (F.linear(row, gate_up) + biases.gate_up[expert]).chunk(2)
+            up = up.clamp(min=-limit, max=limit)
+            after = name == SILU_BEFORE_LIMIT
+            gate = F.silu(gate).clamp(max=limit) if after else F.silu(gate.clamp(max=limit))
+            made.append(F.linear(gate * up, down) + biases.down[expert])
+        wanted = torch.stack(made).view(*ids.shape, HIDDEN)
+        out = torch.full_like(wanted, float("nan"))
+        slots = {expert: slot_of(expert) for expert in range(EXPERTS)}
+        act, grouping = Activation(name, limit), Grouping.of(ids, ids)
+        layer.experts.run(0, hidden_states, grouping, slots, TABLE, act, out, biases)
+        allowed = TOLERANCE[dtype] * float(wanted.float().abs().max())
+        torch.testing.assert_close(out, wanted, rtol=0, atol=allowed)
+        assert dtype == torch.float32 or (out == wanted).float().mean() > 0.5
 
 
 def test_float64_runs_through_the_reference() -> None:
@@ -147,7 +178,7 @@ def test_float64_runs_through_the_reference() -> None:
         layer = layer_of(codec)
         wanted = each_by_transformers(theirs(layer.words, torch.float64), hidden_states, ids)
         out, grouping = torch.empty_like(wanted), Grouping.of(ids, ids)
-        layer.experts.run(0, hidden_states, grouping, slots, TABLE, CLAMPED, out, biases)
+        layer.experts.run(0, hidden_states, grouping, slots, TABLE, OF_GPT_OSS, out, biases)
         torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -160,10 +191,10 @@ def test_int4_experts_are_those_of_the_reference(backend: str, dtype: torch.dtyp
     for rows in (1, 5):
         ids, weights = route(rows), torch.full((rows, TOP_K), 1 / TOP_K)
         hidden_states = normal(rows, HIDDEN, spread=8.0).to(dtype)
-        arguments: Any = (hidden_states, ids, weights, base_slots, bank, CLAMPED)
+        arguments: Any = (hidden_states, ids, weights, base_slots, bank, OF_GPT_OSS)
         wanted = torch.empty_like(hidden_states, dtype=torch.float32)
         reference.moe_int4_out(
-            hidden_states, ids, weights, base_slots, *bank.gate_up, *bank.down, None, CLAMPED,
+            hidden_states, ids, weights, base_slots, *bank.gate_up, *bank.down, None, OF_GPT_OSS,
             wanted, biases.gate_up, biases.down,
         )  # fmt: skip
         for kernel in (ops.moe_int4, ops.moe_int4_unfused):
@@ -182,32 +213,46 @@ def clamped_by_hand(gate: float, up: float) -> float:
     return float((up + 1) * gate / (1 + np.exp(-1.702 * gate)))
 
 
+def silu_by_hand(gate: float, up: float) -> float:
+    gate, up = min(gate, 7.0), min(max(up, -7.0), 7.0)
+    return float(up * gate / (1 + np.exp(-gate)))
+
+
+def limited_by_hand(gate: float, up: float) -> float:
+    return float(min(gate / (1 + np.exp(-gate)), 7.0) * min(max(up, -7.0), 7.0))
+
+
+BY_HAND = {CLAMPED: clamped_by_hand, "silu": silu_by_hand, SILU_BEFORE_LIMIT: limited_by_hand}
+
+
 # A gate beyond its end is at it, however far; far below, nothing of it is left.
 GATES = (-50.0, -7.5, -1.0, 0.0, 0.5, 6.9, 7.0, 7.1, 1e30, float("inf"))
 UPS = (float("-inf"), -1e30, -7.1, -7.0, -1.0, 0.0, 3.0, 7.2, float("inf"))
 
 
+@pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.parametrize("gate", GATES)
-def test_the_activation_by_hand(backend: str, gate: float) -> None:
+def test_the_activation_by_hand(backend: str, gate: float, name: str) -> None:
     """Out of biases: products with zeros add nothing to them."""
     width = len(UPS)
     gate_up = torch.tensor([[gate] * width + list(UPS)])
     biases = ExpertBiases(gate_up, torch.zeros(1, width))
     zeros, out = torch.zeros(1, 2 * width, width), torch.empty(1, 1, width)
     one = torch.zeros(1, dtype=torch.int64)
-    rows = torch.zeros(1, width)
-    ops.moe_grouped(rows, one[None], one, zeros, torch.eye(width)[None], CLAMPED, out, biases)
-    wanted = [clamped_by_hand(gate, up) for up in UPS]
+    rows, act = torch.zeros(1, width), Activation(name, 7.0)
+    ops.moe_grouped(rows, one[None], one, zeros, torch.eye(width)[None], act, out, biases)
+    wanted = [BY_HAND[name](gate, up) for up in UPS]
     assert out[0, 0].tolist() == pytest.approx(wanted, rel=2e-6, abs=1e-30)
 
 
-def test_what_is_no_number_stays_none(backend: str) -> None:
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_is_no_number_stays_none(backend: str, name: str) -> None:
     nan = float("nan")
     biases = ExpertBiases(torch.tensor([[nan, 1.0, 1.0, nan]]), torch.zeros(1, 2))
     zeros, out = torch.zeros(1, 4, 2), torch.empty(1, 1, 2)
     one = torch.zeros(1, dtype=torch.int64)
-    identity = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    ops.moe_grouped(torch.zeros(1, 2), one[None], one, zeros, identity, CLAMPED, out, biases)
+    identity, act = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), Activation(name, 7.0)
+    ops.moe_grouped(torch.zeros(1, 2), one[None], one, zeros, identity, act, out, biases)
     assert out.isnan().all()
 
 
@@ -232,7 +277,7 @@ def test_errors_name_the_argument(
     slots = {expert: slot_of(expert) for expert in range(EXPERTS)}
     with pytest.raises(ValueError, match=f"^{message}"):
         layer.experts.run(
-            0, hidden_states, Grouping.of(ids, ids), slots, TABLE, CLAMPED, out, biases
+            0, hidden_states, Grouping.of(ids, ids), slots, TABLE, OF_GPT_OSS, out, biases
         )
 
 
@@ -242,7 +287,7 @@ def test_errors_of_ops_called_by_themselves(backend: str) -> None:
     hidden_states, ids, out = normal(2, HIDDEN), route(2), torch.empty(2, TOP_K, HIDDEN)
     gate_up = torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN)
     down = torch.zeros(EXPERTS, HIDDEN, WIDTH)
-    given = hidden_states, ids, TABLE, gate_up, down, 5, out
+    given = hidden_states, ids, TABLE, gate_up, down, 5, 7.0, out
     biases = biases_in(torch.float32)
     op.moe_grouped_out.default(*given, biases.gate_up, biases.down)
     for wrong in (

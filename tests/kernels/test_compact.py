@@ -12,6 +12,7 @@ from speq.errors import SpeqError
 from speq.kernels import compact_ops, library, ops, reference_compact
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import Int4Slots, quantize_int4
+from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 
 # Hidden size and expert width: whole blocks, parts of blocks, rows that are no whole quads.
@@ -212,15 +213,13 @@ class Experts:
         out = torch.zeros(*topk_ids.shape, hidden_states.shape[1], dtype=hidden_states.dtype)
         rows = hidden_states, topk_ids, self.order
         if codec == "raw":
-            ops.moe_grouped(*rows, self.gate_up, self.down, "silu", out)
+            ops.moe_grouped(*rows, self.gate_up, self.down, SILU, out)
         elif codec == "lossless":
             slots = self.lossless
-            compact_ops.moe_grouped_lossless(*rows, slots, self.width, "silu", out)
+            compact_ops.moe_grouped_lossless(*rows, slots, self.width, SILU, out)
         else:
             slots = self.residual
-            compact_ops.moe_grouped_residual(
-                *rows, slots, self.base_slots, self.backend, "silu", out
-            )
+            compact_ops.moe_grouped_residual(*rows, slots, self.base_slots, self.backend, SILU, out)
         return out
 
 

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.kernels import compact_ops, library, reference, reference_compact
+from speq.kernels import compact_ops, reference, reference_compact
+from speq.kernels.checks import activation_numbers
 from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.ops import Activation
 from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.expert_problems import SILU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODECS = ["lossless", "residual"]
@@ -101,7 +104,7 @@ class Problem:
     records: dict[str, Tensor]
     codes: tuple[Tensor, ...]
     input_perm: Tensor | None = None
-    activation: str = "silu"
+    activation: Activation = SILU
 
     def blank(self) -> Tensor:
         shape = (*self.topk_ids.shape, self.hidden_states.shape[1])
@@ -110,7 +113,7 @@ class Problem:
     def raw(self, backend: Backend) -> Tensor:
         out, words = self.blank(), (self.gate_up_proj, self.down_proj)
         head = (self.hidden_states, self.topk_ids, self.slot_table)
-        backend.run("moe_grouped", *head, *words, library.ACTIVATION_CODES[self.activation], out)
+        backend.run("moe_grouped", *head, *words, *activation_numbers(self.activation), out)
         return out
 
     def by(self, backend: Backend, codec: str, out: Tensor | None = None) -> Tensor:
@@ -121,7 +124,7 @@ class Problem:
             head += (self.down_proj.shape[2],)
         else:
             head += (self.base_slots, *self.codes, self.input_perm)
-        backend.run(f"moe_grouped_{codec}", *head, library.ACTIVATION_CODES[self.activation], out)
+        backend.run(f"moe_grouped_{codec}", *head, *activation_numbers(self.activation), out)
         return out
 
 
@@ -260,14 +263,14 @@ def test_products_are_those_of_plain_words(
 )
 def test_products_of_every_dtype(backend: Backend, dtype: torch.dtype, activation: str) -> None:
     """Rows longer than what a warp takes at a time; against double precision, too."""
-    given = replace(problem(288, 64, (288, 64), 4, dtype), activation=activation)
+    given = replace(problem(288, 64, (288, 64), 4, dtype), activation=Activation(activation))
     wanted = given.raw(backend)
     for codec in CODECS:
         assert same_bits(given.by(backend, codec), wanted)
     exact = given.blank().double()
     words = (given.gate_up_proj, given.down_proj)
     head = (given.hidden_states.double(), given.topk_ids, given.slot_table)
-    reference.moe_grouped_out(*head, *words, activation, exact)
+    reference.moe_grouped_out(*head, *words, given.activation, exact)
     tolerance = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
     assert (wanted.double() - exact).abs().max() / exact.std() < tolerance
 
@@ -300,12 +303,12 @@ def test_permuted_inputs(backend: Backend, rows: int) -> None:
         perms.append(perm.int())
     given = problem_of(experts, rows, torch.float32)
     whole = torch.randint(-2, 3, (rows, hidden_size), generator=generator).float()
-    given = replace(given, hidden_states=whole, activation="relu")
+    given = replace(given, hidden_states=whole, activation=Activation("relu"))
     given = replace(given, input_perm=in_slots_of(perms, given.base_slots))
     wanted = given.blank()
     words = (in_slots(matrices, given.slot_table, SLOTS), given.down_proj)
     head = (whole, given.topk_ids, given.slot_table)
-    reference.moe_grouped_out(*head, *words, "relu", wanted)
+    reference.moe_grouped_out(*head, *words, given.activation, wanted)
     assert torch.equal(given.by(backend, "residual"), wanted)
     assert not torch.equal(replace(given, input_perm=None).by(backend, "residual"), wanted)
 
@@ -440,11 +443,11 @@ def test_reference_reads_the_same(backend: Backend) -> None:
         head: tuple[Any, ...] = (given.hidden_states, given.topk_ids, given.slot_table)
         if codec == "lossless":
             records = (given.records[codec], 22)
-            reference_compact.moe_grouped_lossless_out(*head, *records, "silu", out)
+            reference_compact.moe_grouped_lossless_out(*head, *records, SILU, out)
         else:
             codes = (given.base_slots, *given.codes, None)
             reference_compact.moe_grouped_residual_out(
-                *head, given.records[codec], *codes, "silu", out
+                *head, given.records[codec], *codes, SILU, out
             )
         ours = given.by(backend, codec)
         assert (ours - out).abs().max() < 1e-5 * out.std()

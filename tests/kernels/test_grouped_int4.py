@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.kernels import library, ops, reference_scaled, scaled_ops
+from speq.kernels import ops, reference_scaled, scaled_ops
+from speq.kernels.checks import activation_numbers
 from speq.kernels.scaled_layout import Int4GroupsLayout
 from speq.kernels.scaled_words import int4_codes, int4_words, part_of
 from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 from tests.helpers.words import same_words
 from tests.reference import packed_int4
@@ -162,8 +164,8 @@ def test_products_are_those_of_plain_words(
     topk_ids = route(rows)
     found, wanted = (torch.zeros(rows, 3, shape[0], dtype=dtype) for _ in range(2))
     head = hidden_states, topk_ids, order
-    scaled_ops.moe_grouped_int4(*head, slots, *shape[1:], "silu", found)
-    ops.moe_grouped(*head, gate_up, down, "silu", wanted)
+    scaled_ops.moe_grouped_int4(*head, slots, *shape[1:], SILU, found)
+    ops.moe_grouped(*head, gate_up, down, SILU, wanted)
     assert torch.equal(found, wanted)
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
 
@@ -181,9 +183,9 @@ def test_products_of_the_cuda_kernels(
     hidden_states = torch.randn(rows, shape[0], generator=generator).to(dtype)
     found, wanted = (torch.zeros(rows, 2, shape[0], dtype=dtype) for _ in range(2))
     head = hidden_states, route(rows, 2), order
-    code = library.ACTIVATION_CODES["silu"]
-    backend.run("moe_grouped", *head, gate_up, down, code, wanted)
-    backend.run("moe_grouped_int4", *head, slots, *shape[1:], code, found)
+    numbers = activation_numbers(SILU)
+    backend.run("moe_grouped", *head, gate_up, down, *numbers, wanted)
+    backend.run("moe_grouped_int4", *head, slots, *shape[1:], *numbers, found)
     assert torch.equal(found, wanted)
     assert bool(found.float().isfinite().all())
 
@@ -195,8 +197,8 @@ def test_float64_runs_the_reference() -> None:
     hidden_states = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(3)).double()
     found, wanted = (torch.zeros(2, 3, shape[0], dtype=torch.float64) for _ in range(2))
     head = hidden_states, route(2), order
-    scaled_ops.moe_grouped_int4(*head, slots, *shape[1:], "silu", found)
-    ops.moe_grouped(*head, gate_up, down, "silu", wanted)
+    scaled_ops.moe_grouped_int4(*head, slots, *shape[1:], SILU, found)
+    ops.moe_grouped(*head, gate_up, down, SILU, wanted)
     assert torch.equal(found, wanted)
 
 

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library, reference
+from speq.kernels.checks import activation_numbers
+from speq.kernels.ops import Activation
 from tests.helpers.backends import CPU_BACKENDS, CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 from tests.reference.experts import gate_up_rows
 
@@ -37,6 +40,9 @@ def cpu_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     yield from backend_named(request)
 
 
+RELU = Activation("relu")
+
+
 @dataclass(frozen=True)
 class Int4Problem:
     """Arguments of moe_int4, by name, in its order."""
@@ -50,7 +56,7 @@ class Int4Problem:
     down_qweight: Tensor
     down_scales: Tensor
     input_perm: Tensor | None = None
-    activation: str = "relu"
+    activation: Activation = RELU
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -64,8 +70,7 @@ class Int4Problem:
 
     def by(self, backend: Backend) -> Tensor:
         out = torch.full_like(self.hidden_states, POISON)
-        code = library.ACTIVATION_CODES[self.activation]
-        backend.run("moe_int4", *self.inputs, code, out)
+        backend.run("moe_int4", *self.inputs, *activation_numbers(self.activation), out)
         return out
 
 
@@ -198,7 +203,7 @@ def test_moe_int4_activations(backend: Backend, activation: str) -> None:
         hidden_states=torch.randn(4, 256, generator=generator),
         gate_up_qweight=problem.gate_up_qweight[:, of_up].contiguous(),
         gate_up_scales=problem.gate_up_scales[:, of_up].contiguous() / 64,
-        activation=activation,
+        activation=Activation(activation),
     )
     ours, wanted = problem.by(backend), problem.wanted()
     error = (ours - wanted).abs().amax(1) / wanted.std()
@@ -282,7 +287,7 @@ class GroupedProblem:
     slot_table: Tensor
     gate_up_proj: Tensor
     down_proj: Tensor
-    activation: str = "relu"
+    activation: Activation = RELU
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -299,8 +304,7 @@ class GroupedProblem:
 
     def by(self, backend: Backend, out: Tensor | None = None) -> Tensor:
         out = self.blank() if out is None else out
-        code = library.ACTIVATION_CODES[self.activation]
-        backend.run("moe_grouped", *self.inputs, code, out)
+        backend.run("moe_grouped", *self.inputs, *activation_numbers(self.activation), out)
         return out
 
 
@@ -450,7 +454,7 @@ def test_moe_grouped_off_the_grid(backend: Backend, activation: str, words: torc
         hidden_states=torch.randn(7, 200, generator=generator),
         gate_up_proj=gate_up,
         down_proj=down,
-        activation=activation,
+        activation=Activation(activation),
     )
     exact = replace(problem, hidden_states=problem.hidden_states.double()).wanted()
     error = (problem.by(backend) - exact).abs().max() / exact.std()
@@ -466,7 +470,7 @@ def test_moe_grouped_row_alone_and_in_company(backend: Backend, dtype: torch.dty
         hidden_states=torch.randn(16, 200, generator=generator).to(dtype),
         gate_up_proj=torch.randn(11, 144, 200, generator=generator).bfloat16(),
         down_proj=torch.randn(11, 200, 72, generator=generator).bfloat16(),
-        activation="silu",
+        activation=SILU,
     )
     together = problem.by(backend)
     for rows in ([0], [5], [15], [2, 3], [1, 4, 9, 11, 13]):
@@ -581,11 +585,11 @@ def test_nothing_beside_the_output_is_written(backend: Backend, op: str) -> None
     problem: Any
     if op == "moe_int4":
         problem = int4_problem(3, 2)
-        arguments = (*problem.inputs, 0)
-        wanted = replace(problem, activation="silu").wanted()
+        arguments = (*problem.inputs, *activation_numbers(SILU))
+        wanted = replace(problem, activation=SILU).wanted()
     elif op == "moe_grouped":
-        problem = replace(grouped_problem(3, 2), activation="relu")
-        arguments = (*problem.inputs, library.ACTIVATION_CODES["relu"])
+        problem = grouped_problem(3, 2)
+        arguments = (*problem.inputs, *activation_numbers(problem.activation))
         wanted = problem.wanted()
     elif op == "linear_int4":
         problem = int4_problem(3, 2)

@@ -36,6 +36,7 @@ from tests.helpers.backends import (
     cuda_kernels_on_host,
     poisoned_memory,
 )
+from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 
 E, H, F = 20, 32, 16
@@ -147,7 +148,7 @@ class Routed:
         out = torch.full((*topk_ids.shape, H), torch.nan, dtype=hidden_states.dtype, device=device)
         for wave in waves:
             slots = {expert: slot_of(expert) for expert in wave}
-            experts.run(LAYER, hidden_states, grouping, slots, table_of(slots, device), "silu", out)
+            experts.run(LAYER, hidden_states, grouping, slots, table_of(slots, device), SILU, out)
         return out.cpu()
 
 
@@ -260,7 +261,7 @@ def test_no_device_is_asked_for_anything(
     for name in ("tolist", "numpy", "cpu", "item", "__int__", "__bool__", "__float__"):
         monkeypatch.setattr(Tensor, name, refuse)
     with NoHostReads():
-        experts.run(LAYER, hidden_states, grouping, slots, table, "silu", out)
+        experts.run(LAYER, hidden_states, grouping, slots, table, SILU, out)
     monkeypatch.undo()
     check_close(out.cpu(), routed.wanted())
 
@@ -301,7 +302,7 @@ def test_memory_is_what_is_planned(
     table, out = table_of(slots, device), hidden_states.new_empty(rows, 2, H)
     with LiveBytes() as live:
         grouping = Grouping.of(topk_ids, ids)
-        experts.run(LAYER, hidden_states, grouping, slots, table, "silu", out)
+        experts.run(LAYER, hidden_states, grouping, slots, table, SILU, out)
     check_close(out.cpu(), routed.wanted())
     shape = open_model(tiny("olmoe")).shape
     layout = replace(shape.experts, hidden_size=H, expert_width=F)
@@ -349,7 +350,7 @@ def test_a_bank_over_waves(device: torch.device, no_reference: None, rows: int) 
         experts_in_slots("residual", device),
         table,
         routes,
-        "silu",
+        [SILU] * LAYERS,
         Recorder().timed,
         on_route,
     )
@@ -376,15 +377,15 @@ def test_int4_experts_in_blocks(
     weights = torch.rand(rows, top_k, generator=torch.Generator().manual_seed(9)).to(device)
     hidden_states, topk_ids = routed.on(device)
     table, bank = arena.base_slots[0], arena.experts
-    found = ops.moe_int4(hidden_states, topk_ids, weights, table, bank, "silu")
+    found = ops.moe_int4(hidden_states, topk_ids, weights, table, bank, SILU)
     plain = torch.empty_like(found)
     reference.moe_int4_out(
         *(hidden_states, topk_ids, weights, table),
-        *(*bank.gate_up, *bank.down, bank.input_perm, "silu", plain),
+        *(*bank.gate_up, *bank.down, bank.input_perm, SILU, plain),
     )
     assert (found - plain).abs().max() < 0.05 * plain.std()
     last = slice(rows - 1, rows)
-    alone = ops.moe_int4(hidden_states[last], topk_ids[last], weights[last], table, bank, "silu")
+    alone = ops.moe_int4(hidden_states[last], topk_ids[last], weights[last], table, bank, SILU)
     assert torch.equal(found[last], alone)
 
 

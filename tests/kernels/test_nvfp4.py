@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.kernels import library, ops, reference_scaled, scaled_ops
+from speq.kernels import ops, reference_scaled, scaled_ops
+from speq.kernels.checks import activation_numbers
 from speq.kernels.scaled_layout import Nvfp4Layout
 from speq.kernels.scaled_words import nvfp4_codes, nvfp4_words, part_of
 from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 from tests.helpers.words import same_words
 from tests.reference import scaled
@@ -154,8 +156,8 @@ def test_products_are_those_of_plain_words(
     hidden_states = torch.randn(rows, shape[0], generator=generator).to(dtype)
     found, wanted = (torch.zeros(rows, 3, shape[0], dtype=dtype) for _ in range(2))
     head = hidden_states, route(rows), order
-    scaled_ops.moe_grouped_nvfp4(*head, slots, shape[1], divides, "silu", found)
-    ops.moe_grouped(*head, gate_up, down, "silu", wanted)
+    scaled_ops.moe_grouped_nvfp4(*head, slots, shape[1], divides, SILU, found)
+    ops.moe_grouped(*head, gate_up, down, SILU, wanted)
     assert torch.equal(found, wanted)
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
 
@@ -179,9 +181,9 @@ def test_products_of_the_cuda_kernels(
     hidden_states = torch.randn(rows, shape[0], generator=generator).to(dtype)
     found, wanted = (torch.zeros(rows, 2, shape[0], dtype=dtype) for _ in range(2))
     head = hidden_states, route(rows, 2), order
-    code = library.ACTIVATION_CODES["silu"]
-    backend.run("moe_grouped", *head, gate_up, down, code, wanted)
-    backend.run("moe_grouped_nvfp4", *head, slots, shape[1], divides, code, found)
+    numbers = activation_numbers(SILU)
+    backend.run("moe_grouped", *head, gate_up, down, *numbers, wanted)
+    backend.run("moe_grouped_nvfp4", *head, slots, shape[1], divides, *numbers, found)
     assert torch.equal(found, wanted)
     assert bool(found.float().isfinite().all())
 
@@ -192,8 +194,8 @@ def test_float64_runs_the_reference() -> None:
     hidden_states = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(3)).double()
     found, wanted = (torch.zeros(2, 3, shape[0], dtype=torch.float64) for _ in range(2))
     head = hidden_states, route(2), order
-    scaled_ops.moe_grouped_nvfp4(*head, slots, shape[1], True, "silu", found)
-    ops.moe_grouped(*head, gate_up, down, "silu", wanted)
+    scaled_ops.moe_grouped_nvfp4(*head, slots, shape[1], True, SILU, found)
+    ops.moe_grouped(*head, gate_up, down, SILU, wanted)
     assert torch.equal(found, wanted)
 
 

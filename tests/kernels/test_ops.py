@@ -21,6 +21,7 @@ from speq.kernels.library import Backend
 from speq.kernels.ops import Int4Slots
 from speq.kernels.scaled_layout import Fp8Layout, Int4GroupsLayout, Mxfp4Layout, Nvfp4Layout
 from tests.helpers.backends import ISAS, need_backend
+from tests.helpers.expert_problems import SILU
 from tests.reference import int4
 from tests.reference.int4 import rounded
 
@@ -235,7 +236,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "topk_weights": torch.zeros(3, 2),
             "base_slots": torch.arange(5),
             "experts": bank_of(BANK),
-            "activation": "silu",
+            "activation": SILU,
         },
     ),
     "moe_grouped": (
@@ -246,7 +247,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "slot_table": torch.arange(5),
             "gate_up_proj": torch.zeros(6, 16, 64),
             "down_proj": torch.zeros(6, 64, 8),
-            "activation": "silu",
+            "activation": SILU,
             "out": torch.zeros(3, 2, 64),
         },
     ),
@@ -262,6 +263,7 @@ RECORDS = {
 }
 ROUTED = [torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(5).long()]
 NBYTES = torch.zeros(1, dtype=torch.int64)
+OF_SILU = 0, math.inf
 # What the ops over compact experts take, in order.
 COMPACT_ARGUMENTS: dict[str, list[Any]] = {
     "encode_lossless": [*WORDS, RECORDS["lossless"], NBYTES],
@@ -270,7 +272,7 @@ COMPACT_ARGUMENTS: dict[str, list[Any]] = {
         *ROUTED,
         RECORDS["lossless"].unsqueeze(0),
         8,
-        0,
+        *OF_SILU,
         torch.zeros(3, 2, 64),
     ],
     "encode_residual": [*WORDS, *CODES, RECORDS["residual"], NBYTES],
@@ -280,7 +282,7 @@ COMPACT_ARGUMENTS: dict[str, list[Any]] = {
         RECORDS["residual"].unsqueeze(0),
         torch.arange(5),
         *BANK.values(),
-        0,
+        *OF_SILU,
         torch.zeros(3, 2, 64),
     ],
 }
@@ -295,19 +297,25 @@ SCALED = {
 SCALED_ARGUMENTS: dict[str, list[Any]] = {
     "decode_fp8": [SCALED["fp8"], 128, 128, *WORDS],
     "moe_grouped_fp8": [
-        *(*ROUTED, SCALED["fp8"].unsqueeze(0), 8, 128, 128, 0),
+        *(*ROUTED, SCALED["fp8"].unsqueeze(0), 8, 128, 128, *OF_SILU),
         torch.zeros(3, 2, 64),
     ],
     "decode_mxfp4": [SCALED["mxfp4"], *OF_MXFP4],
-    "moe_grouped_mxfp4": [*ROUTED, SCALED["mxfp4"].unsqueeze(0), 32, 0, torch.zeros(3, 2, 64)],
+    "moe_grouped_mxfp4": [
+        *ROUTED,
+        SCALED["mxfp4"].unsqueeze(0),
+        32,
+        *OF_SILU,
+        torch.zeros(3, 2, 64),
+    ],
     "decode_int4": [SCALED["int4"], 32, False, False, *OF_MXFP4],
     "decode_nvfp4": [SCALED["nvfp4"], False, *OF_MXFP4],
     "moe_grouped_nvfp4": [
-        *(*ROUTED, SCALED["nvfp4"].unsqueeze(0), 32, False, 0),
+        *(*ROUTED, SCALED["nvfp4"].unsqueeze(0), 32, False, *OF_SILU),
         torch.zeros(3, 2, 64),
     ],
     "moe_grouped_int4": [
-        *(*ROUTED, SCALED["int4"].unsqueeze(0), 32, 32, False, False, 0),
+        *(*ROUTED, SCALED["int4"].unsqueeze(0), 32, 32, False, False, *OF_SILU),
         torch.zeros(3, 2, 64),
     ],
 }
@@ -351,7 +359,8 @@ DENSE_ARGUMENTS: dict[str, list[Any]] = {
         ("moe_int4", "topk_weights", torch.zeros(3, 2).long(), "int64; it must be"),
         ("moe_int4", "base_slots", torch.arange(5).int(), "int32; it must be torch.int64"),
         ("moe_int4", "base_slots", torch.arange(5, device="meta"), "on meta; it must be on cpu"),
-        ("moe_int4", "activation", "tanh", "'tanh' must be one of silu,"),
+        ("moe_int4", "activation", ops.Activation("tanh"), "'tanh' must be one of silu,"),
+        ("moe_int4", "activation", ops.Activation("silu", 0.0), "limit 0.0; it must be above 0"),
         ("moe_grouped", "hidden_states", torch.zeros(64, 3).T, "must be contiguous"),
         ("moe_grouped", "topk_ids", torch.zeros(3, 2), "float32; it must be torch.int64"),
         ("moe_grouped", "slot_table", torch.arange(5).half(), "float16; it must be torch.int64"),
@@ -363,7 +372,7 @@ DENSE_ARGUMENTS: dict[str, list[Any]] = {
         ("moe_grouped", "down_proj", torch.zeros(5, 64, 8), r"must be \[6, 64, 8\]"),
         ("moe_grouped", "out", torch.zeros(3, 2, 64).half(), "float16; it must be torch.float32"),
         ("moe_grouped", "out", torch.zeros(3, 3, 64), r"must be \[3, 2, 64\]"),
-        ("moe_grouped", "activation", "tanh", "'tanh' must be one of silu,"),
+        ("moe_grouped", "activation", ops.Activation("tanh"), "'tanh' must be one of silu,"),
         ("read_sum", "words", torch.zeros(8), "float32; it must be torch.int64"),
         ("read_sum", "words", torch.zeros(8, 1).long(), r"must be \[any\]"),
     ],
@@ -428,8 +437,8 @@ def raw_arguments(op: str) -> list[Any]:
     return {
         "linear": [*values, torch.zeros(3, 4)],
         "linear_int4": [*values, torch.zeros(3, 4)],
-        "moe_int4": [*values[:4], *BANK.values(), 0, torch.zeros(3, 64)],
-        "moe_grouped": [*values[:5], 0, torch.zeros(3, 2, 64)],
+        "moe_int4": [*values[:4], *BANK.values(), *OF_SILU, torch.zeros(3, 64)],
+        "moe_grouped": [*values[:5], *OF_SILU, torch.zeros(3, 2, 64)],
         "read_sum": [*values, torch.zeros(1, dtype=torch.int64)],
     }[op]
 
@@ -542,8 +551,8 @@ def raw_arguments(op: str) -> list[Any]:
         ("moe_int4", 9, -1),
         ("moe_int4", 9, len(ops.ACTIVATIONS)),
         ("moe_int4", 9, library.ACTIVATION_CODES["relu2"]),  # of experts without a gate
-        ("moe_int4", 10, torch.zeros(2, 64)),
-        ("moe_int4", 10, torch.zeros(3, 64).long()),
+        ("moe_int4", 11, torch.zeros(2, 64)),
+        ("moe_int4", 11, torch.zeros(3, 64).long()),
         ("moe_grouped", 0, torch.zeros(3, 62)),
         ("moe_grouped", 0, torch.zeros(3, 64).half()),
         ("moe_grouped", 1, torch.zeros(3, 3).long()),
@@ -556,8 +565,8 @@ def raw_arguments(op: str) -> list[Any]:
         ("moe_grouped", 4, torch.zeros(6, 60, 8)),
         ("moe_grouped", 5, len(ops.ACTIVATIONS)),
         ("moe_grouped", 5, library.ACTIVATION_CODES["relu2"]),
-        ("moe_grouped", 6, torch.zeros(3, 1, 64)),
-        ("moe_grouped", 6, torch.zeros(3, 2, 64).half()),
+        ("moe_grouped", 7, torch.zeros(3, 1, 64)),
+        ("moe_grouped", 7, torch.zeros(3, 2, 64).half()),
         ("quantize_int4", 0, torch.zeros(4, 64).long()),
         ("quantize_int4", 0, torch.zeros(64, 4).T),
         ("quantize_int4", 1, 0),
@@ -839,8 +848,8 @@ def test_grouped_experts_match_double_precision(activation: str, words: torch.dt
     slots_gate_up = torch.full((8, 2 * F, H), math.nan, dtype=words)
     slots_down = torch.full((8, H, F), math.nan, dtype=words)
     slots_gate_up[slot_of], slots_down[slot_of] = gate_up, down
-    out = torch.full((T, K, H), math.nan)
-    ops.moe_grouped(hidden, ids, slot_of, slots_gate_up, slots_down, activation, out)
+    out, act = torch.full((T, K, H), math.nan), ops.Activation(activation)
+    ops.moe_grouped(hidden, ids, slot_of, slots_gate_up, slots_down, act, out)
     wanted = expert_outputs(
         hidden, ids, gate_up.double().numpy(), down.double().numpy(), activation
     )
@@ -851,13 +860,13 @@ def test_grouped_experts_leave_absent_ones_alone() -> None:
     hidden, ids, _, gate_up, down = problem()
     whole = torch.empty(T, K, H)
     everywhere = torch.arange(E)
-    ops.moe_grouped(hidden, ids, everywhere, gate_up, down, "silu", whole)
+    ops.moe_grouped(hidden, ids, everywhere, gate_up, down, SILU, whole)
     out = torch.full((T, K, H), POISON)
     seen = torch.zeros(T, K, dtype=torch.bool)
     for present in ([1, 4], [0], [2, 3, 5]):
         table = torch.full((E,), -1)
         table[present] = everywhere[present]
-        ops.moe_grouped(hidden, ids, table, gate_up, down, "silu", out)
+        ops.moe_grouped(hidden, ids, table, gate_up, down, SILU, out)
         seen |= torch.isin(ids, torch.tensor(present))
         assert (out[~seen] == POISON).all()
         assert torch.equal(out[seen], whole[seen])
@@ -867,7 +876,7 @@ def test_grouped_experts_leave_absent_ones_alone() -> None:
 def test_experts_in_double_precision_are_exact_to_it() -> None:
     hidden, ids, _, gate_up, down = (x.double() if x.is_floating_point() else x for x in problem())
     out = torch.empty(T, K, H, dtype=torch.float64)
-    ops.moe_grouped(hidden, ids, torch.arange(E), gate_up, down, "silu", out)
+    ops.moe_grouped(hidden, ids, torch.arange(E), gate_up, down, SILU, out)
     wanted = expert_outputs(hidden, ids, gate_up.numpy(), down.numpy(), "silu")
     np.testing.assert_allclose(out.numpy(), wanted, rtol=1e-12, atol=1e-13)
 
@@ -897,12 +906,12 @@ def test_int4_experts_match_double_precision(activation: str) -> None:
             gate, up = np.split(dense[0][expert] @ x, 2)
             inner = rounded(ACTIVATIONS[activation](gate) * up)
             wanted[token] += float(chances[token, rank]) * (dense[1][expert] @ inner)
-    plain = torch.full((T, H), math.nan)
+    plain, act = torch.full((T, H), math.nan), ops.Activation(activation)
     reference.moe_int4_out(
-        hidden, ids, chances, slots, *backend.gate_up, *backend.down, None, activation, plain
+        hidden, ids, chances, slots, *backend.gate_up, *backend.down, None, act, plain
     )
-    fused = ops.moe_int4(hidden, ids, chances, slots, backend, activation)
-    unfused = ops.moe_int4_unfused(hidden, ids, chances, slots, backend, activation)
+    fused = ops.moe_int4(hidden, ids, chances, slots, backend, act)
+    unfused = ops.moe_int4_unfused(hidden, ids, chances, slots, backend, act)
     for ours in (plain, fused, unfused):
         error = np.abs(ours.numpy() - wanted).max(1) / wanted.std()
         assert (error < 1e-5).sum() >= T - 2
@@ -922,7 +931,7 @@ def test_rounding_inputs_to_int8_costs_little() -> None:
     ]
     outputs = expert_outputs(hidden, ids, *dense, "silu")
     wanted = (outputs * chances.double().numpy()[..., None]).sum(1)
-    ours = ops.moe_int4(hidden, ids, chances, arena.base_slots[0], backend, "silu").numpy()
+    ours = ops.moe_int4(hidden, ids, chances, arena.base_slots[0], backend, SILU).numpy()
     assert 0 < np.abs(ours - wanted).std() / wanted.std() < 0.02
 
 
@@ -983,6 +992,6 @@ def test_waves_do_not_change_a_bit(order: list[list[int]]) -> None:
         for wave in waves:
             table = torch.full((E,), -1)
             table[wave] = torch.tensor(wave)
-            ops.moe_grouped(hidden, ids, table, gate_up, down, "silu", outputs)
+            ops.moe_grouped(hidden, ids, table, gate_up, down, SILU, outputs)
         results.append(ops.combine(outputs, chances, torch.float32))
     assert torch.equal(*results)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library, ops
+from speq.kernels.ops import Activation
 from tests.helpers.backends import BUILT_ON_HOST
 from tests.helpers.needed import absent
 
@@ -63,7 +64,7 @@ def layer_of(size: int) -> Callable[[], Tensor]:
 
     def compute() -> Tensor:
         out = torch.empty(2, 2, size, dtype=torch.bfloat16)
-        ops.moe_grouped(inputs, ids, table, gate_up, down, "silu", out)
+        ops.moe_grouped(inputs, ids, table, gate_up, down, Activation("silu"), out)
         return torch.cat([ops.linear(inputs, weight).flatten(), out.flatten()])
 
     return compute

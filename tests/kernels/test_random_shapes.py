@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from speq.kernels import library, reference
+from speq.kernels import reference
+from speq.kernels.checks import activation_numbers
 from tests.helpers.backends import HOST_NAMESPACE, Backend, load_host_ops
 from tests.helpers.expert_problems import Problem
 
@@ -37,18 +38,18 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 def test_problems_at_random(backend: Backend, seed: int) -> None:
     rng = random.Random(seed)
     given = Problem.of(rng)
-    ops, code = getattr(torch.ops, backend.namespace), library.ACTIVATION_CODES[given.activation]
+    ops, numbers = getattr(torch.ops, backend.namespace), activation_numbers(given.activation)
     words, every = (given.gate_up, given.down), slice(None)
-    found = given.run(ops.moe_grouped_out, words, code, every)
-    wanted = given.run(reference.moe_grouped_out, words, given.activation, every)
+    found = given.run(ops.moe_grouped_out, words, numbers, every)
+    wanted = given.run(reference.moe_grouped_out, words, (given.activation,), every)
     allowed = TOLERANCE[found.dtype]
     torch.testing.assert_close(found, wanted, rtol=allowed, atol=allowed)
     row = rng.randrange(len(found))
-    alone = given.run(ops.moe_grouped_out, words, code, slice(row, row + 1))
+    alone = given.run(ops.moe_grouped_out, words, numbers, slice(row, row + 1))
     assert torch.equal(alone[0], found[row])
-    lossless = given.run(ops.moe_grouped_lossless_out, given.lossless(), code, every)
+    lossless = given.run(ops.moe_grouped_lossless_out, given.lossless(), numbers, every)
     assert torch.equal(lossless, found)
     if given.hidden.shape[1] % 2 or given.down.shape[2] % 2:
         return
-    residual = given.run(ops.moe_grouped_residual_out, given.residual(), code, every)
+    residual = given.run(ops.moe_grouped_residual_out, given.residual(), numbers, every)
     assert torch.equal(residual, found)

@@ -2,6 +2,7 @@
 their definitions in double precision: tests/reference, which shares no code with them.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from speq.kernels import (
     reference_recurrent,
 )
 from speq.kernels.decoder_ops import RouterRule
+from speq.kernels.ops import Activation
 from speq.kernels.scaled_words import fp8_words, mxfp4_words
 from tests.reference import compact_record, decoder, experts, int4, scaled
 from tests.reference.int4 import codes_of, spread, unpacked
@@ -45,15 +47,16 @@ def routed() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("limit", [math.inf, 0.6])
 @pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
-def test_grouped_experts(activation: str, biased: bool, random: Random) -> None:
+def test_grouped_experts(activation: str, limit: float, biased: bool, random: Random) -> None:
     rows, (ids, slots) = random(ROWS, HIDDEN), routed()
     slots[0] = -1
     outputs = experts.gate_up_rows(activation, WIDTH)
     gate_up, down = random(SLOTS, outputs, HIDDEN) * 0.3, random(SLOTS, HIDDEN, WIDTH) * 0.3
     biases = (random(EXPERTS, outputs), random(EXPERTS, HIDDEN)) if biased else ()
-    out = torch.full((ROWS, TOP_K, HIDDEN), torch.nan)
-    reference.moe_grouped_out(rows, ids, slots, gate_up, down, activation, out, *biases)
+    out, act = torch.full((ROWS, TOP_K, HIDDEN), torch.nan), Activation(activation, limit)
+    reference.moe_grouped_out(rows, ids, slots, gate_up, down, act, out, *biases)
     for row in range(ROWS):
         for place, expert in enumerate(ids[row].tolist()):
             if expert == 0:
@@ -63,7 +66,7 @@ def test_grouped_experts(activation: str, biased: bool, random: Random) -> None:
                 numbers(rows[row]),
                 numbers(gate_up[slots[expert]]),
                 numbers(down[slots[expert]]),
-                experts.ACTIVATIONS[activation],
+                experts.activation_of(activation, limit),
                 *(numbers(bias[expert]) for bias in biases),
             )
             np.testing.assert_allclose(out[row, place].numpy(), wanted, rtol=1e-4, atol=2e-4)
@@ -71,8 +74,11 @@ def test_grouped_experts(activation: str, biased: bool, random: Random) -> None:
 
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("limit", [math.inf, 0.6])
 @pytest.mark.parametrize("activation", sorted(reference.ACTIVATIONS))
-def test_int4_experts(activation: str, biased: bool, permuted: bool, random: Random) -> None:
+def test_int4_experts(
+    activation: str, limit: float, biased: bool, permuted: bool, random: Random
+) -> None:
     """A value on the edge between two INT8 codes may fall to the other one: few outputs differ, by
     little.
     """
@@ -88,10 +94,8 @@ def test_int4_experts(activation: str, biased: bool, permuted: bool, random: Ran
     orders = [torch.randperm(HIDDEN, generator=generator) for _ in range(SLOTS)]
     order = torch.stack(orders).int() if permuted else None
     biases = (random(EXPERTS, of_up), random(EXPERTS, HIDDEN)) if biased else ()
-    out = torch.full((ROWS, HIDDEN), torch.nan)
-    reference.moe_int4_out(
-        rows, ids, weights, slots, *gate_up, *down, order, activation, out, *biases
-    )
+    out, act = torch.full((ROWS, HIDDEN), torch.nan), Activation(activation, limit)
+    reference.moe_int4_out(rows, ids, weights, slots, *gate_up, *down, order, act, out, *biases)
     close = []
     for row in range(ROWS):
         wanted = np.zeros(HIDDEN)
@@ -101,7 +105,7 @@ def test_int4_experts(activation: str, biased: bool, permuted: bool, random: Ran
                 seen if order is None else seen[order[slot].numpy()],
                 unpacked(gate_up[0][slot].numpy(), gate_up[1][slot].numpy()),
                 unpacked(down[0][slot].numpy(), down[1][slot].numpy()),
-                experts.ACTIVATIONS[activation],
+                experts.activation_of(activation, limit),
                 *(numbers(bias[expert]) for bias in biases),
                 int8=True,
             )

@@ -17,6 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from speq.kernels import ops, reference_scaled, scaled_ops
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words, part_of
+from tests.helpers.expert_problems import SILU
 from tests.helpers.fp8_files import words_of
 from tests.helpers.pairwise import covering
 
@@ -214,9 +215,9 @@ class Experts:
         out = torch.zeros(*topk_ids.shape, hidden_states.shape[1], dtype=hidden_states.dtype)
         rows = hidden_states, topk_ids, self.order
         if format == "words":
-            ops.moe_grouped(*rows, self.gate_up, self.down, "silu", out)
+            ops.moe_grouped(*rows, self.gate_up, self.down, SILU, out)
         else:
-            run(format, *rows, self.records, self.width, "silu", out)
+            run(format, *rows, self.records, self.width, SILU, out)
         return out
 
 
@@ -288,9 +289,9 @@ def test_rows_of_float64_and_experts_in_no_slot(format: str) -> None:
     table = experts.order.clone()
     table[absent] = -1
     out = torch.full((4, 3, 64), 7.0, dtype=torch.float64)
-    run(format, hidden_states, topk_ids, table, experts.records, 64, "silu", out)
+    run(format, hidden_states, topk_ids, table, experts.records, 64, SILU, out)
     wanted = torch.full_like(out, 7.0)
-    ops.moe_grouped(hidden_states, topk_ids, table, experts.gate_up, experts.down, "silu", wanted)
+    ops.moe_grouped(hidden_states, topk_ids, table, experts.gate_up, experts.down, SILU, wanted)
     assert torch.equal(out, wanted)
     assert bool((out[topk_ids == absent] == 7.0).all())
     assert not bool((out[topk_ids != absent] == 7.0).any())
@@ -340,7 +341,7 @@ def test_ids_and_slots_that_do_not_exist(format: str) -> None:
     hidden_states, out = torch.zeros(1, 64), torch.zeros(1, 1, 64)
 
     def routed(topk_ids: Tensor, table: Tensor) -> None:
-        run(format, hidden_states, topk_ids, table, experts.records, 64, "silu", out)
+        run(format, hidden_states, topk_ids, table, experts.records, 64, SILU, out)
 
     with pytest.raises((IndexError, RuntimeError), match="topk_ids holds 9"):
         routed(torch.tensor([[9]]), experts.order)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.kernels import library, reference_scaled
+from speq.kernels import reference_scaled
+from speq.kernels.checks import activation_numbers
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 from speq.kernels.scaled_words import part_of
 from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 
 SEED = 7
@@ -145,11 +147,11 @@ def test_products_are_those_of_plain_words(
     ids = [torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(rows)]
     head = hidden_states, torch.stack(ids), table
     wanted, found = (torch.full((rows, 2, hidden), float("nan"), dtype=dtype) for _ in range(2))
-    code = library.ACTIVATION_CODES["silu"]
+    numbers = activation_numbers(SILU)
     gate_up, down = (in_slots(list(part), table) for part in zip(*words, strict=True))
-    backend.run("moe_grouped", *head, gate_up, down, code, wanted)
+    backend.run("moe_grouped", *head, gate_up, down, *numbers, wanted)
     held = in_slots(records, table, gap), width, *arguments_of(format)
-    backend.run(op_of("moe_grouped", format), *head, *held, code, found)
+    backend.run(op_of("moe_grouped", format), *head, *held, *numbers, found)
     assert same_bits(found, wanted)
     assert bool(found.float().isfinite().all())
 

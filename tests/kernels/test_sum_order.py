@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from speq.kernels import library
+from speq.kernels.checks import activation_numbers
+from speq.kernels.ops import Activation
 from tests.helpers.backends import HOST_NAMESPACE, ISAS, load_host_ops
 from tests.helpers.expert_problems import SIZES, SIZES_OF_CODES, Problem
 from tests.helpers.often import often
@@ -73,7 +75,7 @@ def test_sums_are_in_the_order_that_is_written_down(ops: Any, hidden_size: int, 
     down = torch.randn(3, hidden_size, width, generator=generator)
     out = torch.full((*ids.shape, hidden_size), torch.nan)
     ops.moe_grouped_out(
-        hidden, ids, torch.arange(3), gate_up, down, library.ACTIVATION_CODES["relu"], out
+        hidden, ids, torch.arange(3), gate_up, down, *activation_numbers(Activation("relu")), out
     )
     assert torch.equal(out, experts_by_hand(hidden, ids, gate_up, down))
 
@@ -121,27 +123,27 @@ def test_words_are_rounded_to_the_dtype_of_rows(
 ) -> None:
     """As transformers converts a checkpoint that it loads in another dtype."""
     given = small(Problem.of(random.Random(len(sizes)), sizes), words, rows)
-    code, every = library.ACTIVATION_CODES[given.activation], slice(None)
+    numbers, every = activation_numbers(given.activation), slice(None)
     pair = given.gate_up, given.down
     converted = tuple(each.to(rows) for each in pair)
     assert any(not torch.equal(a.float(), b.float()) for a, b in zip(pair, converted, strict=True))
-    wanted = given.run(ops.moe_grouped_out, converted, code, every)
-    assert torch.equal(given.run(ops.moe_grouped_out, pair, code, every), wanted)
+    wanted = given.run(ops.moe_grouped_out, converted, numbers, every)
+    assert torch.equal(given.run(ops.moe_grouped_out, pair, numbers, every), wanted)
     if words != torch.bfloat16:
         return
     for op, weights in given.forms():
         if op in ("moe_grouped_lossless_out", "moe_grouped_residual_out"):
-            assert torch.equal(given.run(getattr(ops, op), weights, code, every), wanted), op
+            assert torch.equal(given.run(getattr(ops, op), weights, numbers, every), wanted), op
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
 def test_a_card_has_the_same_bits(seed: int) -> None:
     given = Problem.of(random.Random(seed), SIZES if seed % 2 else SIZES_OF_CODES)
-    code, every, there = library.ACTIVATION_CODES[given.activation], slice(None), given.on("cuda")
+    numbers, every, there = activation_numbers(given.activation), slice(None), given.on("cuda")
     for op, weights in given.forms():
         kernel = getattr(torch.ops.speq, op)
         with library.ordered_sums():
-            wanted = given.run(kernel, weights, code, every)
+            wanted = given.run(kernel, weights, numbers, every)
         moved = tuple(each.cuda() if isinstance(each, Tensor) else each for each in weights)
-        assert torch.equal(there.run(kernel, moved, code, every).cpu(), wanted), op
+        assert torch.equal(there.run(kernel, moved, numbers, every).cpu(), wanted), op

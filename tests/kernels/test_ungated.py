@@ -20,11 +20,12 @@ from speq.files.packing import Int4Groups
 from speq.files.published_format import FP8, INT4, MXFP4, NVFP4, WORDS
 from speq.kernels import scaled_ops
 from speq.kernels.grouping import Grouping
+from speq.kernels.ops import Activation
 from tests.helpers.backends import CPU_BACKENDS, CUDA_BACKENDS, backend_named, cuda_device
 from tests.helpers.paths import ROOT
 from tests.reference import experts
 
-EXPERTS, TOP_K, ACTIVATION = 6, 2, "relu2"
+EXPERTS, TOP_K, ACTIVATION = 6, 2, Activation("relu2")
 # Of fewer columns than a block of codes, with blocks in part, and with rows that are no quads.
 SIZES = ((64, 64), (96, 160), (160, 32))
 CODECS = {

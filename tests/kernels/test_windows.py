@@ -20,6 +20,7 @@ from speq.kernels.windows import (
 from speq.quantizing.expert import ExpertConstants, FloatExpert, QuantisedExpert
 from speq.quantizing.gptq import QuantisedMatrix, nearest_decodable
 from speq.quantizing.residual import residual_of
+from tests.helpers.expert_problems import SILU
 from tests.reference.windows import codes_left, high_bytes_of_zero, told, window_of
 
 WORDS = torch.arange(65536, dtype=torch.int32)
@@ -173,7 +174,7 @@ def test_bytes_of_a_record() -> None:
         values = [[float(matrix[n, k]) for k in columns] for n in rows]
         for name, count in record_of(values, pairs).items():
             total[name] += count
-    exact = FloatExpert(matrices[0], matrices[1], ExpertConstants("silu"))
+    exact = FloatExpert(matrices[0], matrices[1], ExpertConstants(SILU))
     found = residual_of(exact, QuantisedExpert(gate_up, down, "gptq", 0.0))
     assert found.weights == 3 * hidden * width
     assert (found.zeros, found.zero_escapes, found.exceptions) == (

@@ -21,6 +21,7 @@ from speq.engine.request import Request
 from speq.engine.request_step import RequestStep
 from speq.governor.draft_length import FixedDraftLength
 from speq.kernels.decoder_ops import RouterRule
+from speq.kernels.ops import Activation
 from speq.layers.cached_experts import CachedExperts
 from speq.layers.gates import ScoreGate
 from speq.layers.route_reader import HostRoutes
@@ -34,6 +35,7 @@ from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.transfer import Priority
 from speq.stats import Recorder
 from tests.helpers.cells import Cell, Folder, Folders, loaded
+from tests.helpers.expert_problems import SILU
 from tests.helpers.fake_transfer import Clock, FakeTransfer
 from tests.helpers.tiny_models import load_plain
 
@@ -209,7 +211,7 @@ class Scaling:
         grouping: Any,
         slots: dict[int, int],
         table: Tensor,
-        activation: str,
+        activation: Activation,
         outputs: Tensor,
     ) -> None:
         for row, ids in enumerate(grouping.topk_ids.tolist()):
@@ -231,7 +233,8 @@ class Scaling:
 def test_rows_choose_among_residents(slots: dict[int, int], wanted: float) -> None:
     lender, gate = Lending(slots), ScoreGate(RouterRule(divided=True))
     told: list[tuple[int, list[list[int]], list[int]]] = []
-    backend = CachedExperts(lender, Scaling(), HostSlotTable(4), HostRoutes(), [gate] * 3, "silu")  # type: ignore[arg-type]
+    table, routes = HostSlotTable(4), HostRoutes()
+    backend = CachedExperts(lender, Scaling(), table, routes, [gate] * 3, [SILU] * 3)  # type: ignore[arg-type]
     backend.on_route = lambda layer, route: told.append((layer, route.ids, lender.lent))
     shares = torch.tensor([[0.5, 0.25, 0.15, 0.1]])
     weights, ids = shares.topk(2)

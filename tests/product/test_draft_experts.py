@@ -30,6 +30,7 @@ from speq.planning.run_governor import profile_prior
 from speq.planning.used_experts import DraftPart, UsedExperts
 from speq.routing import Route
 from tests.helpers.cells import Cell, Folder, Folders
+from tests.helpers.expert_problems import SILU
 from tests.helpers.smallest import two_slot_budget
 from tests.reference.experts import ACTIVATIONS
 from tests.reference.experts import expert as expert_of
@@ -37,6 +38,7 @@ from tests.reference.int4 import unpacked
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, EXPERTS = 64, 32, 2, 4
+SILUS = [SILU] * LAYERS
 # Of the first layer two experts, of the second one.
 KEPT = [[3, 1], [2]]
 BUDGET = "64MiB"
@@ -95,7 +97,7 @@ def test_rows_choose_among_the_experts_that_are_held(layer: int, top_k: int) -> 
     """By hand: the best of the scores that are left, and their scores for weights."""
     rows, route, scores = routed(top_k)
     told: list[tuple[int, Route]] = []
-    backend = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate(RouterRule())] * LAYERS)
+    backend = DraftExperts(arena_of(KEPT), SILUS, gates=[ScoreGate(RouterRule())] * LAYERS)
     backend.on_route = lambda *route: told.append(route)
     got = backend(layer, rows, route)
     held, chosen, lacking = set(KEPT[layer]), [], 0
@@ -112,7 +114,7 @@ def test_rows_choose_among_the_experts_that_are_held(layer: int, top_k: int) -> 
 def test_rows_that_lack_nothing_keep_their_routers_weights() -> None:
     """Weights that no gate would give come out of the router as they went in."""
     rows, route, scores = routed(2)
-    backend = DraftExperts(arena_of(KEPT), "silu", gates=[ScoreGate(RouterRule())] * LAYERS)
+    backend = DraftExperts(arena_of(KEPT), SILUS, gates=[ScoreGate(RouterRule())] * LAYERS)
     got = backend(0, rows, Route(route.topk_ids, 3 * route.topk_weights, route.router_logits))
     held = [set(ids) <= set(KEPT[0]) for ids in route.topk_ids.tolist()]
     assert any(held) and not all(held)
@@ -125,8 +127,8 @@ def test_rows_that_lack_nothing_keep_their_routers_weights() -> None:
 
 def test_all_experts_are_run_as_a_whole_copy_is() -> None:
     rows, route, _ = routed(2)
-    every = DraftExperts(arena_of([[0, 1, 2, 3]] * LAYERS), "silu")
-    whole = DraftExperts(arena_of(None), "silu")
+    every = DraftExperts(arena_of([[0, 1, 2, 3]] * LAYERS), SILUS)
+    whole = DraftExperts(arena_of(None), SILUS)
     assert every.whole and whole.whole
     for layer in range(LAYERS):
         assert torch.equal(every(layer, rows, route), whole(layer, rows, route))
@@ -134,7 +136,7 @@ def test_all_experts_are_run_as_a_whole_copy_is() -> None:
 
 def test_no_expert_adds_nothing() -> None:
     rows, route, _ = routed(2)
-    backend = DraftExperts(arena_of([[], [2]]), "silu", gates=[ScoreGate(RouterRule())] * LAYERS)
+    backend = DraftExperts(arena_of([[], [2]]), SILUS, gates=[ScoreGate(RouterRule())] * LAYERS)
     assert not backend.whole
     assert torch.equal(backend(0, rows, route), torch.zeros(16, HIDDEN))
 

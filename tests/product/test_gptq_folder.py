@@ -28,6 +28,7 @@ from speq.models.families import MIXTRAL_NAMES
 from speq.models.opened import open_model
 from speq.runtime import Runtime
 from tests.helpers import gptq_files
+from tests.helpers.expert_problems import SILU
 from tests.helpers.gptq_files import Packing, Written, write_gptq
 from tests.helpers.paths import DATA
 from tests.helpers.tiny_models import (
@@ -297,11 +298,11 @@ def test_kernels_give_what_dequantised_weights_give(
         *backend.gate_up,
         *backend.down,
         backend.input_perm,
-        "silu",
+        SILU,
         plain,
     )
-    fused = ops.moe_int4(hidden, ids, weights, slots, backend, "silu")
-    unfused = ops.moe_int4_unfused(hidden, ids, weights, slots, backend, "silu")
+    fused = ops.moe_int4(hidden, ids, weights, slots, backend, SILU)
+    unfused = ops.moe_int4_unfused(hidden, ids, weights, slots, backend, SILU)
     for ours in (plain, fused, unfused):
         error = np.abs(ours.numpy() - wanted).max(1) / wanted.std()
         assert (error < 1e-5).sum() >= 4

@@ -16,6 +16,7 @@ from speq.engine.drafters.int4 import Int4Drafter
 from speq.engine.verification import RecordedVerification
 from speq.kernels import compact_ops, library, ops
 from speq.models import recorded
+from tests.helpers.expert_problems import SILU
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain
 
 pytestmark = [
@@ -157,17 +158,15 @@ def test_kernels_are_captured_in_a_graph(op: str) -> None:
     def run(hidden: Tensor, ids: Tensor, chances: Tensor) -> Tensor:
         of_draft, words, records, table = held[hidden.device.type]
         if op == "moe_int4":
-            return ops.moe_int4(hidden, ids, chances, table, of_draft, "silu")
+            return ops.moe_int4(hidden, ids, chances, table, of_draft, SILU)
         out = hidden.new_empty(*ids.shape, 256)
         head = hidden, ids, table
         if op == "moe_grouped":
-            ops.moe_grouped(*head, *words, "silu", out)
+            ops.moe_grouped(*head, *words, SILU, out)
         elif op == "moe_grouped_lossless":
-            compact_ops.moe_grouped_lossless(*head, records["lossless"], 64, "silu", out)
+            compact_ops.moe_grouped_lossless(*head, records["lossless"], 64, SILU, out)
         else:
-            compact_ops.moe_grouped_residual(
-                *head, records["residual"], table, of_draft, "silu", out
-            )
+            compact_ops.moe_grouped_residual(*head, records["residual"], table, of_draft, SILU, out)
         return out
 
     def problem() -> tuple[Tensor, Tensor, Tensor]:

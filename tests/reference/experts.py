@@ -36,8 +36,7 @@ def relu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """gpt_oss': gate ends at 7, up at 7 and -7, and the sigmoid is 1.702 times as steep."""
-    gate, up = np.minimum(gate, 7.0), np.minimum(np.maximum(up, -7.0), 7.0)
+    """gpt_oss': the sigmoid is 1.702 times as steep."""
     return (up + 1) * gate * sigmoid(1.702 * gate)
 
 
@@ -54,7 +53,23 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": relu,
     "clamped": clamped,
     "relu2": relu2,
+    "silu_before_limit": silu,
 }
+
+
+def activation_of(name: str, limit: float) -> Activation:
+    """An activation of gates that end at the limit, and of ups that end there on both sides."""
+
+    def run(*gate_and_up: np.ndarray) -> np.ndarray:
+        if name == "relu2":
+            return relu2(*gate_and_up)
+        gate, up = gate_and_up
+        up = np.minimum(np.maximum(up, -limit), limit)
+        if name == "silu_before_limit":
+            return np.minimum(gate * sigmoid(gate), limit) * up
+        return ACTIVATIONS[name](np.minimum(gate, limit), up)
+
+    return run
 
 
 def gate_up_rows(activation: str, width: int) -> int:
