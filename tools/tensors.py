@@ -90,7 +90,7 @@ def tensors_of(folder: Path) -> Tensors:
         if not {(layer, None, each) for each in FUSED} <= experts
         for expert in range(number)
         for projection in (PROJECTIONS if family.gated else UNGATED_PROJECTIONS)
-        if (layer, expert, projection) not in experts
+        if experts.isdisjoint((layer, each, projection) for each in (expert, None))
     ]
     missing = (*sorted(wanted - seen), *lacking)
     given = counts["experts"], counts["rest"], counts["left"]

@@ -29,6 +29,9 @@ def decode(coded: CodedTensors, name: str) -> Tensor:
         return fp8_words(codes, scales.view(1, 1), 0, 0)
     if codes.dtype == FP8_DTYPE:
         blocks = coded.fp8.blocks
+        if codes.dim() == 3:
+            pairs = zip(codes, scales, strict=True)
+            return torch.stack([fp8_words(*each, *blocks) for each in pairs])
         return fp8_words(codes, scales.view(blocks.scales_shape(*codes.shape)), *blocks)
     if packing is not None and packing.format == INT4:
         return int4_words(*packing.unpack(codes, scales, third), _order(coded, name))

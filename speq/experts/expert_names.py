@@ -45,9 +45,9 @@ class ExpertNames:
     """Names in a family's checkpoints; those of transformers come first.
 
     An expert's matrix is `layers.L.BLOCK.EXPERTS.E.PROJECTION.weight`, that of all experts of a
-    layer `layers.L.BLOCK.EXPERTS.FUSED`, a router's `layers.L.BLOCK.ROUTER.weight`. Quantised
-    checkpoints use the same names; MXFP4 appends `_blocks` or `_scales`, INT4 has `weight_packed`
-    or `qweight` for codes.
+    layer `layers.L.BLOCK.EXPERTS.FUSED` or `layers.L.APART.PROJECTION.weight`, a router's
+    `layers.L.BLOCK.ROUTER.weight`. Quantised checkpoints use the same names; MXFP4 appends
+    `_blocks` or `_scales`, INT4 has `weight_packed` or `qweight` for codes.
 
     blocks       names of a layer's block with the router and the experts; empty: the layer itself
                  has them
@@ -56,6 +56,8 @@ class ExpertNames:
     projections  names of PROJECTIONS in an expert, in order
     mlp          name of a layer's dense MLP, or of the block with its shared experts
     parent       prefix of `layers`; empty: anything but `mtp`
+    apart        name of the block on disk where all experts of a layer have a tensor of each
+                 projection; empty: there is none
     """
 
     blocks: tuple[str, ...] = ("mlp",)
@@ -64,6 +66,7 @@ class ExpertNames:
     projections: tuple[tuple[str, str, str], ...] = (PROJECTIONS,)
     mlp: str = "mlp"
     parent: str = ""
+    apart: str = ""
 
     @cached_property
     def projection_of(self) -> dict[str, str]:
@@ -82,9 +85,14 @@ class ExpertNames:
     @cached_property
     def within_layer(self) -> str:
         """Pattern of the experts' prefix, from a layer's number on, which is group `layer`."""
+        return rf"{self._layer}{self._block}{re.escape(self.experts)}\."
+
+    @property
+    def _layer(self) -> str:
+        """Pattern of a layer's prefix, whose number is group `layer`."""
         # Layers below `mtp` are MTP layers with numbers of their own.
         above = rf"{re.escape(self.parent)}\." if self.parent else r"(?<!mtp\.)"
-        return rf"{above}layers\.(?P<layer>\d{{1,9}})\.{self._block}{re.escape(self.experts)}\."
+        return rf"{above}layers\.(?P<layer>\d{{1,9}})\."
 
     @cached_property
     def router(self) -> re.Pattern[str]:
@@ -106,8 +114,10 @@ class ExpertNames:
 
     @cached_property
     def _fused_pattern(self) -> re.Pattern[str]:
-        fused = rf"(?P<projection>{_any(FUSED)})(?:{BLOCKS})?$"
-        return re.compile(rf"(?:^|\.){self.within_layer}{fused}")
+        ways = [rf"{self._block}{re.escape(self.experts)}\.(?P<fused>{_any(FUSED)})(?:{BLOCKS})?$"]
+        if self.apart:
+            ways.append(rf"{re.escape(self.apart)}\.(?P<apart>{_any(PROJECTIONS)})\.weight$")
+        return re.compile(rf"(?:^|\.){self._layer}(?:{'|'.join(ways)})")
 
     def matrix(self, name: str) -> ExpertMatrix | None:
         """Find the expert matrix that a tensor is; None: it is not of a routed expert."""
@@ -116,9 +126,10 @@ class ExpertNames:
             projection = self.projection_of[match["projection"]]
             return ExpertMatrix(int(match["layer"]), int(match["expert"]), projection)
         match = self._fused_pattern.search(name)
-        return (
-            None if match is None else ExpertMatrix(int(match["layer"]), None, match["projection"])
-        )
+        if match is None:
+            return None
+        projection = match["fused"] or match["apart"]
+        return ExpertMatrix(int(match["layer"]), None, projection)
 
     def is_expert(self, name: str) -> bool:
         """True if a tensor is a matrix of routed experts, or its scales."""

@@ -165,6 +165,9 @@ class CodedTensors:
         if self.blocks:
             whole = len(info.shape) > 1 and info.shape[-1] == MXFP4_BLOCK_BYTES
             return (MXFP4_DTYPE,), ((info.shape[:-1],) if whole else ())
+        if len(info.shape) == 3 and name.endswith(PLAIN):  # of all experts of a layer
+            of_one = self.fp8.blocks.scales_shape(*info.shape[1:])
+            return SCALE_DTYPES, ((info.shape[0], *of_one),)
         if len(info.shape) != 2:
             raise UnsupportedError(
                 f"{self.tensors[name][0].path}: tensor {name} has codes of {self.format} of "

@@ -37,7 +37,7 @@ ATTENTIONS = frozenset(
 # Classes whose results are multiplied by gates that their queries' projection makes as well.
 GATED_ATTENTIONS = frozenset({"Qwen3NextAttention", "Qwen3_5MoeAttention", "Qwen4ExpTextAttention"})
 # Classes whose results are multiplied by gates of a projection of their own.
-SCALED_ATTENTIONS = frozenset({"LagunaAttention", "AfmoeAttention"})
+SCALED_ATTENTIONS = frozenset({"LagunaAttention", "AfmoeAttention", "Step3p7Attention"})
 # Classes that rotate heads before they norm them, or as complex numbers, and whether they do the
 # latter.
 ROTATED_FIRST = {"HunYuanMoEV1Attention": False, "Ernie4_5_MoeAttention": True}
@@ -74,7 +74,7 @@ PAIR_TURNS = frozenset({"Ernie4_5_MoeRotaryEmbedding"})
 TURNS_BY_KIND = frozenset(
     {
         *("Gemma4TextRotaryEmbedding", "MellumRotaryEmbedding", "LagunaRotaryEmbedding"),
-        "MiMoV2FlashRotaryEmbedding",
+        *("MiMoV2FlashRotaryEmbedding", "Step3p7RotaryEmbedding"),
     }
 )
 
@@ -405,9 +405,9 @@ def parts_of(module: Any) -> tuple[Any, ...]:
     """What FusedAttention has of a module."""
     names = ("q_layernorm", "k_layernorm") if hasattr(module, "q_layernorm") else NORM_NAMES
     norms: list[Any] = [getattr(module, name, None) for name in names]
-    makers = [module.q_proj, module.k_proj]
+    makers: list[Callable[[Tensor], Tensor]] = [module.q_proj, module.k_proj]
     if type(norms[0]).__name__ in NORMS_ROUNDED_ONCE:  # the attention op has none of these
-        makers = [nn.Sequential(*each) for each in zip(makers, norms, strict=True)]
+        makers = [normed_heads(*each) for each in zip(makers, norms, strict=True)]
         norms = [None, None]
     query_norm, key_norm = (None if norm is None else rms_norm_of(norm) for norm in norms)
     return (
@@ -418,6 +418,14 @@ def parts_of(module: Any) -> tuple[Any, ...]:
         Heads(module.scaling, query_norm, key_norm, sinks_of(module)),
         is_rotated(module),
     )
+
+
+def normed_heads(
+    project: Callable[[Tensor], Tensor], norm: nn.Module
+) -> Callable[[Tensor], Tensor]:
+    """What makes heads of rows [T, H] and norms them."""
+    wide = wide_norm_of(norm)
+    return lambda rows: norm_heads(project(rows), wide)
 
 
 def values_of(module: Any) -> Callable[[Tensor], Tensor]:
@@ -443,9 +451,8 @@ def fused_scaled_attention(module: Any) -> FusedAttention:
         gates: Tensor = project(rows).sigmoid()
         return gates
 
-    is_laguna = hasattr(module, "g_proj")
-    project = module.g_proj if is_laguna else module.gate_proj
-    gates = softplus if is_laguna else sigmoid
+    project = module.g_proj if hasattr(module, "g_proj") else module.gate_proj
+    gates = softplus if type(module).__name__ == "LagunaAttention" else sigmoid
     return FusedScaledAttention(*parts_of(module), gates=gates, width=module.head_dim)
 
 

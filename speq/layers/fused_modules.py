@@ -39,6 +39,7 @@ NORMS_ROUNDED_ONCE = {
     "Qwen4ExpTextRMSNorm": 1.0,
     "NemotronHRMSNorm": 0.0,
     "FlexOlmoRMSNorm": 0.0,
+    "Step3p7RMSNorm": 1.0,
 }
 # Routers by the rule of their gate: dtype of their logits and of their weights; None: of the rows.
 ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -55,7 +56,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     **dict.fromkeys(
         (
             *("AfmoeTokenChoiceRouter", "MixtralTopKRouter", "MiniMaxM2TopKRouter"),
-            *("MiniMaxM3VLTopKRouter", "Gemma4TextRouter"),
+            *("MiniMaxM3VLTopKRouter", "Gemma4TextRouter", "Step3p7TopKRouter"),
         ),
         (None, torch.float32),
     ),

@@ -64,7 +64,8 @@ class OffloadedExperts(nn.Module):
     # Biases of its experts; None: they have none.
     biases: ExpertBiases | None = None
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, swiglu_limit: float | None = None) -> None:
+        """swiglu_limit: of the layer's activation, which backends are given otherwise"""
         super().__init__()
         self._is_hf_initialized = True  # prevents the family's weight initialisation
         self.layer = -1

@@ -63,10 +63,10 @@ class StreamedExperts(nn.Module):
     family: ClassVar[Family]
     up: ClassVar[str]
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, **of_layer: Any) -> None:
         super().__init__()
         self._is_hf_initialized = True  # prevents the family's weight initialisation
-        self.config, self.layer = config, -1
+        self.config, self.of_layer, self.layer = config, of_layer, -1
         if self.family.biased:
             count, width = config.num_local_experts, config.intermediate_size
             self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width))
@@ -80,7 +80,7 @@ class StreamedExperts(nn.Module):
     def _read(self, hidden_states: Tensor, topk_ids: Tensor) -> nn.Module:
         """Build the experts in the dtype of their inputs, with the weights of those chosen."""
         with torch.device("meta"):
-            experts = self.own(self.config)
+            experts = self.own(self.config, **self.of_layer)
         experts = experts.to(hidden_states.dtype).to_empty(device=hidden_states.device)
         slot = expert_slot(self.store)
         weights = {name: parameter.data for name, parameter in experts.named_parameters()}

@@ -5,7 +5,7 @@ from typing import Any
 from speq.errors import UnsupportedError
 from speq.experts.expert_names import PROJECTIONS, ExpertNames, Stacked
 from speq.files.text_part import TextModelPart
-from speq.kernels.ops import CLAMPED
+from speq.kernels.ops import CLAMPED, SILU_BEFORE_LIMIT
 from speq.layers.gates import (
     corrected_gate,
     deepseek_v2_gate,
@@ -35,7 +35,7 @@ from speq.models.attention import (
 )
 from speq.models.block_selection import BlockIndexer
 from speq.models.delta_net import delta_states
-from speq.models.family import BuiltAs, Family, swiglu_limit
+from speq.models.family import BuiltAs, Family, swiglu_limit, swiglu_limits
 from speq.models.family_checks import (
     check_blocks,
     check_clamped,
@@ -91,11 +91,17 @@ MIMO_RENAMED = ((".self_attn.attention_sink_bias", ".self_attn.sinks"),)
 GRANITE_NAMES = ExpertNames(
     blocks=("block_sparse_moe",), routers=("router",), mlp="block_sparse_moe"
 )
+STEP_NAMES = ExpertNames(blocks=("mlp", "moe"), apart="moe")
 NEMOTRON_NAMES = ExpertNames(blocks=("mixer",), mlp="mixer")
 GRANITE_RENAMED = (
     (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
     (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
+)
+STEP_RENAMED = (
+    (".moe.router_bias", f".mlp.gate.{CORRECTION}"),
+    (".moe.gate.", ".mlp.gate."),
+    (".share_expert.", ".mlp.shared_experts."),
 )
 # Parts of a block that share its name on disk; dense layers are called as in the model.
 MINIMAX_M3_BLOCK = ("experts", "gate", "shared_experts")
@@ -142,6 +148,7 @@ GEMMA4_BESIDE = tuple(
 )
 
 list_for_text("minimax_m3_vl", "minimax_m3_vl_text")
+list_for_text("step3p7", "step3p5")
 
 FAMILIES = {
     family.model_type: family
@@ -371,6 +378,25 @@ FAMILIES = {
                 MINIMAX_M3_BESIDE,
                 renamed=MINIMAX_M3_RENAMED,
             ),
+        ),
+        Family(
+            "step3p7",
+            "Step3p7Experts",
+            names=STEP_NAMES,
+            gate=laguna_gate,
+            num_experts="n_routed_experts",
+            scaled_by="moe_router_scaling_factor",
+            since="5.23",
+            typed_masks=True,
+            attention=heads_by_layer,
+            activation=SILU_BEFORE_LIMIT,
+            limit=swiglu_limits,
+            text_part=TextModelPart(
+                "step3p5",
+                beside=("vision_model.", "vit_large_projector."),
+                renamed=STEP_RENAMED,
+            ),
+            causal="Step3p7TextModel",
         ),
         Family(
             "ernie4_5_moe",

@@ -25,6 +25,7 @@ from speq.models.attention import AttentionShape, cached_heads
 from speq.models.bounds import LAYER
 from speq.models.mtp_layer import APART, MtpLayerKind
 from speq.models.states import NO_STATES, StateShape
+from speq.models.text_head import with_head
 from speq.version import is_before
 
 # transformers' modules are shared by all threads: two patches at a time would leave ours in place.
@@ -42,6 +43,12 @@ def no_limit(config: Any, layer: int) -> float:
 def swiglu_limit(config: Any, layer: int) -> float:
     """The config's own limit of all layers."""
     return float(getattr(config, "swiglu_limit", CLAMP_LIMIT))
+
+
+def swiglu_limits(config: Any, layer: int) -> float:
+    """The config's own limit of each layer; none or 0: nothing is clamped."""
+    limits = config.swiglu_limits
+    return float((limits[layer] if limits else None) or math.inf)
 
 
 class BuiltAs(NamedTuple):
@@ -151,7 +158,8 @@ class Family:
     built_as      the family whose classes run its text model, where transformers has no causal
                   model of its own for it; None: its own classes
     classes       the family of transformers whose classes it has, if not its own
-    causal        class of its causal model, where transformers' AutoModelForCausalLM lacks it
+    causal        class of its causal model, where transformers' AutoModelForCausalLM lacks it; of
+                  its text model, where transformers has no causal one
     """
 
     model_type: str
@@ -282,7 +290,7 @@ class Family:
     def built_config(self, config: Any) -> Any:
         """The configuration that AutoModelForCausalLM builds from, of the text model's own."""
         if self.causal is not None:
-            made = getattr(importlib.import_module(self.module), self.causal)
+            made = with_head(getattr(importlib.import_module(self.module), self.causal))
             AutoModelForCausalLM.register(made.config_class, made, exist_ok=True)
         return config if self.built_as is None else self.built_as.config(config)
 

@@ -38,6 +38,8 @@ SIZES = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
     "num_attention_heads": 2,
+    "num_sliding_attention_heads": 4,
+    "share_expert_dim": 16,
     "num_global_key_value_heads": 1,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -284,7 +286,7 @@ def tiny_config(family: Family, config: Any, layers: int) -> Any:
         given["index_n_heads"] = 1
     if given.get("ple_layer_ids"):  # numbers from 1 on
         given["ple_layer_ids"] = [each for each in given["ple_layer_ids"] if each <= layers]
-    given["pad_token_id"] = None
+    given["pad_token_id"] = 0
     # Derived from the rest for heterogeneous layers.
     given.pop("per_layer_config", None)
     tiny = type(config).from_dict(given)

@@ -270,7 +270,8 @@ def config_in(path: Path) -> Any:
         raise CheckpointError(
             f"{path / 'config.json'} is refused by transformers: {reason[:300]}; {CONFIG_AGAIN}"
         ) from error
-    config.tie_word_embeddings = whole.tie_word_embeddings  # the outer configuration counts
+    # The outer configuration counts, where it says so.
+    config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", config.tie_word_embeddings)
     if config.dtype is None:
         config.dtype = whole.dtype
     if getattr(config, "quantization_config", None) is not None:
@@ -350,6 +351,13 @@ def shape_of(
         raise UnsupportedError(
             f"{where} has the activation {hidden_act!r}; supported are {', '.join(HIDDEN_ACTS)}"
         )
+    activations = family.activations(config, layers)
+    for layer, (_, limit) in zip(layers, activations, strict=True):
+        if not limit > 0:
+            raise CheckpointError(
+                f"{where} clamps the experts of layer {layer} at {limit}; a limit must be above 0: "
+                "download config.json again, or correct that value"
+            )
     dense: dict[int, tuple[int, int]] = {}
     dense_names: dict[int, str] = {}
     for name, module in packable_modules(model, family.routers(model)):
@@ -385,7 +393,7 @@ def shape_of(
             family.gated,
         ),
         top_k=top_k,
-        activations=family.activations(config, layers),
+        activations=activations,
         num_layers=config.num_hidden_layers if part is None else len(part.layers),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size if has_ends else 0,

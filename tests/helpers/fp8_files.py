@@ -28,6 +28,7 @@ FP8_FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"hidden_size": 160, "intermediate_size": 144},
     "laguna": {},
     "hy_v3": {},
+    "step3p7": {},
 }
 # What publishers leave in 16 bits.
 LEFT = re.compile(
@@ -47,7 +48,13 @@ def words_of(
 def coded(
     matrix: torch.Tensor, scale_dtype: torch.dtype, blocks: tuple[int, int] = (BLOCK, BLOCK)
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and words of a matrix: each block's largest weight has the largest code."""
+    """Codes, scales and words of a matrix, or of many: each block's largest weight has the largest
+    code.
+    """
+    if matrix.dim() == 3:
+        made = [coded(each, scale_dtype, blocks) for each in matrix]
+        all_codes, all_scales, words = (torch.stack(parts) for parts in zip(*made, strict=True))
+        return all_codes, all_scales, words
     values = matrix.float().numpy()
     rows, columns = values.shape
     down, across = blocks[0] or rows, blocks[1] or columns
@@ -147,7 +154,7 @@ def write_fp8(
     published: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if tensor.dim() != 2 or LEFT.search(name):
+        if tensor.dim() not in (2, 3) or LEFT.search(name):
             published[name] = plain[name] = tensor
             continue
         published[name], scales, plain[name] = coded(tensor, by.dtype, by.blocks)

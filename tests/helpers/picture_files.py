@@ -31,6 +31,10 @@ RENAMED: dict[str, list[tuple[str, str]]] = {
         (".attention.", ".self_attn."),
         (".word_embeddings.", ".embed_tokens."),
     ],
+    "step3p7": [
+        (".share_expert.", ".mlp.shared_experts."),
+        *((".moe.gate.", ".mlp.gate."), (".moe.router_bias", ".mlp.gate.e_score_correction_bias")),
+    ],
     "hy_v3": [(".shared_mlp.", ".shared_experts.")],
     **{
         whole: [("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")]

@@ -500,6 +500,23 @@ FAMILY_OPTIONS["qwen4_exp"] = {
     "indexer_compress_ratio": 4,
     "output_gate_type": "sigmoid",
 }
+FAMILY_OPTIONS["step3p7"] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 48,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "num_sliding_attention_heads": 6,
+    "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_router_scaling_factor": 2.5,
+    "swiglu_limits": [0.0, 0.0, 0.05],
+    "swiglu_limits_shared": [0.0, 0.05, 0.1],
+    "rope_theta": [50000.0, 10000.0, 10000.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0],
+}
 # Of models of pictures and text, the part that is of pictures.
 VISION: dict[str, dict[str, Any]] = {
     "gemma4": {
@@ -548,6 +565,13 @@ VISION["mistral4"] = {
     "image_size": 16,
     "patch_size": 4,
 }
+VISION["step3p7"] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+}
 VISION["kimi_k25"] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -582,7 +606,7 @@ INDEXED = tuple(each for each in ("deepseek_v32", "glm_moe_dsa") if each in FAMI
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
     *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid", "nemotron_h"),
-    *("kimi_linear", "deepseek_v32", "minimax_m3_vl", "qwen4_exp"),
+    *("kimi_linear", "deepseek_v32", "minimax_m3_vl", "qwen4_exp", "step3p7"),
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
@@ -650,6 +674,7 @@ SPREAD = {
         "sinks": 1.0,
     },
     "mimo_v2_flash": {"sinks": 1.0},
+    "step3p7": {"layernorm.weight": 1.0, "q_norm.weight": 0.5, "k_norm.weight": 0.5},
     # Layers say more than the token before, which is what the tied head would repeat.
     "gemma4": {
         "post_attention_layernorm.weight": 3.0,
@@ -685,6 +710,7 @@ STACKED_LINEAR = {
     ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
     ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
 }
+APART = re.compile(r"\.moe\.(gate_proj|up_proj|down_proj)\.weight$")
 CORRECTION = ("e_score_correction_bias", ".expert_bias")
 
 
@@ -879,6 +905,12 @@ def experts_alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     alone: dict[str, torch.Tensor] = {}
     for stored_name, tensor in tensors.items():
         name = model_name(stored_name)
+        apart = APART.search(name)
+        if apart is not None:
+            experts = f"{name[: apart.start()]}.mlp.experts"
+            for at, matrix in enumerate(tensor):
+                alone[f"{experts}.{at}.{apart[1]}.weight"] = matrix
+            continue
         prefix, _, projection = name.rpartition(".")
         if not name.endswith(FUSED):
             alone[name] = tensor

@@ -156,6 +156,7 @@ DENSE = {
     "afmoe": ([*ATTENTION, "self_attn.gate_proj"], SHARED),
     "exaone_moe": (ATTENTION, SHARED),
     "laguna": ([*ATTENTION, "self_attn.g_proj"], SHARED),
+    "step3p7": ([*ATTENTION, "self_attn.g_proj"], SHARED),
     "solar_open": (ATTENTION, SHARED),
     "minimax_m2": (ATTENTION, []),
     "minimax_m3_vl": (

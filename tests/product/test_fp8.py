@@ -87,6 +87,7 @@ CELLS = {
         Cell(1, "two slots", "poor", "packed", codec="fp8"),
     ],
     "laguna": [Cell(3, "half", "own", codec="fp8")],
+    "step3p7": [Cell(3, "half", "own", codec="fp8")],
     "hy_v3": [Cell(3, "half", "poor", "packed", codec="fp8")],
     "minimax_m2": [
         Cell(3, "two slots", "own", codec="fp8"),

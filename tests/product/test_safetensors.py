@@ -232,6 +232,7 @@ MOE_LAYERS = {
     "afmoe": (1, 2),
     "exaone_moe": (1, 2),
     "laguna": (1, 2),
+    "step3p7": (1, 2),
     "lfm2_moe": (1, 2),
     "nemotron_h": (1, 3),
     "kimi_linear": (1, 2),

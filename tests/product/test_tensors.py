@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.helpers.tiny_models import BY_FAMILY, model_name
+from tests.helpers.tiny_models import APART, BY_FAMILY, model_name
 from tools.tensors import tensors_of
 
 INDEX = "model.safetensors.index.json"
@@ -27,6 +27,10 @@ def names_in(folder: Path) -> list[str]:
         return [*file.keys()]
 
 
+def is_of_experts(name: str) -> bool:
+    return ".experts." in name or APART.search(name) is not None
+
+
 @pytest.mark.parametrize("family", BY_FAMILY)
 def test_each_tensor_of_a_family_is_used(family: str, tiny: Callable[[str], Path]) -> None:
     """But for those of MTP layers and of pictures."""
@@ -34,12 +38,12 @@ def test_each_tensor_of_a_family_is_used(family: str, tiny: Callable[[str], Path
     beside = (
         *("mtp.", "model.visual.", "model.vision_tower.", "model.embed_vision."),
         *("vision_tower.", "multi_modal_projector.", "mm_projector.", "model.mm_projector."),
-        "patch_merge_mlp.",
+        *("patch_merge_mlp.", "vision_model.", "vit_large_projector."),
     )
     assert (found.family, found.unknown, found.missing) == (family, (), ())
     left = [name for name in names if name.startswith(beside) or ".ngram_embedding." in name]
     assert found.left == len(left)
-    experts = sum(".experts." in model_name(name) and "bias" not in name for name in names)
+    experts = sum(is_of_experts(model_name(name)) and "bias" not in name for name in names)
     beside_pictures = sum(".experts." in name and name.startswith("mtp.") for name in names)
     assert found.experts == experts - beside_pictures
     assert found.count == len(names)
