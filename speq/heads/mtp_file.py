@@ -62,11 +62,13 @@ class MtpSource:
         layer, held = self.layer, loaded_tensors(self.layer)
         stored = {name: self.names.tensor(name) for name in held}
         wanted = {*stored.values(), *self.owned}
-        state = state_of(self.opened.checkpoint, wanted.__contains__)
+        checkpoint = self.opened.checkpoint
+        state, part = state_of(checkpoint, wanted.__contains__), checkpoint.part
 
         def moved(name: str, kind: torch.dtype) -> Tensor:
+            taken = name if part is None else part.published(name)
             # Copies: mapped tensors are lost with their file.
-            return state[name].to(device, kind, copy=True)
+            return state[taken].to(device, kind, copy=True)
 
         made: dict[str, Tensor] = {}
         for name, like in held.items():

@@ -48,7 +48,7 @@ from speq.models.family_checks import (
 )
 from speq.models.kimi_delta import kimi_states
 from speq.models.mamba import check_mamba, mamba_states, nemotron_states
-from speq.models.mtp_layer import ERNIE, deepseek_layer, qwen3_next_layer
+from speq.models.mtp_layer import ERNIE, HY_V3, deepseek_layer, qwen3_next_layer
 from speq.models.ngram_layer import (
     TABLE_CLASS,
     NGramFeatures,
@@ -418,6 +418,7 @@ FAMILIES = {
             "HYV3Experts",
             router_inputs=("e_score_correction_bias",),
             gate=corrected_gate("router_scaling_factor"),
+            predictor=HY_V3,
             text_part=TextModelPart("hy_v3", renamed=HY_V3_RENAMED),
         ),
         Family(

@@ -108,6 +108,24 @@ def qwen3_next_layer(classes: str, rotary: str) -> MtpLayerKind:
     )
 
 
+# Hy3's, computed as its authors' code in vLLM does (hy_v3_mtp.py).
+HY_V3 = MtpLayerKind(
+    "HYV3DecoderLayer",
+    "HYV3RMSNorm",
+    "HYV3RotaryEmbedding",
+    PartNames(
+        decoder="model.layers.{last}",
+        enorm="model.layers.{last}.enorm",
+        hnorm="model.layers.{last}.hnorm",
+        eh_proj="model.layers.{last}.eh_proj",
+        last_norm="model.layers.{last}.final_layernorm",
+    ),
+    kinds=(("mlp_layer_types", "sparse"),),
+    zeroes_first=True,
+    passes_normed=True,
+)
+
+
 # Computed as its authors' FastDeploy does (ernie4_5_mtp.py): the layer is dense, and its output
 # goes through the model's last norm. vLLM has no norm there and zeroes the first embedding.
 ERNIE = MtpLayerKind(

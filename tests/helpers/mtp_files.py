@@ -74,7 +74,13 @@ def apart(classes: str, rotary: str) -> Layout:
     )
 
 
+HY_V3_PARTS = ("", ".enorm", ".hnorm", ".eh_proj", ".final_layernorm")
 LAYOUTS = {
+    "hy_v3": Layout(
+        *(tuple(f"model.layers.3{each}" for each in HY_V3_PARTS), 2, "HYV3"),
+        zeroed=True,
+        passed_normed=True,
+    ),
     "glm4_moe": behind("Glm4Moe"),
     "glm4_moe_lite": behind("Glm4MoeLite"),
     "deepseek_v3": behind("DeepseekV3"),

@@ -35,7 +35,13 @@ RENAMED: dict[str, list[tuple[str, str]]] = {
         (".share_expert.", ".mlp.shared_experts."),
         *((".moe.gate.", ".mlp.gate."), (".moe.router_bias", ".mlp.gate.e_score_correction_bias")),
     ],
-    "hy_v3": [(".shared_mlp.", ".shared_experts.")],
+    "hy_v3": [
+        (".shared_mlp.", ".shared_experts."),
+        *(
+            (".mlp.router.gate.", ".mlp.gate."),
+            (".mlp.expert_bias", ".mlp.e_score_correction_bias"),
+        ),
+    ],
     **{
         whole: [("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")]
         for whole in ("mistral3", "kimi_k25")

@@ -46,6 +46,7 @@ OTHERS = (
     "deepseek_v3",
     pytest.param("qwen3_5_moe", marks=pytest.mark.wide),
     pytest.param("glm4_moe_lite", marks=pytest.mark.wide),
+    pytest.param("hy_v3", marks=pytest.mark.wide),
 )
 
 
@@ -233,6 +234,7 @@ def test_many_rows_are_read_at_once(model: Path) -> None:
         pytest.param("ernie4_5_moe", 8, marks=pytest.mark.wide),
         pytest.param("qwen3_5_moe", None, marks=pytest.mark.full),
         pytest.param("glm4_moe_lite", 8, marks=pytest.mark.full),
+        pytest.param("hy_v3", 8, marks=pytest.mark.wide),
     ],
 )
 def test_tokens_are_the_exact_models(
@@ -307,7 +309,7 @@ def test_what_is_no_layer_is_refused(model: Path, tiny: Folder, tmp_path: Path) 
 
     assert "no tensor model.layers.3.eh_proj.weight" in refused(tiny("glm4_moe"))
     sentence = refused(tiny("olmoe"))
-    known = ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe")
+    known = ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "qwen3_5_moe")
     assert "family olmoe" in sentence
     assert f"it reads those of {', '.join(known)}, qwen3_next" in sentence
 
