@@ -116,7 +116,9 @@ def mtp_of(opened: Opened) -> MtpSource:
     store = store_of(opened, names) if has_experts(layer) else None
     if store is not None:
         own_bytes.append(store.num_experts * store.codec.slot_bytes)
-    sizes = MtpShape(shape, tuple(words), tuple(own_bytes))
+    sliding = ("layer_types", "sliding_attention") in predictor.kinds
+    window = hf_config(checkpoint).sliding_window if sliding else None
+    sizes = MtpShape(shape, tuple(words), tuple(own_bytes), window)
     return MtpSource(opened, sizes, layer, names, owned, store)
 
 

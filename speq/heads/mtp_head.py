@@ -22,6 +22,7 @@ from speq.heads.draft_head import FeatureState, VisibleKV
 from speq.heads.mtp_shape import MtpShape
 from speq.kernels import ops
 from speq.layers.arguments import cache_name
+from speq.layers.fused_attention import TURNS_BY_KIND
 from speq.models.moe_model import MoEModel
 from speq.models.mtp_layer import MtpLayerKind
 
@@ -44,6 +45,10 @@ class MtpLayer(nn.Module):
         self._cache_name = cache_name(decoder.forward)
         self.last_norm = norm(hidden_size, epsilon)
         self.rotary = rotary
+        # Arguments of rotary embeddings that differ between kinds of layers.
+        self._turns = {}
+        if type(rotary).__name__ in TURNS_BY_KIND:
+            self._turns["layer_type"] = config.layer_types[config.num_hidden_layers]
         self.predictor = predictor
 
     def forward(
@@ -60,7 +65,7 @@ class MtpLayer(nn.Module):
         hidden: Tensor = self.decoder(
             x,
             attention_mask=seen.mask,
-            position_embeddings=self.rotary(x, at),
+            position_embeddings=self.rotary(x, at, **self._turns),
             use_cache=True,
             **{self._cache_name: seen},
         )

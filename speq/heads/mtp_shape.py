@@ -14,20 +14,18 @@ class MtpShape:
     model      the model, whose attention layers have the same sizes
     words      elements of each tensor in the compute dtype
     own_bytes  bytes of each tensor with a dtype of its own: buffers, and the arena of its experts
+    window     tokens that a row looks back, its own included; None: all
     """
 
     model: ModelShape
     words: tuple[int, ...]
     own_bytes: tuple[int, ...]
+    window: int | None = None
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
         """No layers: it reads the model's last hidden states."""
         return ()
-
-    @property
-    def window(self) -> None:
-        """No limit: it attends to all tokens."""
 
     @property
     def kv_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:

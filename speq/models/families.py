@@ -412,7 +412,16 @@ FAMILIES = {
             names=HUNYUAN_NAMES,
             expert_width="intermediate_size",
         ),
-        Family("mellum", "MellumExperts", typed_masks=True),
+        Family(
+            "mellum",
+            "MellumExperts",
+            typed_masks=True,
+            predictor=qwen3_next_layer(
+                "Mellum",
+                "MellumRotaryEmbedding",
+                (("layer_types", "sliding_attention"), ("mlp_layer_types", "sparse")),
+            ),
+        ),
         Family(
             "hy_v3",
             "HYV3Experts",

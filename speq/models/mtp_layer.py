@@ -62,6 +62,7 @@ class MtpLayerKind(NamedTuple):
     passes_normed: bool = False
 
 
+FULL_ATTENTION = (("layer_types", "full_attention"),)
 # Prefixes of MTP tensors that are not among the model's own layers.
 APART = ("mtp.", "model.mtp_", "model.mtp.")
 
@@ -90,8 +91,12 @@ def deepseek_layer(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> Mtp
     )
 
 
-def qwen3_next_layer(classes: str, rotary: str) -> MtpLayerKind:
-    """Qwen3-Next's kind, a layer with attention, computed as in vLLM (qwen3_next_mtp.py)."""
+def qwen3_next_layer(
+    classes: str, rotary: str, kinds: tuple[tuple[str, str], ...] = FULL_ATTENTION
+) -> MtpLayerKind:
+    """Qwen3-Next's kind, a layer with attention, computed as in vLLM (qwen3_next_mtp.py); of
+    Mellum as in transformers' MtpModel.
+    """
     return MtpLayerKind(
         f"{classes}DecoderLayer",
         f"{classes}RMSNorm",
@@ -103,7 +108,7 @@ def qwen3_next_layer(classes: str, rotary: str) -> MtpLayerKind:
             eh_proj="mtp.fc",
             last_norm="mtp.norm",
         ),
-        kinds=(("layer_types", "full_attention"),),
+        kinds=kinds,
         passes_normed=True,
     )
 

@@ -34,6 +34,7 @@ class Layout:
     zeroed   whether the embedding of the first entry is 0
     passed_normed  whether the next hidden state is what comes out of the last norm
     centre   what weights of norms lie around
+    window   tokens that a row sees, its own included; None: all
     settings  of config.json
     """
 
@@ -45,6 +46,7 @@ class Layout:
     zeroed: bool = False
     passed_normed: bool = False
     centre: float = 1.0
+    window: int | None = None
     settings: dict[str, int] = field(default_factory=lambda: {"num_nextn_predict_layers": 1})
 
     @property
@@ -61,15 +63,18 @@ def behind(classes: str) -> Layout:
     return Layout(names, 2, classes, copies=copies, zeroed=True)
 
 
-def apart(classes: str, rotary: str) -> Layout:
+def apart(
+    classes: str, rotary: str, like: int = 0, centre: float = 0.0, window: int | None = None
+) -> Layout:
     norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
     return Layout(
         ("mtp.layers.0", *norms, "mtp.fc", "mtp.norm"),
-        0,
+        like,
         classes,
         rotary,
         passed_normed=True,
-        centre=0.0,
+        centre=centre,
+        window=window,
         settings={"mtp_num_hidden_layers": 1},
     )
 
@@ -86,6 +91,7 @@ LAYOUTS = {
     "deepseek_v3": behind("DeepseekV3"),
     "qwen3_next": apart("Qwen3Next", "RotaryEmbedding"),
     "qwen3_5_moe": apart("Qwen3_5Moe", "TextRotaryEmbedding"),
+    "mellum": apart("Mellum", "RotaryEmbedding", centre=1.0, window=24),
     "ernie4_5_moe": Layout(
         (
             "model.mtp_block.0",
@@ -169,6 +175,8 @@ class PlainMtp:
         config: Any = AutoConfig.from_pretrained(words).get_text_config()
         config._attn_implementation = config._experts_implementation = "eager"
         self.epsilon = config.rms_norm_eps
+        # Of layers whose rotary embeddings differ.
+        self.kinds = [] if layout.window is None else ["sliding_attention"]
         tensors = {name: each.double() for name, each in fused(stored_tensors(words)).items()}
         module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
         decoder: Any = getattr(module, f"{layout.classes}DecoderLayer")(config, layout.like)
@@ -204,13 +212,15 @@ class PlainMtp:
         x = (torch.cat(pair, -1) @ self.projection.T)[None]
         count = len(token_ids)
         mask = torch.full((count, count), float("-inf"), dtype=torch.float64).triu(1)
+        if self.layout.window is not None:
+            mask = mask + torch.full_like(mask, float("-inf")).tril(-self.layout.window)
         positions = torch.arange(count)[None]
         if hasattr(self.rotary, "mrope_section"):  # transformers 5.17 wants all three kinds
             positions = positions.expand(3, 1, count)
         hidden = self.decoder(
             x,
             attention_mask=mask[None, None],
-            position_embeddings=self.rotary(x, positions),
+            position_embeddings=self.rotary(x, positions, *self.kinds),
         )[0]
         normed = self.normed(hidden, self.last)
         return (normed if self.layout.passed_normed else hidden), normed @ self.head.T

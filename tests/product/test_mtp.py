@@ -47,6 +47,7 @@ OTHERS = (
     pytest.param("qwen3_5_moe", marks=pytest.mark.wide),
     pytest.param("glm4_moe_lite", marks=pytest.mark.wide),
     pytest.param("hy_v3", marks=pytest.mark.wide),
+    "mellum",
 )
 
 
@@ -235,6 +236,7 @@ def test_many_rows_are_read_at_once(model: Path) -> None:
         pytest.param("qwen3_5_moe", None, marks=pytest.mark.full),
         pytest.param("glm4_moe_lite", 8, marks=pytest.mark.full),
         pytest.param("hy_v3", 8, marks=pytest.mark.wide),
+        pytest.param("mellum", 8, marks=pytest.mark.wide),
     ],
 )
 def test_tokens_are_the_exact_models(
@@ -309,7 +311,15 @@ def test_what_is_no_layer_is_refused(model: Path, tiny: Folder, tmp_path: Path) 
 
     assert "no tensor model.layers.3.eh_proj.weight" in refused(tiny("glm4_moe"))
     sentence = refused(tiny("olmoe"))
-    known = ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "qwen3_5_moe")
+    known = (
+        "deepseek_v3",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "hy_v3",
+        "mellum",
+        "qwen3_5_moe",
+    )
     assert "family olmoe" in sentence
     assert f"it reads those of {', '.join(known)}, qwen3_next" in sentence
 
