@@ -17,7 +17,10 @@ from speq.version import TESTED, transformers_version
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # Further arguments that a decoder layer passes on. Our modules other than attention know positions
 # from the KV cache.
-LAYER_ARGUMENTS = ("attention_mask", "position_ids", "position_embeddings", "use_cache")
+LAYER_ARGUMENTS = (
+    *("attention_mask", "position_ids", "position_embeddings", "use_cache"),
+    "input_ids",
+)
 # Argument of convolutions in transformers 5.17: None, unless rows of several sequences are packed.
 PACKING = ("seq_idx",)
 

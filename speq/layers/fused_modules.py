@@ -27,6 +27,7 @@ NORMS = frozenset(
         *("Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "Mellum", "HYV3"),
         *("ExaoneMoe", "Laguna", "Afmoe", "GraniteMoe", "GraniteMoeHybrid"),
         *("KimiLinear", "BailingHybrid", "Mistral4", "MiMoV2Flash", "DeepseekV32", "GlmMoeDsa"),
+        "Glm5NextText",
     )
 )
 # Norms whose rows are rounded once, at the end, and what is added to their weights.
@@ -66,7 +67,7 @@ ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
             *("Glm4MoeLiteTopkRouter", "Dots1TopkRouter", "SolarOpenTopkRouter", "HYV3TopKRouter"),
             *("ExaoneMoeTopkRouter", "NemotronHTopkRouter", "KimiLinearTopkRouter"),
             *("BailingHybridTopkRouter", "MiMoV2FlashTopkRouter"),
-            *("DeepseekV32TopkRouter", "GlmMoeDsaTopkRouter"),
+            *("DeepseekV32TopkRouter", "GlmMoeDsaTopkRouter", "Glm5NextTextTopkRouter"),
         ),
         (torch.float32, torch.float32),
     ),

@@ -180,6 +180,25 @@ def indexed_latents(config: Any) -> AttentionShape:
     )
 
 
+def pooled_latents(config: Any) -> AttentionShape:
+    """Latent attention over pools of tokens that an indexer selects; layers without one use the
+    selection of the layer before. Latents are not expanded: all heads read them.
+    """
+    heads, width = config.num_attention_heads, config.index_head_dim
+    latents = ((1, config.kv_lora_rank), (1, 0))
+    indexed = (*latents, (1, 2 * width))  # a token's key, and its weights in its pool's
+    return AttentionShape(
+        kv_shapes=indexed,
+        query_width=heads * (config.qk_nope_head_dim + config.kv_lora_rank)
+        + config.index_n_heads * width,
+        group=heads,
+        copied_width=6 * width,  # keys of pools are sums, in float32, of copies
+        expanded_width=0,
+        index_heads=config.index_n_heads,
+        by_layer=tuple(indexed if kind == "full" else latents for kind in config.indexer_types),
+    )
+
+
 def heads_with_sinks(config: Any) -> AttentionShape:
     """`cached_heads` with sinks."""
     shape = cached_heads(config)

@@ -32,6 +32,7 @@ from speq.models.attention import (
     heads_of_windows,
     heads_with_sinks,
     indexed_latents,
+    pooled_latents,
 )
 from speq.models.block_selection import BlockIndexer
 from speq.models.delta_net import delta_states
@@ -45,6 +46,7 @@ from speq.models.family_checks import (
     check_mistral4,
     check_nemotron,
     check_pairs,
+    check_pools,
 )
 from speq.models.kimi_delta import kimi_states
 from speq.models.mamba import check_mamba, mamba_states, nemotron_states
@@ -55,6 +57,7 @@ from speq.models.ngram_layer import (
     ngram_states,
     with_table_on_disk,
 )
+from speq.models.pooled_attention import pooled_attention
 from speq.models.short_conv import check_short_conv, conv_states
 from speq.models.text_conversions import list_for_text
 from speq.models.token_selection import TokenIndexer
@@ -111,6 +114,15 @@ KIMI_RENAMED = (
         (f".self_attn.{each}", f".self_attn.forget_gate.{each}")
         for each in ("f_a_proj.", "f_b_proj.", "dt_bias", "A_log")
     ),
+)
+# Names of parts of GLM-5.3's hyper-connections and gates.
+GLM5_RENAMED = (
+    *(
+        (f".hc_{part}_{each}", f".{part}_hc.{each}")
+        for part in ("attn", "ffn")
+        for each in ("fn", "base", "scale")
+    ),
+    *KIMI_RENAMED[1:],
 )
 BAILING_RENAMED = (
     (".word_embeddings.", ".embed_tokens."),
@@ -296,6 +308,29 @@ FAMILIES = {
             typed_masks=True,
             attention=indexed_latents,
             check=check_indexers,
+        ),
+        Family(
+            "glm5_next",
+            "Glm5NextTextExperts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            since="5.23",
+            typed_masks=True,
+            attention=pooled_latents,
+            attention_by=BESIDE_SINKS,
+            stand_ins={"self_attn": pooled_attention},
+            streams="hc_mult",
+            limit=swiglu_limit,
+            check=check_pools,
+            states=kimi_states,
+            on_the_host="tokens that layers of family glm5_next see are counted by the host",
+            text_part=TextModelPart(
+                "glm5_next_text",
+                "model.language_model.",
+                ("model.visual.",),
+                renamed=GLM5_RENAMED,
+            ),
+            causal="Glm5NextTextModel",
         ),
         Family(
             "kimi_k25",

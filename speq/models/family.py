@@ -28,6 +28,9 @@ from speq.models.states import NO_STATES, StateShape
 from speq.models.text_head import with_head
 from speq.version import is_before
 
+# Makes what stands in for a module's forward, of the module and the model's rotary embedding; None:
+# nothing does.
+MakeStandIn = Callable[[Any, Any], Callable[..., Any] | None]
 # transformers' modules are shared by all threads: two patches at a time would leave ours in place.
 _PATCHING = threading.Lock()
 
@@ -130,8 +133,7 @@ class Family:
     typed_masks   whether the model wants one mask for each of config.layer_types
     attention     sizes of what its attention caches, from the config
     attention_by  entry of transformers' table that computes it outside the fused decoder
-    stand_ins     what stands in for the forward of further modules of a layer, by their names:
-                  made of such a module and the model's rotary embedding
+    stand_ins     what stands in for the forward of further modules of a layer, by their names
     on_disk       class that has a table of which rows are read from disk, and what is built in its
                   place; None: there is none
     streams       attribute of the config that says how many rows a token has between layers; None:
@@ -178,7 +180,7 @@ class Family:
     typed_masks: bool = False
     attention: Callable[[Any], AttentionShape] = cached_heads
     attention_by: str = "sdpa"
-    stand_ins: Mapping[str, Callable[[Any, Any], Callable[..., Any]]] = field(default_factory=dict)
+    stand_ins: Mapping[str, MakeStandIn] = field(default_factory=dict)
     on_disk: tuple[str, Callable[[type[nn.Module]], type[nn.Module]]] | None = None
     streams: str | None = None
     biased: bool = False
@@ -229,9 +231,10 @@ class Family:
         """Make the modules of `stand_ins` run over caches with rollback."""
         rotary = self.rotary_of(model.model)
         for name, module in model.named_modules():
-            made = self.stand_ins.get(name.rpartition(".")[2])
+            make = self.stand_ins.get(name.rpartition(".")[2])
+            made = None if make is None else make(module, rotary)
             if made is not None:
-                module.forward = made(module, rotary)
+                module.forward = made
 
     def rotary_of(self, body: Any) -> Any:
         """The rotary embedding of a model without its head; None: it has none."""

@@ -98,6 +98,33 @@ def check_indexers(config: Any, num_experts: int, where: object) -> None:
         )
 
 
+def check_pools(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for groups as `check_pairs` does, for rows that may see nothing, and for a
+    layer that is to use a selection where the layer before has none.
+    """
+    check_pairs(config, num_experts, where)
+    if not config.index_kpool_always_select_tail:
+        raise UnsupportedError(
+            f"{where} has index_kpool_always_select_tail false, with which the first tokens see "
+            "nothing; give a model that was published with true"
+        )
+    if config.index_topk < config.index_kpool or config.index_n_heads < 1:
+        raise CheckpointError(
+            f"{where} has index_topk {config.index_topk}, index_kpool {config.index_kpool} and "
+            f"index_n_heads {config.index_n_heads}; a token must see at least one pool, by at "
+            "least one head: download config.json again, or correct that value"
+        )
+    indexed, before = "indexed_attention", ("", "")
+    for at, layer in enumerate(zip(config.layer_types, config.indexer_types, strict=False)):
+        if layer == (indexed, "shared") and before != (indexed, "full"):
+            raise CheckpointError(
+                f"{where} has indexer_types {config.indexer_types[:8]}, and layer {at} is to use "
+                "the selection of the layer before, which has no indexer; download config.json "
+                "again, or correct that value"
+            )
+        before = layer
+
+
 def check_gemma4(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for parts that other models of the family have, and speq does not run."""
     for name, what in (

@@ -34,12 +34,12 @@ class HiddenStateCapture:
         return layer in self._places
 
     def see(self, layer: int, hidden_states: Tensor) -> None:
-        """Record the input [T, streams * H] of a layer."""
+        """Record the input of a layer: [T, streams * H] or [T, streams, H]."""
         place = self._places.get(layer)
         if place is None:
             return
         if self._streams > 1:
-            hidden_states = hidden_states.unflatten(-1, (self._streams, -1)).mean(-2)
+            hidden_states = hidden_states.reshape(len(hidden_states), self._streams, -1).mean(1)
         self._states[place] = hidden_states
 
     def take(self) -> Tensor:

@@ -326,7 +326,7 @@ def shape_of(
     if part is not None and family.streams is not None:
         raise UnsupportedError(
             f"{where} is of family {family.model_type}, whose layers pass on several rows of a "
-            "token and look at its id, which speq does not send between machines; run it on one"
+            "token, which speq does not send between machines; run it on one"
         )
     model = skeleton(family, config, where, part)
     layers = tuple(family.moe_blocks(model))

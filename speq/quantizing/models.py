@@ -161,8 +161,8 @@ def quantize_with(
             )
         if opened.family.streams is not None:
             raise OptionError(
-                f"model {str(model)!r} is of family {opened.family.model_type}, whose layers look "
-                "at token ids, and speq quantize runs a layer without them: leave the draft to be "
+                f"model {str(model)!r} is of family {opened.family.model_type}, whose layers mix "
+                "several rows of a token; speq quantize adds experts to one: leave the draft to be "
                 "rounded, or give a GPTQ checkpoint"
             )
         if opened.store.codec.needs_draft:

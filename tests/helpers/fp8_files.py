@@ -29,11 +29,12 @@ FP8_FAMILIES: dict[str, dict[str, Any]] = {
     "laguna": {},
     "hy_v3": {},
     "step3p7": {},
+    "glm5_next": {},
 }
 # What publishers leave in 16 bits.
 LEFT = re.compile(
     r"embed_tokens|embeddings|lm_head|norm|\.gate\.weight$|\.bias$|router|correction|eh_proj|"
-    r"shared_head"
+    r"shared_head|visual|conv1d|compress|\.hc_"
 )
 
 

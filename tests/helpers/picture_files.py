@@ -20,6 +20,7 @@ RENAMED: dict[str, list[tuple[str, str]]] = {
     "kimi_linear": [
         *((".block_sparse_moe.", ".mlp."), (".self_attn.f_", ".self_attn.forget_gate.f_")),
     ],
+    "glm5_next": [(".self_attn.f_", ".self_attn.forget_gate.f_")],
     "bailing_hybrid": [
         (".attention.dense.", ".self_attn.o_proj."),
         (".attention.f_proj.", ".self_attn.forget_gate.f_proj."),

@@ -435,6 +435,20 @@ FAMILY_OPTIONS["glm_moe_dsa"] = {
     **FAMILY_OPTIONS["deepseek_v32"],
     "indexer_types": ["full", "shared", "full"],
 }
+FAMILY_OPTIONS["glm5_next"] = {
+    **{
+        name: value
+        for name, value in FAMILY_OPTIONS["deepseek_v32"].items()
+        if name not in ("first_k_dense_replace", "qk_rope_head_dim")
+    },
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+    "indexer_types": ["full", "full", "shared"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "index_kpool": 4,
+    "swiglu_limit": 1.5,
+}
 FAMILY_OPTIONS["qwen3_vl_moe"] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -557,6 +571,7 @@ VISION: dict[str, dict[str, Any]] = {
         "patch_size": 4,
     },
 }
+VISION["glm5_next"] = VISION["glm4v_moe"]
 VISION["mistral4"] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -594,7 +609,7 @@ WITH_STATES = tuple(
     family
     for family in (
         *("qwen3_next", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid", "nemotron_h"),
-        *("kimi_linear", "bailing_hybrid", "qwen4_exp"),
+        *("kimi_linear", "bailing_hybrid", "qwen4_exp", "glm5_next"),
     )
     if family in FAMILIES
 )
@@ -605,7 +620,7 @@ INDEXED = tuple(each for each in ("deepseek_v32", "glm_moe_dsa") if each in FAMI
 # differ in next to nothing run in the long ones.
 LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
-    *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid", "nemotron_h"),
+    *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid", "nemotron_h", "glm5_next"),
     *("kimi_linear", "deepseek_v32", "minimax_m3_vl", "qwen4_exp", "step3p7"),
 )
 ALIKE = (
@@ -627,7 +642,7 @@ UNLIKE_IN_CACHES = tuple(
 )
 # Families with layers that select the tokens attention sees. Their passes are transformers', but
 # for experts.
-SELECTING = tuple(family for family in ("minimax_m3_vl",) if family in FAMILIES)
+SELECTING = tuple(family for family in ("minimax_m3_vl", "glm5_next") if family in FAMILIES)
 MARKS: dict[str, Any] = dict.fromkeys(LIKE_OTHERS, pytest.mark.wide)
 MARKS |= dict.fromkeys(ALIKE, pytest.mark.full)
 BY_FAMILY = [
@@ -640,6 +655,10 @@ IN_FLOAT32 = {
     "ernie4_5_moe": ("e_score_correction_bias", ".mlp.gate.weight"),
     "hunyuan_v1_moe": (".mlp.gate.wg.weight",),
     "bailing_hybrid": ("e_score_correction_bias", "conv1d.weight", "dt_bias", "A_log"),
+    "glm5_next": (
+        *("e_score_correction_bias", "conv1d.weight", "dt_bias", "A_log"),
+        *("_hc.base", "_hc.scale"),
+    ),
 }
 # Ends of names of what transformers leaves at 0, and how far it is spread. Some gates and ups come
 # to lie beyond where the clamped activation ends.
@@ -667,6 +686,17 @@ SPREAD = {
         for each in ("deepseek_v32", "glm_moe_dsa")
     },
     "qwen4_exp": {"ple.conv1d.weight": 0.5, "norm.weight": 0.3, "ngram_embedding.weight": 1.0},
+    "glm5_next": {
+        "o_norm.weight": 1.0,
+        "dt_bias": 1.0,
+        "A_log": 1.0,
+        "k_norm.weight": 1.0,
+        "k_norm.bias": 0.5,
+        "compress_ape": 1.0,
+        "compress_gate": 0.3,
+        "_hc.base": 0.5,
+        "_hc.fn": 0.2,
+    },
     "gpt_oss": {
         "gate_up_proj_bias": 4.0,
         "down_proj_bias": 0.5,

@@ -148,7 +148,7 @@ DENSE = {
     "sarvam_moe": (ATTENTION, SHARED),
     "glm4_moe_lite": ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
     **dict.fromkeys(
-        ("deepseek_v3", "mistral4", "kimi_k25", "deepseek_v32", "glm_moe_dsa"),
+        ("deepseek_v3", "mistral4", "kimi_k25", "deepseek_v32", "glm_moe_dsa", "glm5_next"),
         ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
     ),
     "dots1": (ATTENTION, SHARED),

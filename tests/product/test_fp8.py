@@ -89,6 +89,7 @@ CELLS = {
     "laguna": [Cell(3, "half", "own", codec="fp8")],
     "step3p7": [Cell(3, "half", "own", codec="fp8")],
     "hy_v3": [Cell(3, "half", "poor", "packed", codec="fp8")],
+    "glm5_next": [Cell(3, "half", "poor", "packed", codec="fp8", trees="small")],
     "minimax_m2": [
         Cell(3, "two slots", "own", codec="fp8"),
         Cell(3, "half", "poor", codec="fp8", trees="small"),

@@ -226,6 +226,7 @@ MOE_LAYERS = {
     "deepseek_v3": (1, 2),
     "deepseek_v32": (1, 2),
     "glm_moe_dsa": (1, 2),
+    "glm5_next": (1, 2),
     "dots1": (1, 2),
     "ernie4_5_moe": (1, 2),
     "hy_v3": (1, 2),
