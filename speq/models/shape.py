@@ -97,7 +97,7 @@ class ModelShape:
 
     @property
     def activation(self) -> Activation:
-        """Of the first MoE layer's experts, as measurements take it for all."""
+        """Activation of the first MoE layer's experts, as measurements take it for all."""
         return self.activations[0]
 
     @property
