@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Term = Literal["draft", "verification", "link", "host"]
+# Standard deviations to either side that hold 80 % of what comes.
+RANGE = 1.28
 Points = tuple[tuple[float, float], ...]
 
 
@@ -55,6 +57,8 @@ class StepEstimate(NamedTuple):
     first_fetch_s  T_pcie,init
     exposed        share of `missing_s` that computation does not hide: 1 is Eq. 3, 0 full overlap
     host_s         time of a GPU's host for the missing experts that it computes meanwhile
+    link_slows, compute_slows  times as long as alone that each takes beside the other
+    spread         standard deviation of the logarithm of how far off these speeds are
     """
 
     draft_length: int
@@ -66,6 +70,9 @@ class StepEstimate(NamedTuple):
     first_fetch_s: float = 0.0
     exposed: float = 1.0
     host_s: float = 0.0
+    link_slows: float = 1.0
+    compute_slows: float = 1.0
+    spread: float = 0.0
 
     @property
     def missing_s(self) -> float:
@@ -83,8 +90,14 @@ class StepEstimate(NamedTuple):
 
     @property
     def overlapped_s(self) -> float:
-        """T_cycle if transfers hide behind the draft and the layers before theirs."""
-        return max(self.compute_s, self.missing_s)
+        """T_cycle if transfers hide behind the draft and the layers before theirs. The shorter of
+        the two takes longer beside the other, which has progressed by less when it ends.
+        """
+        compute_s, missing_s = self.compute_s, self.missing_s
+        return max(
+            missing_s + compute_s * self.compute_slows * (1 - 1 / self.link_slows),
+            compute_s + missing_s * self.link_slows * (1 - 1 / self.compute_slows),
+        )
 
     @property
     def step_s(self) -> float:
@@ -101,6 +114,15 @@ class StepEstimate(NamedTuple):
     def token_s(self) -> float:
         """TPOT: the reciprocal of the throughput."""
         return self.step_s / self.tokens
+
+    @property
+    def range_s(self) -> tuple[float, float]:
+        """Least and most time per token: all transfers hidden that can be, at speeds better than
+        expected, and none, at worse ones.
+        """
+        wide = math.exp(RANGE * self.spread)
+        least_s, most_s = self.overlapped_s / wide, self.serial_s * wide
+        return min(least_s, self.step_s) / self.tokens, max(most_s, self.step_s) / self.tokens
 
     @property
     def intensity(self) -> float:

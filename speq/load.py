@@ -52,13 +52,14 @@ from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.dense import MemoryContext, choose_dense_form
 from speq.planning.fitting import holds_all
+from speq.planning.kept_survey import MachineSurvey
 from speq.planning.model_spec import ModelSpec
 from speq.planning.peers import peers_of
 from speq.planning.reader_survey import reader_threads
 from speq.planning.run_budget import check_free_memory, first_context, run_budget
 from speq.planning.run_draft import RunDraft
 from speq.planning.run_governor import run_governors, run_kind
-from speq.planning.trials import dense_trial, survey_trial
+from speq.planning.trials import dense_trial, machine_survey
 from speq.planning.used_experts import UsedExperts, used_experts
 from speq.units import Progress, format_bytes, label_progress, no_progress
 
@@ -84,6 +85,7 @@ class Loaded:
     learning    what governors of such runs learn is kept under it; None: it is not kept
     sums        the order of sums, "canonical" or "fast"
     peers       experts that further devices hold; peer_rows: rows of a layer that may have them
+    machine     what its plan went by; None: a profile
     host_expert_s  of an expert that the host computes for a device, by a profile; 0: not known
     """
 
@@ -108,6 +110,7 @@ class Loaded:
     host_expert_s: float = 0.0
     peers: tuple[PeerSlots, ...] = ()
     peer_rows: int = 0
+    machine: MachineSurvey | None = None
 
     def budget_for(self, context: int) -> Budget:
         """The budget with a KV cache of so many tokens."""
@@ -184,7 +187,8 @@ def load(
                 spec = replace(spec, copied_slot_bytes=copied_bytes)
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
         room = MemoryContext(budget, ways, asks_for_draft(drafts))
-        survey = cache(survey_trial(opened, device, spec, budget).survey)
+        machine = machine_survey(opened, device, spec, budget)
+        survey = cache(machine.survey)
         prefetches, on_host = transfer.prefetch != "none", transfer.host_compute == "auto"
         used = used_experts(
             "auto" if peers else None, drafts.draft_counts, opened.checkpoint, shape
@@ -283,6 +287,7 @@ def load(
                 for peer, keys in zip(peers, held_experts(plan, beside, used), strict=True)
             ),
             beside.most_rows(plan.peers, plan.moved_bytes) if plan.peers else 0,
+            machine if profile is None else None,
         )
         undo.pop_all()
     heap.give_back()

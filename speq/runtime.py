@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -35,7 +34,7 @@ from speq.planning.choose_plan import replan
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import demand_of
 from speq.planning.fitting import FittingPlan, fit
-from speq.planning.forecasts import SteadyTime
+from speq.planning.forecasts import SteadyTime, way_of
 from speq.planning.memory import Demand, MemoryPlan
 from speq.planning.run_budget import CONTEXT_STEP, check_context
 from speq.stats import Recorder, RunStats
@@ -326,13 +325,16 @@ class Runtime:
 
     def close(self) -> None:
         """Give back memory, files and transfers. Keep what was expected of the run, and came."""
-        config, loaded, expected = self.config, self._loaded, self._loaded.decision.residency_plan
+        config, loaded, plan = self.config, self._loaded, self._loaded.decision.residency_plan
         # A run that is slower or faster by its options would correct others wrongly.
         usual = not config.peer_budget and loaded.sums == sums_on(loaded.device, "auto")
-        asked = config.profile == "auto" and config.draft_length is None
-        if asked and usual and self._steady is not None:
-            name = Path(loaded.model_spec.name).name
-            forecasts.keep(name, loaded.decision.memory.budget, expected, self._steady)
+        whole = loaded.limits is None and loaded.others is None
+        if usual and whole and self._steady is not None and plan.expected is not None:
+            told, machine = plan.expected, loaded.machine
+            seen = told if machine is None else machine.learn(plan, self._steady)
+            if config.profile == "auto" and not config.draft_length:
+                way, budget_bytes = way_of(plan, machine is None), loaded.decision.memory.budget
+                forecasts.keep(loaded.model_spec.name, way, budget_bytes, told, seen, self._steady)
         if self._spilled is not None:
             self._spilled.close()
         try:

@@ -1,7 +1,6 @@
 """Checkpoints shared by the tests, made once a run."""
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -10,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from speq.measure.this_machine import FORMAT, NAME, MachineRates, host
+from speq.machine import host
+from speq.measure.this_machine import MachineRates
+from speq.planning import kept_file
 from tests.helpers.cells import Folder, Folders
 from tests.helpers.command import Command, command_in_process
 from tests.helpers.paths import BUNDLED
@@ -43,16 +44,10 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("HOME", str(home))
-        keep_rates(home)
+        # A machine's rates, so that no test measures this one's for seconds.
+        rates = MachineRates(80e9, 5.6e9, 1e12, time.time())
+        kept_file.keep(host(), asdict(rates), rates.measured_at)
         yield
-
-
-def keep_rates(home: Path) -> None:
-    """A machine's rates, so that no test measures this one's for seconds."""
-    rates = MachineRates(host(), 80e9, 5.6e9, 1e12, time.time())
-    folder = home / ".cache" / "speq"
-    folder.mkdir(parents=True)
-    (folder / NAME).write_text(json.dumps({"format": FORMAT} | asdict(rates)))
 
 
 @pytest.fixture(scope="session")

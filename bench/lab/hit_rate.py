@@ -17,7 +17,7 @@ from speq.config import DEFAULT_READER_THREADS
 from speq.errors import OptionError
 from speq.experts.expert_store import mean_moved_bytes
 from speq.experts.int4 import Int4Layout
-from speq.measure.link import link_bytes_per_s
+from speq.measure.link import long_link_bytes_per_s
 from speq.measure.picture import MOVED, Axis, Picture, percent
 from speq.measure.report import Column, Report, read_prompts
 from speq.measure.route_trace import RouteTrace, record
@@ -150,7 +150,9 @@ def link_of(model: str) -> tuple[float, int]:
     opened = open_model(model)
     try:
         moved_bytes = round(mean_moved_bytes(opened.store))
-        return moved_bytes / link_bytes_per_s(opened.store, DEFAULT_READER_THREADS), moved_bytes
+        return moved_bytes / long_link_bytes_per_s(
+            opened.store, DEFAULT_READER_THREADS
+        ), moved_bytes
     finally:
         opened.close()
 

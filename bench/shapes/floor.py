@@ -15,7 +15,7 @@ from speq.bench.shapes.routes import clairvoyant_misses, drawn_routes, popularit
 from speq.config import DEFAULT_READER_THREADS
 from speq.experts.codec import LosslessCodec
 from speq.kernels.many_rows import has_native_product
-from speq.measure.link import link_bytes_per_s
+from speq.measure.link import long_link_bytes_per_s
 from speq.measure.memory_read import READ_BYTES, MemoryRead, step_times
 from speq.models.attention import elements
 from speq.models.bounds import EMBEDDING
@@ -51,7 +51,7 @@ class MeasuredRates:
         read_s, multiply_s = (
             min(step_times([step] * TIMES, CPU, time.perf_counter)) for step in (read, multiply)
         )
-        link = link_bytes_per_s(opened.store, DEFAULT_READER_THREADS)
+        link = long_link_bytes_per_s(opened.store, DEFAULT_READER_THREADS)
         return cls(read.nbytes / read_s, link, 2 * MATRIX**3 / multiply_s)
 
 

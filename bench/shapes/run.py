@@ -31,7 +31,7 @@ from speq.measure.plan import plan_of
 from speq.measure.report import Column, Report
 from speq.measure.settings import PlanSettings
 from speq.models.opened import open_model
-from speq.planning.forecasts import SteadyTime
+from speq.planning.forecasts import SteadyTime, correction, way_of
 from speq.stats import ratio
 from speq.units import Progress, format_bytes, parse_bytes, track
 
@@ -153,15 +153,15 @@ def bounds_of(
     """Say before the run what it takes at least, and what `plan` expects of it."""
     floor = floor_of(model, rates, parse_bytes(budget), context)
     length = context + settings.max_new_tokens
-    planned = plan_of(
-        folder, PlanSettings(parse_bytes(budget), context_length=length, profile="none")
-    )
+    planned = plan_of(folder, PlanSettings(parse_bytes(budget), context_length=length))
     return {
         "budget": budget,
         "budget_bytes": parse_bytes(budget),
         "context": context,
         "forecasts": {
-            (each.codec, each.encoded): each.tpot_s * 1e3
+            (each.codec, each.encoded): each.tpot_s
+            * correction(folder.name, way_of(each, False), parse_bytes(budget))
+            * 1e3
             for each in planned.candidates
             if not each.drafts
         },
@@ -211,7 +211,7 @@ def measure(
 def start(folder: Path, settings: Settings, budget: str) -> tuple[Generator, float, float]:
     """Load the model and have it say a token: when it was loaded, and when it was said, in s."""
     context = max(settings.contexts) + max(settings.max_new_tokens, ROUTED_TOKENS)
-    options: dict[str, Any] = {"context_length": context, "profile": "none", **settings.run}
+    options: dict[str, Any] = {"context_length": context, **settings.run}
     began_s = time.perf_counter()
     generator = Generator.from_pretrained(folder, budget, draft_length="0", **options)
     load_s = time.perf_counter() - began_s

@@ -53,29 +53,28 @@ def plan(model: Model, settings: PlanSettings, shown: ShownInstead, output: opt.
     from speq.machine import machine_memory_bytes
     from speq.measure.plan import PlannedModel
     from speq.measure.verdict import budgets_for, plans_in, rows_of, verdict_of
-    from speq.planning.forecasts import correction
 
     output.check()
     with output.progress() as progress:
         planned = PlannedModel.of(model, settings, progress)
     made = planned.plan(settings.memory_budget)
 
-    def ratio_in(budget_bytes: int) -> float:
-        return correction(made.model_spec.name, budget_bytes) if settings.of_this_machine else 1.0
+    def ratio_of(made: "BudgetPlan") -> float:
+        return made.correction if settings.of_this_machine else 1.0
 
-    folder, ratio = None if planned.is_here else hub_folder(), ratio_in(settings.memory_budget)
+    folder, ratio = None if planned.is_here else hub_folder(), ratio_of(made)
     verdict = verdict_of(made, planned.flops_per_s, folder, ratio)
     sizes = {settings.memory_budget, *budgets_for(made, machine_memory_bytes())}
     with opt.log_of(quiet=True):  # of each budget it would say the same
         instead = {name: other.plan for name, other in planned.instead().items()}
-        rows = [*rows_of(plans_in(planned.plan, sorted(sizes)), instead, ratio_in)]
+        rows = [*rows_of(plans_in(planned.plan, sorted(sizes)), instead, ratio_of)]
     told = {"verdict": verdict.to_dict(), "by_budget": [row.to_dict() for row in rows]}
     output.write(made.to_dict() | told)
     if not output.printed:
         typer.echo(verdict.sentence)
         if ratio != 1:
             output.note(
-                f"speed is corrected by the last run of this model in such a budget, which took "
+                f"speed is corrected by runs of this model in such a budget: they took "
                 f"{ratio:.2f} of the time planned for it"
             )
         show_rows(rows, settings.memory_budget)

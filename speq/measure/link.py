@@ -1,12 +1,13 @@
 """Measures the link to the experts: reads from disk, and copies from host memory.
 
-Plain reads measure the disk alone. Expert reads load experts as a run does: through the transfer
-engine into slots. "Link" always means the latter.
+Plain reads measure the disk alone, and expert reads the transfer engine, which loads experts as a
+run does. The rate of the link is what a load surveys.
 """
 
 import random
 import time
 from contextlib import closing
+from math import inf
 from statistics import median
 
 import torch
@@ -16,6 +17,7 @@ from speq.engine.offload import fetch_from, moved_from
 from speq.experts.expert_store import ExpertStore, mean_moved_bytes
 from speq.files.plain_reads import LinkSample, arena_for, plain_reads
 from speq.governor.roofline import Points
+from speq.planning.link_trial import link_bytes_per_s
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.transfer import Priority, TransferTicket
@@ -61,15 +63,12 @@ def expert_reads(
     return LinkSample(step.moved_bytes, step.read_bytes, seconds)
 
 
-def link_bytes_per_s(
-    store: ExpertStore,
-    readers: int,
-    volume: int = LINK_BYTES,
-    clock: Clock = time.perf_counter,
+def long_link_bytes_per_s(
+    store: ExpertStore, readers: int, clock: Clock = time.perf_counter
 ) -> float:
-    """Rate at which experts come from disk into slots."""
-    arena = arena_for(2 * readers, store.codec.slot_bytes)
-    return expert_reads(store, arena, readers, volume, clock=clock).bytes_per_s
+    """The rate that a load surveys, by more bytes than it spares."""
+    slots = [*arena_for(readers, store.codec.slot_bytes)]
+    return link_bytes_per_s(store, slots, clock, LINK_BYTES, limit_s=inf)
 
 
 def link_by_size(
@@ -90,7 +89,7 @@ def link_by_size(
         for size in track("measuring the link", sizes, len(sizes), progress)
     ]
     speeds = [sample.bytes_per_s for sample in plain]
-    speeds.append(link_bytes_per_s(store, readers, clock=clock))
+    speeds.append(long_link_bytes_per_s(store, readers, clock))
     return tuple(zip(map(float, (*sizes, expert_bytes)), speeds, strict=True))
 
 

@@ -41,7 +41,7 @@ from speq.planning.model_spec import ModelSpec
 from speq.planning.peers import peers_of
 from speq.planning.reader_survey import reader_threads
 from speq.planning.run_budget import CONTEXT_STEP, check_host_budget
-from speq.planning.trials import survey_trial
+from speq.planning.trials import machine_survey
 from speq.planning.used_experts import DraftPart, UsedExperts, used_experts, warn_without_counts
 from speq.units import Progress
 
@@ -318,7 +318,7 @@ def survey_of(model_spec: ModelSpec, opened: Opened, budget_bytes: int, readers:
     names = dict.fromkeys(way.codec for way in candidates_of(model_spec, on_cpu=True))
     budget = Budget.of(budget_bytes, None, True, model_spec.shape)
     budget = replace(budget, readers=readers)
-    return survey_trial(opened, Processor(), model_spec, budget).survey(tuple(names))
+    return machine_survey(opened, Processor(), model_spec, budget).survey(tuple(names))
 
 
 def device_of(machine: Rates | Profile | Survey) -> str:

@@ -1,11 +1,8 @@
 """This machine's memory, disk and products, measured once in some seconds and kept."""
 
-import contextlib
-import json
-import logging
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,19 +11,15 @@ import torch
 
 from speq.config import DEFAULT_READER_THREADS
 from speq.errors import SpeqError
-from speq.files.atomic_file import write_whole
 from speq.files.cache_folder import cache_folder
-from speq.files.json_file import read_json
 from speq.files.plain_reads import bytes_per_s_of
 from speq.kernels.many_rows import has_native_product
-from speq.machine import host, is_recent
+from speq.machine import host
 from speq.measure.memory_read import MemoryRead, read_gb_per_s, step_times
+from speq.planning import kept_file
 from speq.planning.cost.presets import MEMORY_SHARE, Rates
 from speq.units import Progress, no_progress
 
-logger = logging.getLogger("speq")
-
-NAME, FORMAT = "machine.json", 1
 CPU = torch.device("cpu")
 MEMORY_BYTES, MEMORY_READS = 256 << 20, 3
 # The file that is read, past the page cache, and a read of it.
@@ -38,10 +31,9 @@ MATRIX, PRODUCTS = 2048, 3
 class MachineRates:
     """What was measured, in bytes and products of floats a second.
 
-    host  names the machine; measured_at: seconds since 1970
+    measured_at  seconds since 1970
     """
 
-    host: str
     memory_bytes_per_s: float
     disk_bytes_per_s: float
     flops_per_s: float
@@ -54,45 +46,23 @@ class MachineRates:
         memory = MEMORY_SHARE * self.memory_bytes_per_s
         return Rates(source, "cpu", self.disk_bytes_per_s, memory)
 
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> "MachineRates":
+        """Raises KeyError, OverflowError, TypeError or ValueError for what was not kept here."""
+        return cls(*(kept_file.positive(entry[each.name]) for each in fields(cls)))
+
 
 def machine_rates(progress: Progress | None = None) -> MachineRates:
     """Rates that were kept, or measured now in some seconds.
 
     Raises SpeqError where the disk of the cache folder has no room for a file to read.
     """
-    folder = cache_folder()
-    path = None if folder is None else folder / NAME
-    if path is not None and (kept := kept_rates(path)) is not None:
+    kept = kept_file.read(host(), MachineRates.of)
+    if kept is not None:
         return kept
-    found = measure(Path(tempfile.gettempdir()) if folder is None else folder, progress)
-    if path is not None:
-        with contextlib.suppress(SpeqError):  # then it is measured again
-            write_whole(path, json.dumps({"format": FORMAT} | asdict(found)).encode())
+    found = measure(cache_folder() or Path(tempfile.gettempdir()), progress)
+    kept_file.keep(host(), asdict(found), found.measured_at)
     return found
-
-
-def kept_rates(path: Path) -> MachineRates | None:
-    """Rates of this machine in a file; None where there are none that hold."""
-    if not path.exists():
-        return None
-    try:
-        content = read_json(path)
-        rates = of_content(content)
-    except (SpeqError, KeyError, OverflowError, TypeError, ValueError) as error:
-        logger.debug("%s is made anew: %s", path, error)
-        return None
-    return rates if rates.host == host() and is_recent(rates.measured_at) else None
-
-
-def of_content(content: dict[str, Any]) -> MachineRates:
-    """Raises KeyError, OverflowError, TypeError or ValueError for what was not written here."""
-    if content["format"] != FORMAT:
-        raise ValueError("another format")
-    names = "memory_bytes_per_s", "disk_bytes_per_s", "flops_per_s", "measured_at"
-    numbers = [float(content[name]) for name in names]
-    if not all(0 < number < 1e18 for number in numbers):
-        raise ValueError("a rate is not above 0")
-    return MachineRates(str(content["host"]), *numbers)
 
 
 def measure(folder: Path, progress: Progress | None = None) -> MachineRates:
@@ -104,7 +74,7 @@ def measure(folder: Path, progress: Progress | None = None) -> MachineRates:
     report("measuring the disk", 0, 1)
     disk = disk_bytes_per_s(folder)
     report("measuring the disk", 1, 1)
-    return MachineRates(host(), memory * 1e9, disk, flops_per_s(), time.time())
+    return MachineRates(memory * 1e9, disk, flops_per_s(), time.time())
 
 
 def disk_bytes_per_s(folder: Path) -> float:

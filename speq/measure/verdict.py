@@ -24,7 +24,9 @@ MOST_ROWS = 7
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Expected tokens a second. least: no transfer is hidden; most: all are that can be"""
+    """Expected tokens a second. least: no transfer is hidden, at worse speeds than expected; most:
+    all are that can be, at better ones
+    """
 
     tokens_per_s: float
     least: float
@@ -33,10 +35,8 @@ class Pace:
     @classmethod
     def of(cls, plan: ResidencyPlan, ratio: float = 1.0) -> "Pace":
         """ratio: of times that runs here took to those that were planned for them"""
-        step = plan.step
-        times = plan.tpot_s, step.serial_s / step.tokens, step.overlapped_s / step.tokens
-        expected, slow, fast = (1 / time_s / ratio for time_s in times)
-        return cls(expected, min(slow, expected), max(fast, expected))
+        least_s, most_s = plan.step.range_s
+        return cls(*(1 / time_s / ratio for time_s in (plan.tpot_s, most_s, least_s)))
 
     @property
     def numbers(self) -> tuple[str, str, str]:
@@ -197,17 +197,17 @@ def plans_in(plan: Callable[[int], BudgetPlan], budgets: Sequence[int]) -> Itera
 def rows_of(
     plans: Iterable[BudgetPlan],
     instead: Mapping[str, Callable[[int], BudgetPlan]] | None = None,
-    ratio_in: Callable[[int], float] = lambda budget_bytes: 1.0,
+    ratio_of: Callable[[BudgetPlan], float] = lambda made: 1.0,
 ) -> Iterator[BudgetRow]:
     """Lines of the table over budgets.
 
     instead   plans of what may run faster
-    ratio_in  of a budget, see `Pace.of`
+    ratio_of  of a plan, see `Pace.of`
     """
     for made in plans:
         best, budget_bytes = made.candidates[made.best], made.budget.budget_bytes
         share = min(held(made.model_spec, best) / made.model_spec.count, 1.0)
-        ratio = ratio_in(budget_bytes)
+        ratio = ratio_of(made)
         others = {
             name: 1 / other.candidates[other.best].tpot_s / ratio
             for name, plan in (instead or {}).items()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from speq.governor.profile import Profile
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import candidates_of, with_measured_head
 from speq.planning.choose_plan import outlook_of
@@ -16,6 +17,7 @@ from speq.planning.cost.planner import Outlook, choose
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.fitting import fit, fit_all, least_refusal
+from speq.planning.forecasts import correction, way_of
 from speq.planning.host_memory import HostPlan, host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.model_spec import ModelSpec
@@ -73,6 +75,12 @@ class BudgetPlan:
     def best_s(self) -> float:
         """Its expected time per token."""
         return self.candidates[self.best].cost_s
+
+    @property
+    def correction(self) -> float:
+        """What runs of this machine multiply the best one's time by."""
+        way = way_of(self.candidates[self.best], isinstance(self.assumptions.machine, Profile))
+        return correction(self.model_spec.name, way, self.budget.budget_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `--json`."""

@@ -26,10 +26,11 @@ from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.fitting import FittingPlan, fit, fit_all, least_refusal, smallest
-from speq.planning.forecasts import correction
+from speq.planning.forecasts import correction, way_of
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.model_spec import ModelSpec
+from speq.planning.reader_survey import LEAST_BYTES
 from speq.units import format_bytes
 
 logger = logging.getLogger("speq")
@@ -161,11 +162,14 @@ class PlanChooser:
     def _by_survey(
         self, survey: Callable[[Sequence[str]], Survey], fitting: Sequence[FittingPlan]
     ) -> PlanDecision:
-        """Without a profile: the way of the least expected time per token, by what is measured."""
+        """Without a profile: the way of the least expected time per token, by what is measured. A
+        single one is weighed where its survey is kept: a run of it corrects what is expected.
+        """
         candidates = self._weighed(fitting)
         if len(candidates) == 1:
             [(plan, memory)] = candidates
-            return PlanDecision(plan, memory)
+            if not self.budget.on_cpu or self.model_spec.count * plan.moved_bytes < LEAST_BYTES:
+                return PlanDecision(plan, memory)
         return self._by_cost(self._surveyed(survey, candidates), candidates, SURVEYED_MARGIN)
 
     def _surveyed(
@@ -227,7 +231,8 @@ class PlanChooser:
         chosen, reason, plans, outlook = self._cheapest(assumptions, fitting, margin)
         gives_up = any(way.drafts for way in plans) and not chosen.drafts
         step = present(chosen.expected, "a plan that was chosen has no estimate of its step")
-        expected_s = step.token_s * correction(spec.name, self.budget.budget_bytes)
+        way = way_of(chosen, isinstance(assumptions.machine, Profile))
+        expected_s = step.token_s * correction(spec.name, way, self.budget.budget_bytes)
         logger.info(
             "about %g ms per token expected (%.3g tokens/s), %s%s",
             float(f"{expected_s * 1e3:.3g}"),

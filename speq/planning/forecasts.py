@@ -12,16 +12,20 @@ from speq.errors import SpeqError, checked_number
 from speq.files.atomic_file import make_folder, write_whole
 from speq.files.cache_folder import cache_folder
 from speq.files.json_file import read_json
+from speq.governor.roofline import StepEstimate
+from speq.planning.cost.estimate import Estimate
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.stats import RunStats
 
 logger = logging.getLogger("speq")
 
-NAME, FORMAT = "forecasts.json", 1
+NAME, FORMAT = "forecasts.json", 2
 # Runs that are kept; those of fewer tokens say little.
 MOST_RUNS, LEAST_TOKENS = 100, 16
 # Budgets of which one is at most so many times the other are near.
 NEAR = 1.25
+# Standard deviation of the logarithm of measured over planned, before any run.
+SPREAD = 0.3
 # Of a figure, beyond any machine or model.
 MOST_S, MOST_COUNT = 1e6, 1e15
 
@@ -30,14 +34,17 @@ MOST_S, MOST_COUNT = 1e6, 1e15
 class ForecastRun:
     """One run of a model: time per token, expected and measured.
 
-    expected_s           what was said, corrected by earlier runs; planned_s: without that
-    hidden_s, exposed_s  expected with all transfers hidden that can be, and with none
+    way                  it held its experts (`way_of`)
+    expected_s           what was said, corrected by earlier runs
+    planned_s            what a plan says without them, at the speeds that this run saw
+    hidden_s, exposed_s  the range of what was said (`StepEstimate.range_s`)
     measured_s           in the second halves of its texts, when slots were filled
     tokens               that were measured
     ended_at             seconds since 1970
     """
 
     model: str
+    way: str
     budget_bytes: int
     expected_s: float
     planned_s: float
@@ -68,6 +75,7 @@ class ForecastRun:
 
         return cls(
             str(entry["model"]),
+            str(entry["way"]),
             max(count("budget_bytes"), 1),
             time_s("expected_s"),
             time_s("planned_s"),
@@ -81,10 +89,19 @@ class ForecastRun:
 
 @dataclass(slots=True)
 class SteadyTime:
-    """Time per token of texts, each in the second half of its steps."""
+    """Time per token of texts, each in the second half of its steps.
+
+    compute_s   of `seconds`, without waiting for experts that were under way
+    link_s      with any transfer; moved_bytes: in that time
+    drafted     tokens
+    """
 
     seconds: float = 0.0
     tokens: int = 0
+    compute_s: float = 0.0
+    link_s: float = 0.0
+    moved_bytes: int = 0
+    drafted: int = 0
 
     def add(self, run: RunStats) -> None:
         """Count a run's steps of single sequences."""
@@ -93,22 +110,37 @@ class SteadyTime:
             if step.sequences == 1:
                 self.seconds += step.duration_s
                 self.tokens += step.emitted
+                self.compute_s += step.duration_s - step.exposed_s
+                self.link_s += step.link_s
+                self.moved_bytes += step.moved_bytes
+                self.drafted += step.draft_length
 
 
-def keep(model: str, budget_bytes: int, plan: ResidencyPlan, steady: SteadyTime) -> None:
-    """Keep what was expected of a run beside what came, if that is enough to tell."""
-    path, step = _path(), plan.expected
-    if path is None or step is None or steady.tokens < LEAST_TOKENS:
+def keep(
+    model: str,
+    way: str,
+    budget_bytes: int,
+    step: StepEstimate,
+    seen: StepEstimate,
+    steady: SteadyTime,
+) -> None:
+    """Keep what was expected of a run beside what came, if that is enough to tell.
+
+    seen  the step that would have been expected at the speeds that the run saw
+    """
+    path = _path()
+    if path is None or steady.tokens < LEAST_TOKENS:
         return
-    ratio = correction(model, budget_bytes)
-    serial_s, overlapped_s = step.serial_s / step.tokens, step.overlapped_s / step.tokens
+    ratio = correction(model, way, budget_bytes)
+    least_s, most_s = step.range_s
     run = ForecastRun(
         name_of(model),
+        way,
         budget_bytes,
-        ratio * plan.tpot_s,
-        plan.tpot_s,
-        ratio * min(overlapped_s, plan.tpot_s),
-        ratio * max(serial_s, plan.tpot_s),
+        ratio * step.token_s,
+        seen.token_s,
+        ratio * least_s,
+        ratio * most_s,
         steady.seconds / steady.tokens,
         steady.tokens,
         round(time.time()),
@@ -119,19 +151,25 @@ def keep(model: str, budget_bytes: int, plan: ResidencyPlan, steady: SteadyTime)
         write_whole(path, (json.dumps({"format": FORMAT, "runs": runs}, indent=1) + "\n").encode())
 
 
-def correction(model: str, budget_bytes: int) -> float:
-    """What to multiply an expected time by: measured over planned in the runs of the same model
-    whose budget is nearest, the last of them; 1 where none is near.
+def correction(model: str, way: str, budget_bytes: int) -> float:
+    """What to multiply an expected time by: measured over planned in the runs of the same model and
+    way with budgets near this one, of which the nearest and last say most; 1 where none is near.
     """
     near = [
         (max(run.budget_bytes / budget_bytes, budget_bytes / run.budget_bytes), -at, run)
         for at, run in enumerate(kept())
-        if run.model == name_of(model)
+        if (run.model, run.way) == (name_of(model), way)
     ]
-    if not near:
-        return 1.0
-    distance, _, run = min(near)
-    return run.measured_s / run.planned_s if distance <= NEAR else 1.0
+    ratio = Estimate(1.0, SPREAD)
+    for distance, _, run in sorted(near, reverse=True):
+        if distance <= NEAR:
+            ratio = ratio.with_run(run.measured_s / run.planned_s)
+    return ratio.value
+
+
+def way_of(plan: ResidencyPlan, tuned: bool) -> str:
+    """The way to hold experts that a forecast is of. tuned: it is by a profile"""
+    return f"{plan.name}, tuned" if tuned else plan.name
 
 
 def name_of(model: str) -> str:

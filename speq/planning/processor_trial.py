@@ -2,16 +2,14 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from speq.errors import present
 from speq.experts.codec import ExpertCodec, ExpertShape, Matrices, codec_of
-from speq.experts.expert_store import ExpertStore, expert_slot
+from speq.experts.expert_store import expert_slot
 from speq.experts.int4 import Int4Arena, Int4Expert, Int4Layout
 from speq.experts.random_expert import random_expert
 from speq.files.alignment import allocate_aligned
@@ -22,13 +20,13 @@ from speq.models.shape import ModelShape
 from speq.planning.cost.presets import LAYER_S, MEMORY_SHARE
 from speq.planning.cost.survey import Survey
 from speq.planning.layer_trial import PassTimes, layer_bytes, passes_s
+from speq.planning.link_trial import LinkRates, link_bytes_per_s
 from speq.units import Clock
 
 logger = logging.getLogger("speq")
 
-# Of a plain read of memory, and of experts from the disk: at most, and at least.
+# Of a plain read of memory: at most, and at least.
 MEMORY_BYTES, LEAST_MEMORY_BYTES = 192 << 20, 1 << 20
-LINK_BYTES, LINK_S = 32 << 20, 0.1
 # An expert that is encoded and run has at most so many bytes of words: a narrower one will do.
 EXPERT_BYTES = 1 << 20
 # What Python takes of a layer for its experts (routes, slots, launches), beside the layer's own
@@ -62,7 +60,20 @@ class ProcessorTrial:
     def survey(self, codecs: Iterable[str]) -> Survey:
         """Try the codecs of those names, and all that they have in common."""
         opened, clock = self.opened, self.clock
-        memory = memory_bytes_per_s(min(self.limit_bytes, MEMORY_BYTES), clock)
+        words = torch.ones(
+            max(min(self.limit_bytes, MEMORY_BYTES), LEAST_MEMORY_BYTES) // 8, dtype=torch.int64
+        )
+
+        def read_memory() -> object:
+            return ops.read_sum(words)
+
+        memory_s = passes_s(read_memory, clock)
+        slots = [expert_slot(opened.store).zero_() for _ in range(self.readers)]
+        link = LinkRates.of(
+            lambda sample: link_bytes_per_s(opened.store, slots, clock, first=64 * sample),
+            read_memory,
+            clock,
+        )
         times = PassTimes(0.0, LAYER_S / (1 + BESIDE), 0.0)
         if layer_bytes(opened, self.dtype) <= self.limit_bytes:
             try:
@@ -78,10 +89,9 @@ class ProcessorTrial:
             run_s[name], encode[name] = experts.codec(name, clock)
         return Survey(
             "cpu",
-            link_bytes_per_s(
-                opened.store, [expert_slot(opened.store) for _ in range(self.readers)], clock
-            ),
-            memory,
+            link.bytes_per_s,
+            # At which kernels read words that lie in memory.
+            MEMORY_SHARE * words.nbytes / memory_s,
             times.base_s,
             max(times.layer_s * (1 + BESIDE), LEAST_LAYER_S),
             row_s=times.row_s * layers,
@@ -91,47 +101,10 @@ class ProcessorTrial:
             # A layer misses one expert or two at a time, so that a run waits for one thread.
             encode_bytes_per_s=encode,
             draft_layer_s=max(times.layer_s * (1 + DRAFT_BESIDE), LEAST_LAYER_S),
+            link_slows=link.link_slows,
+            compute_slows=link.compute_slows,
+            spread=link.spread,
         )
-
-
-def memory_bytes_per_s(nbytes: int, clock: Clock) -> float:
-    """At which kernels read words that lie in memory."""
-    words = torch.ones(max(nbytes, LEAST_MEMORY_BYTES) // 8, dtype=torch.int64)
-    return MEMORY_SHARE * words.nbytes / passes_s(lambda: ops.read_sum(words), clock)
-
-
-def link_bytes_per_s(
-    store: ExpertStore,
-    slots: Sequence[Tensor],
-    clock: Clock,
-    nbytes: int = LINK_BYTES,
-    first: int = 0,
-) -> float:
-    """At which threads together read experts from the disk.
-
-    slots   one for each thread
-    nbytes  in all, at most; first: number of the first read, so that others are of other experts
-    """
-    readers, count = len(slots), store.num_layers * store.num_experts
-    mean_bytes = max(store.moved_bytes(0, 0), 1)
-    each = min(max(nbytes // mean_bytes // readers, 1), max(count // readers, 1))
-
-    def read(reader: int) -> int:
-        moved, begun_s = 0, clock()
-        for turn in range(each):
-            at = (first + reader * each + turn) * 7919 % count  # far apart, as misses are
-            layer, expert = divmod(at, store.num_experts)
-            store.read(layer, expert, slots[reader])
-            moved += store.moved_bytes(layer, expert)
-            if clock() - begun_s > LINK_S:
-                break
-        return moved
-
-    store.read(0, 0, slots[0])  # opens files
-    with ThreadPoolExecutor(readers) as pool:
-        start_s = clock()
-        moved = sum(pool.map(read, range(readers)))
-        return moved / max(clock() - start_s, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)

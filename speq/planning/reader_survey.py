@@ -5,32 +5,24 @@ the best rate are enough: a read takes longer beside others, and so does the one
 for. Threads cost little else: while they read, they compute nothing.
 """
 
-import contextlib
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 from speq.config import DEFAULT_READER_THREADS
 from speq.control_groups import processors
-from speq.errors import SpeqError
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, mean_moved_bytes
 from speq.files.alignment import allocate_aligned
-from speq.files.atomic_file import write_whole
-from speq.files.cache_folder import cache_folder
-from speq.files.json_file import read_json
-from speq.machine import host, is_recent
-from speq.planning.processor_trial import link_bytes_per_s
+from speq.machine import host
+from speq.planning import kept_file
+from speq.planning.link_trial import link_bytes_per_s
 from speq.units import Clock, Progress, format_bytes, no_progress
 
 logger = logging.getLogger("speq")
 
-NAME, FORMAT = "readers.json", 1
-# Of other disks, models and machines with the same home.
-MAX_KEPT = 64
 # Numbers of threads that are tried. One would have what a layer waits for stand behind prefetches.
 COUNTS = (2, 3, 4, 6, 8)
 # As many threads as cores, or so many, at most: to submit reads they need a core now and then.
@@ -69,9 +61,8 @@ def reader_threads(
     counts = [count for count in COUNTS if count <= most]
     if len(counts) < 2:
         return COUNTS[0]
-    folder, key = cache_folder(), key_of(store, mean_bytes)
-    path = None if folder is None else folder / NAME
-    rates = {} if path is None else kept_rates(path).get(key, {})
+    key = f"readers: {store_key(store)}"
+    rates = kept_file.read(key, rates_of) or {}
     if not rates.keys() >= {*counts}:
         report = progress or no_progress
         report("surveying the disk", 0, 1)
@@ -84,8 +75,7 @@ def reader_threads(
         if isinstance(store, SafetensorsExpertStore):
             store.drop_buffers()  # a run counts those of as many threads as it has
         report("surveying the disk", 1, 1)
-        if path is not None:
-            keep(path, key, rates)
+        kept_file.keep(key, {"rates": rates})
     chosen = fewest_that_do({count: rates[count] for count in counts})
     shown = ", ".join(f"{format_bytes(rates[count])}/s by {count}" for count in counts)
     logger.info("experts are read by %d threads: the disk gives %s", chosen, shown)
@@ -113,47 +103,15 @@ def fewest_that_do(rates: Mapping[int, float]) -> int:
     return min(count for count, rate in rates.items() if rate >= ENOUGH * best)
 
 
-def key_of(store: ExpertStore, mean_bytes: float) -> str:
-    """What a survey is of: machine, disks, form and size of an expert."""
+def store_key(store: ExpertStore) -> str:
+    """What reads are of: machine, disks, form and size of an expert."""
     devices = sorted({os.stat(path).st_dev for path in store.files})
     form = "published" if store.published else "packed"
-    return f"{host()}, devices {devices}, {form} experts of {round(mean_bytes)} bytes"
+    return f"{host()}, devices {devices}, {form} experts of {round(mean_moved_bytes(store))} bytes"
 
 
-def kept_rates(path: Path) -> dict[str, dict[int, float]]:
-    """Rates by threads of each survey in a file that still holds; damaged ones are left out."""
-    return {key: rates for key, (rates, _) in _surveys(path).items()}
-
-
-def keep(path: Path, key: str, rates: Mapping[int, float]) -> None:
-    """Keep a survey beside others; where that cannot be written, it is made again."""
-    found = _surveys(path)
-    found.pop(key, None)
-    kept = dict([*found.items(), (key, (dict(rates), time.time()))][-MAX_KEPT:])
-    entries = {
-        name: {"rates": {str(count): rate for count, rate in each.items()}, "measured_at": at}
-        for name, (each, at) in kept.items()
-    }
-    with contextlib.suppress(SpeqError):
-        write_whole(path, json.dumps({"format": FORMAT, "surveys": entries}).encode())
-
-
-def _surveys(path: Path) -> dict[str, tuple[dict[int, float], float]]:
-    if not path.exists():
-        return {}
-    found = {}
-    try:
-        content = read_json(path)
-        if content["format"] != FORMAT:
-            raise ValueError("another format")
-        for key, entry in content["surveys"].items():
-            rates = {int(count): float(rate) for count, rate in entry["rates"].items()}
-            measured_at = float(entry["measured_at"])
-            if not all(0 < rate < 1e18 for rate in rates.values()):
-                raise ValueError("a rate is not above 0")
-            if is_recent(measured_at):
-                found[key] = rates, measured_at
-    except (SpeqError, AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        logger.debug("%s is made anew: %s", path, error)
-        return {}
-    return found
+def rates_of(entry: dict[str, Any]) -> dict[int, float]:
+    """Rates by threads. Raises AttributeError, KeyError, OverflowError, TypeError or ValueError for
+    what was not kept here.
+    """
+    return {int(count): kept_file.positive(rate) for count, rate in entry["rates"].items()}

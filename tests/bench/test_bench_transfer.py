@@ -103,13 +103,13 @@ def test_the_link_by_size_ends_with_an_experts_own(
     )
     monkeypatch.setattr(
         link,
-        "expert_reads",
-        lambda store, _, readers, volume, **__: link.LinkSample(volume, 1, 0.5),
+        "link_bytes_per_s",
+        lambda store, slots, clock, nbytes, **__: nbytes * len(slots),
     )
     points = link.link_by_size(opened.store, 2)
     expert = (float(record_bytes), 2.0 * link.LINK_BYTES)
     assert points == ((4096.0, 8192.0), (8192.0, 16384.0), expert)
-    assert link.link_bytes_per_s(opened.store, 2, volume=500) == 1000.0
+    assert link.long_link_bytes_per_s(opened.store, 3) == 3.0 * link.LINK_BYTES
     opened.close()
 
 

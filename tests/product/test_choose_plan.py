@@ -502,6 +502,11 @@ def test_experts_that_only_the_reference_runs_are_not_encoded(
     settled = planned(model, None, draft="none")  # one way is left: nothing to survey
     assert settled.residency_plan.codec == "raw" and settled.reason is None
     assert "lossless has no fast kernel here (nothing was built)" in caplog.text
+    # Of a large model, whose survey is kept, it is told what the one way is expected to take.
+    assert settled.residency_plan.expected is None
+    monkeypatch.setattr("speq.planning.choose_plan.LEAST_BYTES", 1)
+    weighed = planned(model, None, WINS, draft="none").residency_plan
+    assert replace(weighed, expected=None) == settled.residency_plan and weighed.tpot_s > 0
 
 
 def test_a_little_that_a_draft_is_expected_to_save_is_not_enough(model: Path) -> None:

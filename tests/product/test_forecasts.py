@@ -12,7 +12,6 @@ import pytest
 from speq import Generator
 from speq.governor.roofline import StepEstimate
 from speq.planning import forecasts
-from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.forecasts import LEAST_TOKENS, MOST_RUNS, ForecastRun, SteadyTime
 from speq.stats import RunStats, StepStats
 from tests.helpers.command import Command
@@ -21,7 +20,8 @@ from tests.helpers.host_tensors import SECOND
 from tests.helpers.paths import BUNDLED
 
 KEPT = Path(".cache/speq/forecasts.json")
-RUN = ForecastRun("a-model", 12 << 30, 0.4, 0.25, 0.3, 0.5, 0.5, 64, 1_700_000_000)
+WAY = "raw without a draft"
+RUN = ForecastRun("a-model", WAY, 12 << 30, 0.4, 0.25, 0.3, 0.5, 0.5, 64, 1_700_000_000)
 
 
 @pytest.fixture
@@ -50,21 +50,19 @@ def test_second_halves_of_texts_are_measured() -> None:
 def test_a_run_is_kept_beside_the_others(home: Path) -> None:
     assert forecasts.kept() == []
     step = StepEstimate(0, tokens=2.0, draft_s=0.0, verify_s=0.5, new_s=0.25, exposed=0.5)
-    plan = ResidencyPlan("raw", "none", 1, 1, 1, expected=step)
     # None is near another one, which would correct it.
     sizes = [round(1000 * 1.26**at) for at in range(MOST_RUNS + 3)]
     for at, size in enumerate(sizes):
         steady = SteadyTime(0.01 * (LEAST_TOKENS + at), LEAST_TOKENS + at)
-        forecasts.keep("some/model", size, plan, steady)
+        forecasts.keep("some/model", WAY, size, step, step, steady)
     runs = forecasts.kept()
     assert [run.budget_bytes for run in runs] == sizes[3:]
     last = runs[-1]
     assert (last.model, last.tokens) == ("model", LEAST_TOKENS + MOST_RUNS + 2)
     assert math.isclose(last.measured_s, 0.01)
-    assert (last.hidden_s, last.expected_s, last.exposed_s) == (0.25, plan.tpot_s, 0.375)
-    # Too few tokens, and of which nothing was expected.
-    forecasts.keep("few", 1, plan, SteadyTime(9.0, LEAST_TOKENS - 1))
-    forecasts.keep("none", 1, replace(plan, expected=None), SteadyTime(9.0, LEAST_TOKENS))
+    assert (last.hidden_s, last.expected_s, last.exposed_s) == (0.25, step.token_s, 0.375)
+    # Too few tokens.
+    forecasts.keep("few", WAY, 1, step, step, SteadyTime(9.0, LEAST_TOKENS - 1))
     assert forecasts.kept() == runs
 
 
@@ -76,12 +74,12 @@ def vars_of(run: ForecastRun) -> dict[str, object]:
     "content",
     [
         [],
-        {"format": 2, "runs": []},
-        {"format": 1},
-        {"format": 1, "runs": [{}]},
-        {"format": 1, "runs": [vars_of(RUN) | {"expected_s": 0}]},
-        {"format": 1, "runs": [vars_of(RUN) | {"measured_s": "fast"}]},
-        {"format": 1, "runs": [vars_of(RUN) | {"tokens": -1}]},
+        {"format": 1, "runs": []},
+        {"format": 2},
+        {"format": 2, "runs": [{}]},
+        {"format": 2, "runs": [vars_of(RUN) | {"expected_s": 0}]},
+        {"format": 2, "runs": [vars_of(RUN) | {"measured_s": "fast"}]},
+        {"format": 2, "runs": [vars_of(RUN) | {"tokens": -1}]},
     ],
 )
 def test_a_damaged_file_is_none(
@@ -96,7 +94,7 @@ def test_they_are_shown(home: Path, command: Command) -> None:
     shown = command("plan", "--accuracy")
     assert shown.code == 0 and "No run of this machine is kept yet" in shown.out
     slow = replace(RUN, model="another", measured_s=0.7)
-    write(home, {"format": 1, "runs": [vars_of(RUN), vars_of(slow)]})
+    write(home, {"format": 2, "runs": [vars_of(RUN), vars_of(slow)]})
     told = json.loads(command("plan", BUNDLED, "--accuracy", "--json", "-").out)
     assert [round(run["off"], 9) for run in told["runs"]] == [0.25, 0.75]
     shown = command("plan", BUNDLED, "--accuracy")
@@ -115,12 +113,14 @@ def test_a_run_says_what_came_of_its_forecast(home: Path, command: Command) -> N
         run.hidden_s <= run.expected_s == run.planned_s <= run.exposed_s and 20 <= run.tokens <= 28
     )
     assert 0 < run.measured_s < 60
-    assert command(*text, "--profile", "none", "--memory-budget", "32MiB").code == 0
+    for options in (("--draft-length", "2"), ("--profile", "none")):
+        assert command(*text, *options, "--memory-budget", "32MiB").code == 0
     assert len(forecasts.kept()) == 1
-    # The next run expects what this one took.
+    # The next run expects about what this one took.
     assert command(*text, "--memory-budget", "33MiB").code == 0
     _, second = forecasts.kept()
-    assert math.isclose(second.expected_s / second.planned_s, run.measured_s / run.planned_s)
+    ratio = forecasts.Estimate(1.0, forecasts.SPREAD).with_run(run.measured_s / run.planned_s)
+    assert math.isclose(second.expected_s / second.planned_s, ratio.value)
 
 
 def test_a_run_whose_budget_changed_is_not_kept(home: Path) -> None:
@@ -160,11 +160,17 @@ def test_runs_correct_what_is_expected_of_others(home: Path) -> None:
         replace(RUN, measured_s=0.5),
         replace(RUN, budget_bytes=16 << 30, measured_s=0.75),
         replace(RUN, model="another", measured_s=5.0),
+        replace(RUN, way="lossless without a draft", measured_s=0.25),
     ]
-    write(home, {"format": 1, "runs": [vars_of(run) for run in runs]})
-    for size, ratio in ((12, 2.0), (10, 2.0), (14, 3.0), (20, 3.0), (9, 1.0), (32, 1.0)):
-        assert forecasts.correction("some/a-model", size << 30) == ratio
-    assert forecasts.correction("a-model-2", 12 << 30) == 1
+    write(home, {"format": 2, "runs": [vars_of(run) for run in runs]})
+    # Near 12 GiB, from 10 to 14, the last run there says most.
+    near = [forecasts.correction("some/a-model", WAY, size << 30) for size in (12, 10, 14)]
+    assert near == pytest.approx([2.0, 2.0, 3.0], rel=0.15) and near[0] == near[1] != near[2]
+    assert forecasts.correction("a-model", WAY, 20 << 30) == 3  # off by more than chance
+    assert [forecasts.correction("a-model", WAY, size << 30) for size in (9, 32)] == [1, 1]
+    assert forecasts.correction("a-model-2", WAY, 12 << 30) == 1
+    alike = forecasts.correction("a-model", "lossless without a draft", 12 << 30)
+    assert alike == pytest.approx(1) != 2
 
 
 @pytest.mark.wide
@@ -180,7 +186,7 @@ def test_a_plan_of_this_machine_is_corrected(home: Path, command: Command) -> No
     rates = "--link", "1GB/s", "--memory-bandwidth", "20GB/s"
     assert math.isclose(ratio(), 1) and math.isclose(ratio(*rates), 1)
     run = replace(RUN, model=BUNDLED.name, budget_bytes=32 << 20, measured_s=1.0)
-    write(home, {"format": 1, "runs": [vars_of(run)]})
+    write(home, {"format": 2, "runs": [vars_of(run)]})
     assert math.isclose(ratio(), 1 / 4)
     assert math.isclose(ratio(*rates), 1) and math.isclose(ratio("--profile", "none"), 1)
     assert "took 4.00 of the time planned" in command("plan", BUNDLED, "--memory-budget=32MiB").out

@@ -12,9 +12,10 @@ from speq.experts.codec import ExpertShape
 from speq.experts.expert_store import expert_slot
 from speq.experts.int4 import Int4Layout
 from speq.models.opened import open_model
-from speq.planning import layer_trial, processor_trial
+from speq.planning import layer_trial
 from speq.planning.cost.presets import LAYER_S
 from speq.planning.layer_trial import DEEP, PASSES, WIDE, PassTimes, passes_s
+from speq.planning.link_trial import link_bytes_per_s
 from speq.planning.processor_trial import LEAST_LAYER_S, ProcessorTrial, narrow_shape
 from speq.routing import Route
 
@@ -111,7 +112,7 @@ def test_the_link_is_what_threads_read_together(tiny: Folder) -> None:
         store: Any = Store()
         count = store.num_layers * store.num_experts
         slots = [expert_slot(given)]
-        speed = processor_trial.link_bytes_per_s(store, slots, lambda: len(reads) * 1e-3)
+        speed = link_bytes_per_s(store, slots, lambda: len(reads) * 1e-3)
         # All experts once, and one before the clock was looked at.
         assert len(reads) == count + 1
         assert speed == pytest.approx(nbytes / 1e-3)

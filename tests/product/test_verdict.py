@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from speq.errors import SpeqError
+from speq.machine import host
 from speq.measure import this_machine
 from speq.measure.plan import PlannedModel
 from speq.measure.settings import PlanSettings
-from speq.measure.this_machine import MachineRates, host, kept_rates, machine_rates
+from speq.measure.this_machine import MachineRates, machine_rates
 from speq.measure.verdict import Pace, budgets_for, plans_in, rows_of, time_of, verdict_of
+from speq.planning import kept_file
 from speq.units import parse_bytes
 from tests.helpers.command import Command
 
@@ -126,33 +128,43 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = machine_rates()
     assert min(found.memory_bytes_per_s, found.disk_bytes_per_s, found.flops_per_s) > 0
     folder = tmp_path / ".cache" / "speq"
-    assert [each.name for each in folder.iterdir()] == ["machine.json"]  # the probe is gone
+    assert [each.name for each in folder.iterdir()] == [kept_file.NAME]  # the probe is gone
     assert machine_rates() == found
     day = time.strftime("%Y-%m-%d", time.localtime(found.measured_at))
     assert found.rates.source == f"measured on this machine on {day}"
 
 
-def test_rates_that_do_not_hold_are_measured_again(tmp_path: Path) -> None:
-    path, now_s = tmp_path / "machine.json", time.time()
-    good = {"format": 1, "host": host(), "memory_bytes_per_s": 8e9, "disk_bytes_per_s": 1e9}
-    good |= {"flops_per_s": 1e11, "measured_at": now_s}
-    path.write_text(json.dumps(good))
-    assert kept_rates(path) == MachineRates(host(), 8e9, 1e9, 1e11, now_s)
+def test_rates_that_do_not_hold_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path, now_s = tmp_path / ".cache" / "speq" / kept_file.NAME, time.time()
+    path.parent.mkdir(parents=True)
+    anew = MachineRates(1.0, 1.0, 1.0, now_s)
+    monkeypatch.setattr(this_machine, "measure", lambda *_: anew)
+    good = {"memory_bytes_per_s": 8e9, "disk_bytes_per_s": 1e9, "flops_per_s": 1e11}
+    good |= {"measured_at": now_s}
+
+    def told(entry: object, name: str = host(), version: int = kept_file.FORMAT) -> MachineRates:
+        path.write_text(json.dumps({"format": version, "surveys": {name: entry}}))
+        return machine_rates()
+
+    assert told(good) == MachineRates(8e9, 1e9, 1e11, now_s)
+    assert told(good, "another") == told(good, version=2) == told([]) == anew
     for wrong in (
-        {"host": "another"},
         {"measured_at": now_s - 40 * 86_400},
         {"measured_at": now_s + 86_400},
         {"disk_bytes_per_s": 0},
         {"disk_bytes_per_s": "fast"},
-        {"format": 2},
         {"flops_per_s": None},
         {"flops_per_s": 10**400},
     ):
-        path.write_text(json.dumps(good | wrong))
-        assert kept_rates(path) is None
+        assert told(good | wrong) == anew
     path.write_text("{")
-    assert kept_rates(path) is None
-    assert kept_rates(tmp_path / "none") is None
+    assert machine_rates() == anew
+    assert told(good) != anew
+    path.unlink()
+    assert machine_rates() == anew
 
 
 @pytest.mark.usefixtures("small")

@@ -18,8 +18,8 @@ from speq.files.checksums import seal
 from speq.files.contents import content_digest
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure.route_trace import RouteTrace
-from speq.measure.this_machine import MachineRates, host, kept_rates, machine_rates
-from speq.planning import forecasts
+from speq.measure.this_machine import MachineRates, machine_rates
+from speq.planning import forecasts, kept_file
 from speq.quantizing.models import pack
 from tests.helpers.run_records import changed
 from tests.helpers.traces import DRAFTED
@@ -102,20 +102,17 @@ def test_newer_rates_of_this_machine_are_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    found = MachineRates(host(), 1e9, 1e9, 1e9, time.time())
-    monkeypatch.setattr("speq.measure.this_machine.measure", lambda *_: found)
-    machine_rates()
-    (path,) = tmp_path.rglob("machine.json")
-    assert kept_rates(path) == found
+    found, measured = MachineRates(1e9, 1e9, 1e9, time.time()), []
+    monkeypatch.setattr("speq.measure.this_machine.measure", lambda *_: measured.append(1) or found)
+    assert machine_rates() == machine_rates() == found and len(measured) == 1
+    (path,) = tmp_path.rglob(kept_file.NAME)
     make_newer(path)
-    assert kept_rates(path) is None
-    assert machine_rates() == found
-    assert kept_rates(path) == found
+    assert machine_rates() == machine_rates() == found and len(measured) == 2
 
 
 def test_newer_forecasts_are_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    run = forecasts.ForecastRun("a model", 1 << 20, 0.1, 0.1, 0.1, 0.1, 0.2, 40, 0)
+    run = forecasts.ForecastRun("a model", "raw", 1 << 20, 0.1, 0.1, 0.1, 0.1, 0.2, 40, 0)
     path = present_path()
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"format": forecasts.FORMAT, "runs": [asdict(run)]}))

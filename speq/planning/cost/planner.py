@@ -74,6 +74,7 @@ class Speeds:
     miss_s    of the processor for each expert that is moved
     head_token_s  of a token that a draft head drafts
     draft_experts_s  of draft_token_s, the part of the INT4 experts; 0: not known
+    link_slows, compute_slows, spread  as in `Survey`
     """
 
     pass_s: float
@@ -84,6 +85,9 @@ class Speeds:
     miss_s: float = 0.0
     head_token_s: float = 0.0
     draft_experts_s: float = 0.0
+    link_slows: float = 1.0
+    compute_slows: float = 1.0
+    spread: float = 0.0
 
     @classmethod
     def of_rates(cls, rates: Rates, sizes: PassBytes, plans: Iterable[ResidencyPlan]) -> "Speeds":
@@ -126,6 +130,9 @@ class Speeds:
             survey.row_s,
             survey.miss_s,
             HEAD_LAYERS * survey.layer_s + sizes.head_bytes / memory,
+            link_slows=survey.link_slows,
+            compute_slows=survey.compute_slows,
+            spread=survey.spread,
         )
 
     @classmethod
@@ -364,6 +371,9 @@ class Outlook:
             self.link.first_fetch_s if moved_bytes > 0 else 0.0,
             exposed_share(draft_s + verify_s, new_s, wait_s, leaves),
             (missed - moved) * self.host_expert_s(plan),
+            speeds.link_slows,
+            speeds.compute_slows,
+            speeds.spread,
         )
 
     def prior(self, plan: ResidencyPlan) -> Prior:

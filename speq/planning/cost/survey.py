@@ -1,7 +1,8 @@
 """What a machine does of a model, measured in some tenths of a second where no profile says it."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,9 @@ class Survey:
     draft_expert_s     the same of each INT4 expert of a drafted token
     draft_layer_s      of each layer of a drafted token's pass, as `layer_s`; None: as much
     encode_bytes_per_s  by codec: bytes of words, by the thread that a run waits for
+    link_slows, compute_slows  times as long as alone that reads, and computing, take beside the
+                       other
+    spread             standard deviation of the logarithm of what a speed turns out to be
     """
 
     device: Literal["cpu", "cuda"]
@@ -31,3 +35,51 @@ class Survey:
     draft_expert_s: float = 0.0
     draft_layer_s: float | None = None
     encode_bytes_per_s: dict[str, float] = field(default_factory=dict)
+    link_slows: float = 1.0
+    compute_slows: float = 1.0
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> "Survey":
+        """A processor's survey as `asdict` wrote it. Raises AttributeError, KeyError,
+        OverflowError, TypeError or ValueError for anything else.
+        """
+        by_codec = {
+            name: {codec: _checked(value) for codec, value in entry[name].items()}
+            for name in ("expert_s", "encode_bytes_per_s")
+        }
+        others = entry.keys() - {"device", *by_codec}
+        made = cls(device="cpu", **by_codec, **{name: _checked(entry[name]) for name in others})
+        if not made.memory_bytes_per_s:
+            raise ValueError("memory gives nothing")
+        return made
+
+    def at(self, link_bytes_per_s: float, times: float, spread: float) -> "Survey":
+        """The same machine with another link, and computing so many times as long."""
+
+        def longer(by_codec: dict[str, float], factor: float) -> dict[str, float]:
+            return {codec: factor * value for codec, value in by_codec.items()}
+
+        drafted_s = self.draft_layer_s
+        return replace(
+            self,
+            link_bytes_per_s=link_bytes_per_s,
+            memory_bytes_per_s=self.memory_bytes_per_s / times,
+            pass_s=self.pass_s * times,
+            layer_s=self.layer_s * times,
+            row_s=self.row_s * times,
+            miss_s=self.miss_s * times,
+            expert_s=longer(self.expert_s, times),
+            draft_expert_s=self.draft_expert_s * times,
+            draft_layer_s=None if drafted_s is None else drafted_s * times,
+            encode_bytes_per_s=longer(self.encode_bytes_per_s, 1 / times),
+            spread=spread,
+        )
+
+
+def _checked(value: Any) -> float:
+    """A time or a rate. Raises OverflowError, TypeError or ValueError for anything else."""
+    number = float(value)
+    if not 0 <= number < inf:
+        raise ValueError(f"{value} is no time or rate")
+    return number
