@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import log
 from statistics import fmean, median, stdev
 
@@ -84,13 +85,16 @@ class LinkRates:
                 calls += 1
             return max(clock() - begun_s, 1e-9) / calls
 
+        def is_over(end_s: float) -> bool:
+            return clock() >= end_s
+
         alone, beside, alone_s, beside_s = [], [], [], []
         with ThreadPoolExecutor(1) as pool:
             for turn in range(TURNS):
                 begun_s = clock()
                 alone.append(link(2 * turn))
-                taken_s, begun_s = clock() - begun_s, clock()
-                alone_s.append(call_s(lambda end_s=begun_s + taken_s: clock() >= end_s))
+                end_s = 2 * clock() - begun_s
+                alone_s.append(call_s(partial(is_over, end_s)))
                 reads = pool.submit(link, 2 * turn + 1)
                 beside_s.append(call_s(reads.done))
                 beside.append(reads.result())

@@ -44,12 +44,12 @@ class Survey:
         """A processor's survey as `asdict` wrote it. Raises AttributeError, KeyError,
         OverflowError, TypeError or ValueError for anything else.
         """
-        by_codec = {
+        found: dict[str, Any] = {
             name: {codec: _checked(value) for codec, value in entry[name].items()}
             for name in ("expert_s", "encode_bytes_per_s")
         }
-        others = entry.keys() - {"device", *by_codec}
-        made = cls(device="cpu", **by_codec, **{name: _checked(entry[name]) for name in others})
+        others = entry.keys() - {"device", *found}
+        made = cls(device="cpu", **found | {name: _checked(entry[name]) for name in others})
         if not made.memory_bytes_per_s:
             raise ValueError("memory gives nothing")
         return made
