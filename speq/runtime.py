@@ -328,7 +328,7 @@ class Runtime:
         config, loaded, plan = self.config, self._loaded, self._loaded.decision.residency_plan
         # A run that is slower or faster by its options would correct others wrongly.
         usual = not config.peer_budget and loaded.sums == sums_on(loaded.device, "auto")
-        whole = loaded.limits is None and loaded.others is None
+        whole = loaded.limits is None and loaded.others is None and loaded.copy is None
         if usual and whole and self._steady is not None and plan.expected is not None:
             told, machine = plan.expected, loaded.machine
             seen = told if machine is None else machine.learn(plan, self._steady)
