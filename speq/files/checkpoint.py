@@ -229,9 +229,9 @@ class Checkpoint:
 
     def _check_dtypes(self) -> None:
         """Raise SpeqError unless tensors are plain weights, or codes with what belongs to them."""
-        integers = () if self.part is None else self.part.integers
+        integers = () if self.part is None else (*self.part.integers, *self.part.ids)
         for name, (file, info) in self.tensors.items():
-            if info.dtype == torch.int64 and name.endswith(integers):
+            if info.dtype in (torch.int32, torch.int64) and name.endswith(integers):
                 continue
             if self.coded.is_coded(name):
                 self.coded.check(name)

@@ -21,8 +21,11 @@ class TextModelPart:
     beside      prefixes of other parts' tensors
     field       field of config.json with its configuration
     renamed     parts of names on disk, each with what the model has in its place
+    bare        beginnings of names on disk without a prefix, which transformers never writes, each
+                with what the model has in its place
     integers    ends of names of tensors that are no weights, and may be missing: transformers makes
                 them of the configuration
+    ids         the same of tensors of ids, which must be there
     """
 
     model_type: str
@@ -31,7 +34,9 @@ class TextModelPart:
     head: str = HEAD
     field: str = "text_config"
     renamed: tuple[tuple[str, str], ...] = ()
+    bare: tuple[tuple[str, str], ...] = ()
     integers: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
 
     def config(self, config: dict[str, Any], where: Path) -> dict[str, Any]:
         """Configuration of the text model in a config.json; the whole, if there is no other part.
@@ -60,7 +65,7 @@ class TextModelPart:
 
     def called(self, stored: str) -> str:
         """Map a tensor's name on disk to its name in the text model."""
-        for on_disk, own in self._prefixes:
+        for on_disk, own in (*self._prefixes, *self.bare):
             if stored.startswith(on_disk):
                 stored = own + stored[len(on_disk) :]
         for on_disk, own in self.renamed:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from speq.kernels.decoder_ops import RouterRule
 
@@ -59,6 +60,14 @@ class ScoreGate:
         if rule.factors is not None:
             weights = weights * rule.factors.to(weights.device)[ids]
         return ids, weights * rule.scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SoftplusGate(ScoreGate):
+    """ScoreGate whose scores are roots of the softplus of logits; like sigmoids, no shares."""
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return functional.softplus(logits.float()).sqrt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +135,13 @@ def deepseek_v3_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> R
             group_best=2,
         )
     )
+
+
+def deepseek_v4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:
+    """DeepSeek-V4: roots of softplus, with a bias for choosing where token ids do not choose."""
+    bias = as_float(getattr(router, "e_score_correction_bias", None))
+    scale = float(router.routed_scaling_factor)
+    return SoftplusGate(RouterRule(sigmoid=True, divided=True, scale=scale, bias=bias, added=1e-20))
 
 
 def mistral4_gate(router: Any, router_inputs: tuple[Tensor | None, ...]) -> RouterGate:

@@ -53,7 +53,7 @@ def dense_shapes(model: Any, names: ExpertNames) -> tuple[DenseShape, ...]:
     head = model.get_output_embeddings()
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if type(module) is nn.Linear:  # others do not multiply by all of their matrix
             part = HEAD if module is head else part_of(name, names)
             if part is not None:
                 found.append(DenseShape(name, part, module.out_features, module.in_features))

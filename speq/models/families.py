@@ -10,6 +10,7 @@ from speq.layers.gates import (
     corrected_gate,
     deepseek_v2_gate,
     deepseek_v3_gate,
+    deepseek_v4_gate,
     ernie_gate,
     gemma4_gate,
     laguna_gate,
@@ -35,12 +36,14 @@ from speq.models.attention import (
     pooled_latents,
 )
 from speq.models.block_selection import BlockIndexer
+from speq.models.compressed_attention import CompressedAttention, compressed_heads
 from speq.models.delta_net import delta_states
 from speq.models.family import BuiltAs, Family, swiglu_limit, swiglu_limits
 from speq.models.family_checks import (
     check_blocks,
     check_clamped,
     check_deepseek_v2,
+    check_deepseek_v4,
     check_gemma4,
     check_indexers,
     check_mistral4,
@@ -150,6 +153,38 @@ MINIMAX_M3_RENAMED = (
         (f".self_attn.index_{each}.", f".self_attn.indexer.{each}.")
         for each in ("q_proj", "k_proj", "q_norm", "k_norm")
     ),
+)
+DEEPSEEK_V4_NAMES = ExpertNames(projections=MIXTRAL_NAMES.projections)
+DEEPSEEK_V4_RENAMED = (
+    *(
+        (f".attn.{on_disk}{each}", f".self_attn.compressor.{own}{renamed}")
+        for on_disk, own in (("indexer.compressor.", "indexer."), ("compressor.", ""))
+        for each, renamed in (
+            *(("norm.", "kv_norm."), ("ape", "position_bias")),
+            *(("wkv.", "kv_proj."), ("wgate.", "gate_proj.")),
+        )
+    ),
+    (".attn.indexer.weights_proj.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (".attn.indexer.wq_b.", ".self_attn.compressor.indexer.q_b_proj."),
+    *(
+        (f".attn.{each}", f".self_attn.{renamed}")
+        for each, renamed in (
+            *(("norm.", "kv_norm."), ("q_norm.", "q_a_norm."), ("attn_sink", "sinks")),
+            *(("wq_a.", "q_a_proj."), ("wq_b.", "q_b_proj."), ("wkv.", "kv_proj.")),
+            *(("wo_a.", "o_a_proj."), ("wo_b.", "o_b_proj."), ("", "")),
+        )
+    ),
+    (".ffn.gate.bias", f".mlp.gate.{CORRECTION}"),
+    *(
+        (f".ffn.shared_experts.{each}.", f".mlp.shared_experts.{own}.")
+        for own, each in zip(*MIXTRAL_NAMES.projections, strict=True)
+    ),
+    *((".ffn.", ".mlp."), (".hc_attn_", ".attn_hc."), (".hc_ffn_", ".ffn_hc.")),
+    *((".attn_norm.", ".input_layernorm."), (".ffn_norm.", ".post_attention_layernorm.")),
+)
+DEEPSEEK_V4_BARE = (
+    *(("layers.", "model.layers."), ("embed.", "model.embed_tokens.")),
+    *(("norm.", "model.norm."), ("hc_head_", "model.hc_head.hc_")),
 )
 # Types of configurations whose text_config says which family they are of.
 WRAPPERS = ("mistral3",)
@@ -298,6 +333,28 @@ FAMILIES = {
             typed_masks=True,
             attention=indexed_latents,
             check=check_indexers,
+        ),
+        Family(
+            "deepseek_v4",
+            "DeepseekV4Experts",
+            names=DEEPSEEK_V4_NAMES,
+            gate=deepseek_v4_gate,
+            token_table="tid2eid",
+            num_experts="n_routed_experts",
+            streams="hc_mult",
+            since="5.23",
+            attention=compressed_heads,
+            attention_by=BESIDE_SINKS,
+            stand_ins={"self_attn": CompressedAttention},
+            check=check_deepseek_v4,
+            on_the_host="tokens that layers of family deepseek_v4 see are counted by the host",
+            text_part=TextModelPart(
+                "deepseek_v4",
+                head="head.",
+                renamed=DEEPSEEK_V4_RENAMED,
+                bare=DEEPSEEK_V4_BARE,
+                ids=(".tid2eid",),
+            ),
         ),
         Family(
             "glm_moe_dsa",

@@ -84,6 +84,7 @@ class MoEBlock(NamedTuple):
     gate           rule of its choices
     logits_of      finds the logits in what the router returns
     of_sequence    whether the router takes [1, T, H] in place of rows
+    by_token       whether token ids choose the experts, and logits only weigh them
     """
 
     experts: OffloadedExperts
@@ -92,6 +93,7 @@ class MoEBlock(NamedTuple):
     router_inputs: tuple[Tensor | None, ...] = ()
     logits_of: LogitsOf = first_of
     of_sequence: bool = False
+    by_token: bool = False
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Router logits of rows [T, H]: [T, E]."""
@@ -125,6 +127,7 @@ class Family:
     router_of_sequence   whether they take [1, T, H] in place of rows
     gate          how its routers choose
     logits_of     finds logits in what its routers return
+    token_table   attribute of routers that have the experts of each token id; None: there are none
     num_experts, expert_width, top_k, hidden_act   attributes of the config; no hidden_act: it has
                                                    none, and experts run with silu
     latent_size   attribute of the config with the size of the experts' rows; None, there or here:
@@ -171,6 +174,7 @@ class Family:
     router_of_sequence: bool = False
     gate: GateOf = softmax_gate
     logits_of: LogitsOf = first_of
+    token_table: str | None = None
     num_experts: str = "num_experts"
     expert_width: str = "moe_intermediate_size"
     top_k: str = "num_experts_per_tok"
@@ -358,8 +362,10 @@ class Family:
                 inputs = tuple(getattr(block, name, None) for name in self.router_inputs)
                 router = getattr(block, self.names.routers[0])
                 gate = self.gate(router, inputs)
+                by_token = self.token_table is not None and hasattr(router, self.token_table)
                 blocks[index] = MoEBlock(
-                    *(experts, router, gate, inputs, self.logits_of, self.router_of_sequence)
+                    *(experts, router, gate, inputs, self.logits_of, self.router_of_sequence),
+                    by_token=by_token,
                 )
         return blocks
 

@@ -125,6 +125,27 @@ def check_pools(config: Any, num_experts: int, where: object) -> None:
         before = layer
 
 
+def check_deepseek_v4(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for sizes of windows and indexers, and for another rule of the routers."""
+    rates, kinds = config.compress_rates, {*config.layer_types} - {"sliding_attention"}
+    sizes = {f"compress_rates of {kind}": rates.get(kind) for kind in sorted(kinds)}
+    for name in ("index_topk", "index_n_heads", "index_head_dim", "sliding_window", "hc_mult"):
+        sizes[name] = getattr(config, name)
+    for name, given in sizes.items():
+        if not isinstance(given, int) or given < 1:
+            raise CheckpointError(
+                f"{where} has {name} {given!r}; it must be at least 1: download config.json "
+                "again, or correct that value"
+            )
+    for name, wanted in (("scoring_func", "sqrtsoftplus"), ("attention_bias", False)):
+        given = getattr(config, name)
+        if given != wanted:
+            raise UnsupportedError(
+                f"{where} has {name} {given!r}; speq knows models of family deepseek_v4 with "
+                f"{wanted!r}: give one that was published so"
+            )
+
+
 def check_gemma4(config: Any, num_experts: int, where: object) -> None:
     """Raise SpeqError for parts that other models of the family have, and speq does not run."""
     for name, what in (

@@ -107,7 +107,8 @@ class MoEModel:
         self._uploads = None if isinstance(device, Processor) else Uploads(device)
         self.dtype: torch.dtype = hf_model.dtype
         blocks = list(family.moe_blocks(hf_model).values())
-        next_logits_of = [*(block.logits for block in blocks[1:]), None]
+        forecast = (None if block.by_token else block.logits for block in blocks[1:])
+        next_logits_of = [*forecast, None]
         for layer, (block, next_logits) in enumerate(zip(blocks, next_logits_of, strict=True)):
             listening = layer, self._switch, block.router, next_logits
             block.experts.attach(*listening, block.logits_of)

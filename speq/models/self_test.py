@@ -69,6 +69,7 @@ SIZES = {
     "indexer_budget": 16,
     "indexer_compress_ratio": 4,
     "hc_lowrank": 16,
+    "o_lora_rank": 16,
     "ple_embed_dim": 64,
     "heads_per_ngram": 4,
     "ngram_vocab_size_base": 64,
@@ -282,6 +283,10 @@ def tiny_config(family: Family, config: Any, layers: int) -> Any:
             given[name] = value[:layers]
     if "mamba_d_head" in given:
         given["mamba_d_head"] = "auto"  # of the sizes above
+    if given.get("compress_rates"):  # windows that the passes complete
+        given["compress_rates"] = {
+            kind: min(size, 16) for kind, size in given["compress_rates"].items()
+        }
     if given.get("index_block_size"):  # one selection for each head of keys, or for all
         given["index_n_heads"] = 1
     if given.get("ple_layer_ids"):  # numbers from 1 on
@@ -311,6 +316,9 @@ def fill(model: nn.Module, seed: int) -> None:
         for buffer in module.buffers(recurse=False):
             if buffer.is_floating_point():
                 buffer.uniform_(generator=generator)
+            elif buffer.shape[1:] == (TOP_K,):  # experts of each token id
+                first = torch.randint(EXPERTS, buffer.shape[:1], generator=generator)
+                buffer.copy_((first[:, None] + torch.arange(TOP_K)) % EXPERTS)
             elif TABLE in dict(module.named_children()):
                 model._init_weights(module)  # type: ignore[operator]
             else:

@@ -531,6 +531,31 @@ FAMILY_OPTIONS["step3p7"] = {
     "rope_theta": [50000.0, 10000.0, 10000.0],
     "partial_rotary_factors": [0.5, 1.0, 1.0],
 }
+FAMILY_OPTIONS["deepseek_v4"] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "layer_types": [
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "sliding_attention",
+    ],
+    "compress_rate_csa": 4,
+    "compress_rate_hca": 12,
+    "num_hash_layers": 1,
+    "sliding_window": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "hc_mult": 2,
+    "swiglu_limit": 1e9,
+}
 # Of models of pictures and text, the part that is of pictures.
 VISION: dict[str, dict[str, Any]] = {
     "gemma4": {
@@ -622,6 +647,7 @@ LIKE_OTHERS = (
     *("qwen3_moe", "phimoe", "glm4_moe", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe", "gemma4"),
     *("lfm2_moe", "mellum", "laguna", "afmoe", "granitemoehybrid", "nemotron_h", "glm5_next"),
     *("kimi_linear", "deepseek_v32", "minimax_m3_vl", "qwen4_exp", "step3p7"),
+    "deepseek_v4",
 )
 ALIKE = (
     *("olmoe", "deepseek_v3", "dots1", "solar_open"),
@@ -642,7 +668,9 @@ UNLIKE_IN_CACHES = tuple(
 )
 # Families with layers that select the tokens attention sees. Their passes are transformers', but
 # for experts.
-SELECTING = tuple(family for family in ("minimax_m3_vl", "glm5_next") if family in FAMILIES)
+SELECTING = tuple(
+    family for family in ("minimax_m3_vl", "glm5_next", "deepseek_v4") if family in FAMILIES
+)
 MARKS: dict[str, Any] = dict.fromkeys(LIKE_OTHERS, pytest.mark.wide)
 MARKS |= dict.fromkeys(ALIKE, pytest.mark.full)
 BY_FAMILY = [
@@ -705,6 +733,10 @@ SPREAD = {
     },
     "mimo_v2_flash": {"sinks": 1.0},
     "step3p7": {"layernorm.weight": 1.0, "q_norm.weight": 0.5, "k_norm.weight": 0.5},
+    "deepseek_v4": {
+        **{"sinks": 1.0, "position_bias": 0.5, "norm.weight": 1.0, "layernorm.weight": 1.0},
+        **{"_hc.base": 1.0, "_hc.scale": 0.5, "hc_base": 1.0},
+    },
     # Layers say more than the token before, which is what the tied head would repeat.
     "gemma4": {
         "post_attention_layernorm.weight": 3.0,
@@ -789,6 +821,9 @@ def write_random(
                 tensor.data.normal_(std=spread)
         if name.endswith(CORRECTION):  # which experts are chosen depends on it
             tensor.data.copy_(0.2 * torch.randn(tensor.shape))
+        if name.endswith("tid2eid"):  # experts of each token id
+            ids = torch.rand(len(tensor), config.n_routed_experts).argsort(1)
+            tensor.data.copy_(ids[:, : tensor.shape[1]])
         if name.endswith(".gate.weight") and not tensor.any():  # transformers 5.17 leaves some at 0
             tensor.data.normal_(std=COMMON["initializer_range"])
     model.save_pretrained(path, max_shard_size=max_shard_size)
