@@ -111,6 +111,7 @@ def own_names(stored: Iterable[str], family: Family, model: Any) -> dict[str, li
     part = family.text_part
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    wanted = model.state_dict()
     joined = [
         each
         for each in mapping
@@ -125,6 +126,8 @@ def own_names(stored: Iterable[str], family: Family, model: Any) -> dict[str, li
             made[name] = [own]
             continue
         own, by = rename_source_key(taken, renamings, joined)
+        if own not in wanted and taken in wanted:  # as the loader does
+            own = taken
         parts = next((each.target_patterns for each in joined if by in each.source_patterns), [""])
         made[name] = [own.replace(parts[0], each) for each in parts]
     return made

@@ -41,6 +41,7 @@ NORMS_ROUNDED_ONCE = {
     "NemotronHRMSNorm": 0.0,
     "FlexOlmoRMSNorm": 0.0,
     "Step3p7RMSNorm": 1.0,
+    "DeepseekV4RMSNorm": 0.0,
 }
 # Routers by the rule of their gate: dtype of their logits and of their weights; None: of the rows.
 ROUTERS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {

@@ -346,6 +346,7 @@ FAMILIES = {
             attention=compressed_heads,
             attention_by=BESIDE_SINKS,
             stand_ins={"self_attn": CompressedAttention},
+            limit=swiglu_limit,
             check=check_deepseek_v4,
             on_the_host="tokens that layers of family deepseek_v4 see are counted by the host",
             text_part=TextModelPart(

@@ -137,6 +137,11 @@ def check_deepseek_v4(config: Any, num_experts: int, where: object) -> None:
                 f"{where} has {name} {given!r}; it must be at least 1: download config.json "
                 "again, or correct that value"
             )
+    if not config.swiglu_limit > 0:
+        raise CheckpointError(
+            f"{where} has swiglu_limit {config.swiglu_limit}; it must be above 0: download "
+            "config.json again, or correct that value"
+        )
     for name, wanted in (("scoring_func", "sqrtsoftplus"), ("attention_bias", False)):
         given = getattr(config, name)
         if given != wanted:

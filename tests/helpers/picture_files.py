@@ -47,6 +47,17 @@ RENAMED: dict[str, list[tuple[str, str]]] = {
         whole: [("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")]
         for whole in ("mistral3", "kimi_k25")
     },
+    "deepseek_v4": [
+        *((".attn.", ".self_attn."), (".ffn.", ".mlp."), ("head.weight", "lm_head.weight")),
+        *((".indexer.compressor.", ".compressor.indexer."), (".wq_a.", ".q_a_proj.")),
+        (".self_attn.indexer.w", ".self_attn.compressor.indexer.w"),
+        *((".indexer.wq_b.", ".indexer.q_b_proj."), (".wq_b.", ".q_b_proj.")),
+        (".indexer.weights_proj.", ".indexer.scorer.weights_proj."),
+        *((".wkv.", ".kv_proj."), (".wgate.", ".gate_proj."), (".wo_b.", ".o_b_proj.")),
+        (".shared_experts.w1.", ".shared_experts.gate_proj."),
+        (".shared_experts.w3.", ".shared_experts.up_proj."),
+        (".shared_experts.w2.", ".shared_experts.down_proj."),
+    ],
     "laguna": [
         (".shared_expert.", ".shared_experts."),
         (".experts.e_score_correction_bias", ".gate.e_score_correction_bias"),

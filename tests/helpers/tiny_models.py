@@ -554,7 +554,7 @@ FAMILY_OPTIONS["deepseek_v4"] = {
     "index_head_dim": 16,
     "index_topk": 4,
     "hc_mult": 2,
-    "swiglu_limit": 1e9,
+    "swiglu_limit": 1.0,
 }
 # Of models of pictures and text, the part that is of pictures.
 VISION: dict[str, dict[str, Any]] = {

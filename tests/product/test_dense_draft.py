@@ -129,6 +129,7 @@ ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_p
 LATENT = [f"self_attn.{name}" for name in ("kv_a_proj_with_mqa", "o_proj")]
 KIMI = ("q_proj", "k_proj", "v_proj", "g_a_proj", "g_b_proj", "o_proj")
 BAILING = ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
+COMPRESSOR = ("compressor.kv_proj", "compressor.gate_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 SHARED = [f"mlp.shared_experts.{name}" for name in MLP]
 DENSE = {
@@ -150,6 +151,13 @@ DENSE = {
     **dict.fromkeys(
         ("deepseek_v3", "mistral4", "kimi_k25", "deepseek_v32", "glm_moe_dsa", "glm5_next"),
         ([*LATENT, "self_attn.q_a_proj", "self_attn.q_b_proj"], SHARED),
+    ),
+    "deepseek_v4": (
+        [
+            f"self_attn.{name}"
+            for name in ("q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", *COMPRESSOR)
+        ],
+        SHARED,
     ),
     "dots1": (ATTENTION, SHARED),
     "hy_v3": (ATTENTION, SHARED),

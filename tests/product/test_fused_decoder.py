@@ -142,7 +142,9 @@ def test_fused_parts_give_transformers_results(
     near = 1e-5 if dtype == torch.float32 else 4e-2
     for block in model._family.moe_blocks(model._hf_model).values():
         router: Any = block.router
-        assert isinstance(router.forward, FusedRouter) == (family != "phimoe")
+        assert isinstance(router.forward, FusedRouter) == (family not in ("phimoe", "deepseek_v4"))
+        if getattr(router, "tid2eid", None) is not None:  # token ids choose
+            continue
         rows = torch.randn(9, 64, generator=generator).to(dtype)
         given = rows[None] if block.of_sequence else rows
         found = router(given, *block.router_inputs)

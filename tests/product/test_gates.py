@@ -38,7 +38,7 @@ def block_of(family: str, overrides: dict[str, Any]) -> MoEBlock:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("e_score_correction_bias"):
             tensor.data.copy_(0.2 * torch.randn(tensor.shape))
-        elif "gate" in name or "router." in name:
+        elif ("gate" in name or "router." in name) and tensor.is_floating_point():
             tensor.data.normal_(std=0.2)
     return list(KNOWN[family].moe_blocks(model).values())[-1]
 

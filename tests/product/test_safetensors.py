@@ -207,7 +207,8 @@ OWN_NAMES = {
     "gemma4": (f"{EXPERTS_BELOW['gemma4']}.{{}}.", ("gate_proj", "up_proj", "down_proj")),
     "lfm2_moe": (f"{EXPERTS_BELOW['lfm2_moe']}.{{}}.", ("w1", "w3", "w2")),
     **dict.fromkeys(
-        ("kimi_linear", "minimax_m3_vl"), ("model.layers.{}.mlp.experts.{}.", ("w1", "w3", "w2"))
+        ("kimi_linear", "minimax_m3_vl", "deepseek_v4"),
+        ("model.layers.{}.mlp.experts.{}.", ("w1", "w3", "w2")),
     ),
     "nemotron_h": (f"{EXPERTS_BELOW['nemotron_h']}.{{}}.", ("up_proj", "down_proj")),
     **dict.fromkeys(
