@@ -7,7 +7,7 @@ from torch import Tensor
 
 from speq.errors import CheckpointError, present
 from speq.files.coded_tensors import CodedTensors
-from speq.files.packing import INT4, MXFP4
+from speq.files.packing import INT4, MODELOPT, MXFP4
 from speq.files.published_format import FP8_DTYPE
 from speq.files.safetensors_file import OTHER_VERSION
 from speq.kernels.scaled_words import ROWS, fp8_words, int4_words, mxfp4_words, nvfp4_words
@@ -25,7 +25,7 @@ def decode(coded: CodedTensors, name: str) -> Tensor:
     third = None
     if others and others[0] in tensors:
         third = tensors[others[0]][0].tensor(others[0])
-    if codes.dtype == FP8_DTYPE and packing is not None:
+    if codes.dtype == FP8_DTYPE and packing is MODELOPT:
         return fp8_words(codes, scales.view(1, 1), 0, 0)
     if codes.dtype == FP8_DTYPE:
         blocks = coded.fp8.blocks
@@ -36,7 +36,7 @@ def decode(coded: CodedTensors, name: str) -> Tensor:
     if packing is not None and packing.format == INT4:
         return int4_words(*packing.unpack(codes, scales, third), _order(coded, name))
     if packing is not None and packing.format == MXFP4:
-        return mxfp4_words(codes, scales.view(torch.uint8))
+        return mxfp4_words(codes.view(torch.uint8), scales.view(torch.uint8))
     if packing is not None:
         third = present(third, "codes of NVFP4 have no scale of their matrix")
         return nvfp4_words(codes, scales, third, packing.divides)

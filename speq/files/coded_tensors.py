@@ -7,6 +7,7 @@ import torch
 from speq.errors import CheckpointError, UnsupportedError
 from speq.files.packed_settings import ORIGINAL
 from speq.files.packing import (
+    BESIDE_FP8,
     CODES_PER_WORD,
     COMPRESSED,
     MODELOPT,
@@ -76,7 +77,7 @@ class CodedTensors:
     @staticmethod
     def _dtypes(packing: CodePacking) -> tuple[torch.dtype, ...]:
         """Dtypes of codes. ModelOpt has layers in FP8 beside NVFP4, with one scale each."""
-        return (packing.dtype, FP8_DTYPE) if packing is MODELOPT else (packing.dtype,)
+        return (packing.dtype, FP8_DTYPE) if packing in BESIDE_FP8 else (packing.dtype,)
 
     def beside_codes(self, name: str) -> tuple[str, ...]:
         """Names of the tensors that belong to a tensor of codes, of which some may be absent."""
@@ -103,7 +104,7 @@ class CodedTensors:
     def matrix_shape(self, name: str) -> tuple[int, ...]:
         """Shape of the plain weights that a tensor of plain weights, or of codes, stands for."""
         info = self.tensors[name][1]
-        if self.packing is None or info.dtype != self.packing.dtype or not self.is_coded(name):
+        if self.packing is None or info.dtype == FP8_DTYPE or not self.is_coded(name):
             return info.shape
         return self.packing.matrix_shape(info.shape)
 
@@ -156,8 +157,10 @@ class CodedTensors:
             return (self.groups.dtype,), (shape,)
         if self.packing is not None:
             self._check_floats(name)
-            if info.dtype == FP8_DTYPE:
+            if info.dtype == FP8_DTYPE and self.packing is MODELOPT:
                 return (torch.float32,), ((), (1,))
+            if info.dtype == FP8_DTYPE:
+                return SCALE_DTYPES, (self.fp8.blocks.scales_shape(*info.shape),)
             rows, columns = self.packing.matrix_shape(info.shape)
             if self.format == MXFP4:
                 return MXFP4_SCALES, ((rows, columns // MXFP4_BLOCK),)

@@ -22,6 +22,8 @@ power of 2:
 
     codes [N, K / 2] uint8, scales [N, K / 32] uint8, exponents with a bias of 127
 
+DeepSeek-V4's experts have the same bytes as int8 and UE8M0, beside matrices in FP8.
+
 Sources: https://github.com/vllm-project/compressed-tensors, https://github.com/AutoGPTQ/AutoGPTQ,
 https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ,
 https://github.com/NVIDIA/Model-Optimizer.
@@ -152,6 +154,8 @@ class CodePacking:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of codes."""
+        if self is DEEPSEEK:
+            return torch.int8
         return torch.int32 if self.format == INT4 else torch.uint8
 
     @property
@@ -275,4 +279,9 @@ COMPRESSED_MXFP4 = CodePacking(
     others=(".input_global_scale",),
     room=1,
 )
-PACKINGS = (COMPRESSED, GPTQ_V2, GPTQ, AWQ, MODELOPT, COMPRESSED_NVFP4, COMPRESSED_MXFP4)
+DEEPSEEK = CodePacking(
+    *("deepseek", MXFP4, ".weight", ".scale", ".weight_zero_point"), others=(), room=1
+)
+PACKINGS = (COMPRESSED, GPTQ_V2, GPTQ, AWQ, MODELOPT, COMPRESSED_NVFP4, COMPRESSED_MXFP4, DEEPSEEK)
+# Those that have layers in FP8 beside others.
+BESIDE_FP8 = (MODELOPT, DEEPSEEK)

@@ -9,7 +9,7 @@ from speq.errors import CheckpointError, UnsupportedError
 from speq.files.fp8_settings import INVERSE, PLAIN_SCALE, Fp8Settings, read_fp8
 from speq.files.json_file import read_json
 from speq.files.packed_settings import ORIGINAL, PackedSettings, read_settings
-from speq.files.packing import INT4, MXFP4, NVFP4, PACKINGS
+from speq.files.packing import DEEPSEEK, INT4, MXFP4, NVFP4, PACKINGS
 
 WORDS = "words"
 FP8 = "fp8"
@@ -88,7 +88,9 @@ def format_of(config: dict[str, Any], where: Path) -> PublishedFormat:
     config  a config.json; where: its folder, whose other files may also name a format
     """
     named = {
-        field if part is config else f"text_config.{field}": _format_of(part[field], field, where)
+        field if part is config else f"text_config.{field}": _format_of(
+            part[field], field, where, part
+        )
         for part in (config, config.get("text_config"))
         if isinstance(part, dict)
         for field in QUANTISED_FIELDS
@@ -135,8 +137,10 @@ def _method(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _format_of(settings: Any, field: str, where: Path) -> PublishedFormat:
-    """Determine the format by one field, otherwise as `format_of`."""
+def _format_of(
+    settings: Any, field: str, where: Path, config: dict[str, Any] | None = None
+) -> PublishedFormat:
+    """Determine the format by one field of a configuration, otherwise as `format_of`."""
     if not isinstance(settings, dict):
         raise UnsupportedError(f"{where} is quantised ({settings}); {ORIGINAL}")
     method = _method(settings)
@@ -145,11 +149,27 @@ def _format_of(settings: Any, field: str, where: Path) -> PublishedFormat:
             return PublishedFormat(MXFP4)
         fp8 = read_fp8(settings, where)
         if fp8 is not None:
-            return PublishedFormat(FP8, fp8=fp8)
+            experts = settings.get("expert_dtype", (config or {}).get("expert_dtype"))
+            return _with_experts(fp8, experts, settings.get("moe_quant_algo"), where)
         packed = read_settings(settings, where)
         if packed is not None:
             return PublishedFormat(packed.packing.format, packed)
     raise UnsupportedError(f"{where} is quantised ({method or field}); {ORIGINAL}")
+
+
+def _with_experts(fp8: Fp8Settings, dtype: Any, algorithm: Any, where: Path) -> PublishedFormat:
+    """Format of a checkpoint in FP8 whose experts may be in fewer bits, as DeepSeek-V4's.
+
+    dtype, algorithm  what config.json says of experts alone; None: nothing
+    """
+    if algorithm is not None or dtype not in (None, "fp8", "fp4"):
+        raise UnsupportedError(
+            f"{where} is quantised (fp8) with experts in {algorithm or dtype}, and beside FP8 only "
+            f"experts in fp4, blocks of 32 with a power of 2 each, are read; {ORIGINAL}"
+        )
+    if dtype == "fp4":
+        return PublishedFormat(MXFP4, PackedSettings(DEEPSEEK), fp8)
+    return PublishedFormat(FP8, fp8=fp8)
 
 
 def words_name(name: str) -> str:

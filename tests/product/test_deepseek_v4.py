@@ -1,6 +1,7 @@
 """DeepSeek-V4: entries of windows beside near tokens, and experts that token ids choose."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,19 @@ from speq.models.compressed_attention import windows_in
 from speq.models.layer_range import LayerRange
 from speq.models.opened import open_model
 from speq.quantizing.models import quantize
+from tests.helpers.fp8_files import SETTINGS
+from tests.helpers.fp8_files import coded as fp8_codes
+from tests.helpers.mxfp4_files import coded as mxfp4_codes
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
+from tools.tensors import tensors_of
 
 pytestmark = pytest.mark.skipif("deepseek_v4" not in FAMILIES, reason="transformers lacks it")
 
 FILE = "model.safetensors"
 RUN: dict[str, Any] = {"dtype": "float32", "profile": "none"}
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+# What is published in FP8 beside the experts.
+IN_FP8 = re.compile(r"\.attn\.(w|indexer\.wq)[^.]*\.weight$|\.shared_experts\.")
 PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(70)]
 Folder = Callable[[str], Path]
 
@@ -90,21 +97,69 @@ def as_published(name: str) -> str:
     return name.replace(".attn.norm.", ".attn.kv_norm.")
 
 
-def test_names_as_published(tiny: Folder, tmp_path: Path) -> None:
-    stored = load_file(tiny("deepseek_v4") / FILE)
-    renamed: dict[str, Tensor] = {as_published(name): each for name, each in stored.items()}
-    for name, tensor in renamed.items():
-        if name.endswith("tid2eid"):
-            renamed[name] = tensor.int()
+def write_published(to: Path, source: Path, tensors: dict[str, Tensor], **more: Any) -> Path:
+    """A folder of these tensors, given by transformers' names, by those of DeepSeek's files."""
+    to.mkdir()
+    for file in source.glob("*.json"):
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | more))
+    renamed = {as_published(name): each.contiguous() for name, each in tensors.items()}
+    ids = {name: each.int() for name, each in renamed.items() if name.endswith("tid2eid")}
     mtp = {"mtp.0.attn.wq_a.weight": torch.zeros(24, 64), "mtp.0.hc_head_base": torch.zeros(2)}
-    assert {"norm.weight", "layers.1.ffn.gate.bias", "layers.0.attn.kv_norm.weight"} <= set(renamed)
-    folder = tmp_path / "published"
-    folder.mkdir()
-    for file in tiny("deepseek_v4").glob("*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    save_file(renamed | mtp, folder / FILE, metadata={"format": "pt"})
-    expected = greedy_tokens(load_plain(tiny("deepseek_v4")), PROMPT, 12)
+    save_file(renamed | ids | mtp, to / FILE, metadata={"format": "pt"})
+    return to
+
+
+def test_names_as_published(tiny: Folder, tmp_path: Path) -> None:
+    source = tiny("deepseek_v4")
+    folder = write_published(tmp_path / "model", source, load_file(source / FILE))
+    wanted = {"norm.weight", "layers.1.ffn.gate.bias", "layers.0.attn.kv_norm.weight"}
+    assert wanted <= load_file(folder / FILE).keys()
+    found = tensors_of(folder)
+    assert (found.unknown, found.missing, found.left) == ((), (), 2)
+    expected = greedy_tokens(load_plain(source), PROMPT, 12)
     assert tokens_of(folder, 12) == expected
+
+
+def test_experts_in_fp4_beside_matrices_in_fp8(tiny: Folder, tmp_path: Path) -> None:
+    """As published; the output is that of the words that codes and scales stand for."""
+    source, words, codes = tiny("deepseek_v4"), dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in load_file(source / FILE).items():
+        scales = name.removesuffix("weight") + "scale"
+        if ".experts." in name:
+            packed, exponents, exact = mxfp4_codes(tensor.numpy())
+            codes[name] = torch.from_numpy(packed.reshape(len(packed), -1)).view(torch.int8)
+            codes[scales] = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
+            words[name] = torch.from_numpy(exact)
+        elif IN_FP8.search(name):
+            codes[name], codes[scales], exact = fp8_codes(tensor, torch.float8_e8m0fnu)
+            words[name] = exact.float()
+        else:
+            codes[name] = words[name] = tensor
+    settings = SETTINGS | {"scale_fmt": "ue8m0"}
+    more = {"expert_dtype": "fp4", "quantization_config": settings}
+    folder = write_published(tmp_path / "codes", source, codes, **more)
+    plain = write_published(tmp_path / "words", source, words)
+    found = tensors_of(folder)
+    assert (found.unknown, found.missing) == ((), ())
+    expected = greedy_tokens(load_plain(plain), PROMPT, 16)
+    assert tokens_of(plain, 16) == expected
+    for length, drafter in ((0, None), (3, "ngram")):
+        options = {} if drafter is None else {"drafter": drafter}
+        assert tokens_of(folder, 16, draft_length=length, **options) == expected
+
+
+@pytest.mark.parametrize("more", [{"moe_quant_algo": "NVFP4"}, {"expert_dtype": "fp6"}])
+def test_experts_in_other_codes_are_refused(
+    more: dict[str, Any], tiny: Folder, tmp_path: Path
+) -> None:
+    config = json.loads((tiny("deepseek_v4") / "config.json").read_text())
+    config |= {"quantization_config": SETTINGS | {"expert_dtype": "fp4"} | more}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / FILE).symlink_to(tiny("deepseek_v4") / FILE)
+    with pytest.raises(SpeqError, match=r"quantised \(fp8\) with experts in (NVFP4|fp6)"):
+        open_model(tmp_path)
 
 
 def test_token_ids_choose_experts_of_first_layers(tiny: Folder) -> None:
