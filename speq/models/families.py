@@ -348,6 +348,7 @@ FAMILIES = {
             stand_ins={"self_attn": CompressedAttention},
             limit=swiglu_limit,
             check=check_deepseek_v4,
+            halves=False,
             on_the_host="tokens that layers of family deepseek_v4 see are counted by the host",
             text_part=TextModelPart(
                 "deepseek_v4",

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
-from speq.errors import DependencyError
+from speq.errors import DependencyError, UnsupportedError
 from speq.experts.expert_names import USUAL_NAMES, ExpertNames, Stacked
 from speq.files.text_part import TextModelPart
 from speq.kernels.ops import UNGATED, Activation
@@ -152,6 +153,7 @@ class Family:
                   see `Activation`
     check         raises SpeqError for a config that would otherwise fail in a pass; given the
                   config, the number of experts and where the config was read
+    halves        whether transformers' classes compute in float16
     on_the_host   what its classes compute on the host during a pass, which no graph can hold
     since         first version of transformers with all that speq needs of it
     predictor     its MTP layer; None: speq reads none of this family
@@ -195,6 +197,7 @@ class Family:
     activation: str | None = None
     limit: Callable[[Any, int], float] = no_limit
     check: Callable[[Any, int, object], None] = check_nothing
+    halves: bool = True
     on_the_host: str | None = None
     since: str = "5.17"
     predictor: MtpLayerKind | None = None
@@ -288,6 +291,14 @@ class Family:
             raise DependencyError(
                 f"{where} is of family {self.model_type!r}, which transformers "
                 f"{transformers_version} {lacks}; install transformers {self.since} or later"
+            )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise SpeqError for a compute dtype that the family does not run in."""
+        if dtype == torch.float16 and not self.halves:
+            raise UnsupportedError(
+                f"family {self.model_type} keeps some matrices in float32 under float16, and "
+                "transformers cannot multiply by them; compute in bfloat16 or float32 (--dtype)"
             )
 
     def config(self, content: dict[str, Any], where: Path) -> dict[str, Any]:

@@ -150,6 +150,19 @@ def test_experts_in_fp4_beside_matrices_in_fp8(tiny: Folder, tmp_path: Path) -> 
         assert tokens_of(folder, 16, draft_length=length, **options) == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_counted_is_held(dtype: str, tiny: Folder) -> None:
+    generator = Generator.from_pretrained(tiny("deepseek_v4"), "64MiB", **(RUN | {"dtype": dtype}))
+    opened = open_model(tiny("deepseek_v4"))
+    counted = opened.shape.resident_bytes(getattr(torch, dtype))
+    assert counted == generator.runtime.model.nbytes
+    # By hand: a key and what layers of windows of 4, of 12 and of none keep beside it.
+    kept = (32 + (32 + 16) + 4 * (32 + 16)) + (32 + 32 + 2 * 32) + 32
+    assert opened.shape.kv_elements_per_token == kept
+    opened.close()
+    generator.close()
+
+
 @pytest.mark.parametrize("more", [{"moe_quant_algo": "NVFP4"}, {"expert_dtype": "fp6"}])
 def test_experts_in_other_codes_are_refused(
     more: dict[str, Any], tiny: Folder, tmp_path: Path
@@ -184,6 +197,8 @@ def test_experts_that_token_ids_choose_are_not_forecast(tmp_path: Path) -> None:
 def test_what_the_family_does_not_run_in_is_refused(tiny: Folder, tmp_path: Path) -> None:
     with pytest.raises(SpeqError, match=r"pass on several rows of a token .* run it on one"):
         open_model(tiny("deepseek_v4"), part=LayerRange(0, 2))
+    with pytest.raises(SpeqError, match="keeps some matrices in float32 under float16"):
+        Generator.from_pretrained(tiny("deepseek_v4"), "64MiB", **(RUN | {"dtype": "float16"}))
     with pytest.raises(SpeqError, match="layers look at token ids"):
         quantize(tiny("deepseek_v4"), out=tmp_path / "out")
 
