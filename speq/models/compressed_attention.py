@@ -92,7 +92,8 @@ class CompressedAttention:
     """Replacement of a layer's attention, over caches with rollback."""
 
     def __init__(self, module: Any, rotary: Any) -> None:
-        self._module, self._rotate = weakref.proxy(module), rotation_of(module)
+        self._module: Any = weakref.proxy(module)
+        self._rotate = rotation_of(module)
 
     def __call__(
         self,
