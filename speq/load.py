@@ -172,7 +172,6 @@ def load(
     # Drafts are refused before weights are loaded, and even where the budget has no room.
     with contextlib.closing(RunDraft.open(opened, drafts, codec)) as draft:
         spec = draft.model_spec(opened, compute.dtype)
-        spec = draft.model_spec(opened, compute.dtype, 0 if copy is None else copy.writing_bytes)
         opened.family.check_dtype(spec.dtype)
         graphs = compute.graphs == "auto"
         secondary = secondary_drafter(drafts, limits is not None)
