@@ -3,15 +3,26 @@
 #pragma once
 
 #include <array>
+#include <new>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "cpu/blocks.h"
 #include "cpu/decode_portable.h"
 
 namespace speq::cpu {
 namespace {
+
+// Memory for so many elements. What a template of another header leaves behind has a name outside
+// this file: the linker would keep one copy for all, of whatever instruction set.
+template <typename T> struct Room {
+  explicit Room(std::int64_t count)
+      : first(static_cast<T *>(::operator new(count * sizeof(T), kAligned))) {}
+  ~Room() { ::operator delete(first, kAligned); }
+  Room(const Room &) = delete;
+  static constexpr std::align_val_t kAligned{64};
+  T *const first;
+};
 
 // A product has sums of type Sum: clear(sum), total(sum), at(input, first) for where a row of
 // inputs goes on, and add<whole>(sums, blocks, input, first, present), which adds the products of a
@@ -57,6 +68,16 @@ concept TakesSegments = requires(typename Product::Sum sum, Decoder decoder) {
   decoder.begin(1, 0);
 };
 
+// A decoder that gives a block of a quad in an order of its own: next(first, quad), then quad.add
+// adds its products to partial sums. Inputs are laid in that order once (Quad::lay), and partial
+// sums put back in theirs (Quad::put_in_order).
+template <typename Product, typename Decoder>
+concept TakesLaid =
+    requires(typename Product::Sum sum, Decoder decoder, typename Decoder::Quad quad) {
+      sum.partial;
+      decoder.next(1, quad);
+    };
+
 // Four rows by R inputs.
 template <typename Product, typename Decoder, int R, typename Rows>
 void dot_quad(const Rows &matrix, std::int64_t quad, const void *const *inputs,
@@ -81,14 +102,18 @@ void dot_quad(const Rows &matrix, std::int64_t quad, const void *const *inputs,
   };
   std::int64_t first = 0;
   for (; first + kBlockColumns <= matrix.columns; first += kBlockColumns) {
-    if constexpr (TakesSegments<Product, Decoder>) {
+    const float *values[R];
+    SPEQ_UNROLL
+    for (int r = 0; r < R; ++r) {
+      values[r] = static_cast<const float *>(inputs[r]) + first;
+    }
+    const std::int64_t partial = first_partial(first);
+    if constexpr (TakesLaid<Product, Decoder>) {
+      typename Decoder::Quad blocks;
+      decoder.next(first, blocks);
+      blocks.add(values, [&](int r, int n) { return sums[r][n].partial + partial; });
+    } else if constexpr (TakesSegments<Product, Decoder>) {
       decoder.begin(int(kQuadRows), first);
-      const float *values[R];
-      SPEQ_UNROLL
-      for (int r = 0; r < R; ++r) {
-        values[r] = static_cast<const float *>(inputs[r]) + first;
-      }
-      const std::int64_t partial = first_partial(first);
       for (int n = 0; n < kQuadRows; ++n) {
         decoder.segments(n, first, [&](int half, const auto &segment) {
           SPEQ_UNROLL
@@ -100,6 +125,13 @@ void dot_quad(const Rows &matrix, std::int64_t quad, const void *const *inputs,
       }
     } else {
       add(std::true_type(), first, kBlockColumns);
+    }
+  }
+  if constexpr (TakesLaid<Product, Decoder>) {
+    for (int r = 0; r < R; ++r) {
+      for (int n = 0; n < kQuadRows; ++n) {
+        Decoder::Quad::put_in_order(sums[r][n].partial);
+      }
     }
   }
   if (first < matrix.columns) {
@@ -145,32 +177,62 @@ constexpr auto passing_dots(std::integer_sequence<int, kLess...>) {
   return std::array{dot_quad<Product, Decoder, kLess + 1, Rows>...};
 }
 
+// The rows from `row` on by way of their words; outs are of the rows from `begin` on.
+template <typename Decoder, DotExact kDot, typename Rows>
+void dot_words(const Rows &matrix, std::int64_t begin, std::int64_t row, std::int64_t end,
+               const void *const *inputs, std::int64_t count, float *const *outs) {
+  const Room<BFloat16> words(kQuadRows * matrix.columns);
+  const Room<float *> quad_outs(count);
+  for (; row < end; row += kQuadRows) {
+    for (std::int64_t r = 0; r < count; ++r) {
+      quad_outs.first[r] = outs[r] + row - begin;
+    }
+    decode_quad<Decoder>(matrix, row / kQuadRows, words.first);
+    const std::int64_t rows = end - row < kQuadRows ? end - row : kQuadRows;
+    kDot(words.first, matrix.columns, rows, inputs, count, quad_outs.first);
+  }
+}
+
+// A row of inputs in the order that a decoder's blocks are in.
+template <typename Quad> void lay_row(const float *values, std::int64_t columns, float *out) {
+  std::int64_t first = 0;
+  for (; first + kBlockColumns <= columns; first += kBlockColumns) {
+    Quad::lay(values + first, out + first);
+  }
+  std::memcpy(out + first, values + first, (columns - first) * sizeof(float));
+}
+
 // kDot: the product of plain weights, with the same inputs.
 template <typename Product, typename Decoder, DotExact kDot, typename Rows>
 void dot_coded(const Rows &matrix, std::int64_t begin, std::int64_t end, const void *const *inputs,
                std::int64_t count, float *const *outs) {
-  std::vector<BFloat16> words;
-  float *quad_outs[Product::kMostInputs];
-  std::vector<float *> all_outs;
-  for (std::int64_t row = begin; row < end; row += kQuadRows) {
-    const std::int64_t rows = end - row < kQuadRows ? end - row : kQuadRows;
-    if (rows == kQuadRows && count <= Product::kMostInputs) {
+  constexpr int kMost = Product::kMostInputs;
+  constexpr bool kLaid = TakesLaid<Product, Decoder>;
+  std::int64_t row = begin;
+  if (count <= kMost && end - begin >= kQuadRows) {
+    constexpr auto dots =
+        passing_dots<Product, Decoder, Rows>(std::make_integer_sequence<int, kMost>());
+    const auto dot = dots[count - 1];
+    const Room<float> laid(kLaid ? count * matrix.columns : 0);
+    const void *quad_inputs[kMost];
+    for (std::int64_t r = 0; r < count; ++r) {
+      quad_inputs[r] = inputs[r];
+      if constexpr (kLaid) {
+        quad_inputs[r] = laid.first + r * matrix.columns;
+        lay_row<typename Decoder::Quad>(static_cast<const float *>(inputs[r]), matrix.columns,
+                                        laid.first + r * matrix.columns);
+      }
+    }
+    for (; row + kQuadRows <= end; row += kQuadRows) {
+      float *quad_outs[kMost];
       for (std::int64_t r = 0; r < count; ++r) {
         quad_outs[r] = outs[r] + row - begin;
       }
-      constexpr auto dots = passing_dots<Product, Decoder, Rows>(
-          std::make_integer_sequence<int, Product::kMostInputs>());
-      const auto dot = dots[count - 1];
-      dot(matrix, row / kQuadRows, inputs, quad_outs);
-      continue;
+      dot(matrix, row / kQuadRows, quad_inputs, quad_outs);
     }
-    words.resize(kQuadRows * matrix.columns);
-    all_outs.assign(outs, outs + count);
-    for (float *&out : all_outs) {
-      out += row - begin;
-    }
-    decode_quad<Decoder>(matrix, row / kQuadRows, words.data());
-    kDot(words.data(), matrix.columns, rows, inputs, count, all_outs.data());
+  }
+  if (row < end) {
+    dot_words<Decoder, kDot>(matrix, begin, row, end, inputs, count, outs);
   }
 }
 

@@ -8,18 +8,29 @@
 namespace speq::cpu {
 namespace {
 
+// A constant that the compiler does not know: where registers are few, it would make it anew in
+// each turn of a loop, in three instructions, and not read it.
+SPEQ_MEMBER __m256i in_memory(__m256i value) {
+  asm("" : "+x"(value));
+  return value;
+}
+SPEQ_MEMBER __m256i in_memory(int byte) { return in_memory(_mm256_set1_epi8(char(byte))); }
+
+// Values of three bits, each two of them in a pair of bytes: from bit 8, 6, 4 or 2 on, in turns.
+SPEQ_MEMBER __m256i classes_of_pairs(__m256i pairs, __m256i both_kept, __m256i kept) {
+  const __m256i by = _mm256_set1_epi64x(1ll << 8 | 1ll << 26 | 1ll << 44 | 1ll << 62);
+  const __m256i both = _mm256_and_si256(_mm256_mulhi_epu16(pairs, by), both_kept);
+  return _mm256_and_si256(_mm256_or_si256(both, _mm256_slli_epi16(both, 5)), kept);
+}
+
 // 32 values of three bits out of the first 12 of 16 bytes that may be read.
 inline __m256i classes_of_32(const std::uint8_t *bytes) {
   const __m256i packed =
       _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
-  // Pairs of bytes that hold two neighbouring values, from bit 8, 6, 4 or 2 on, and those alone.
   const __m256i pairs = _mm256_shuffle_epi8(
       packed, _mm256_setr_epi8(-1, 0, 0, 1, 1, 2, 2, 3, -1, 3, 3, 4, 4, 5, 5, 6, -1, 6, 6, 7, 7, 8,
                                8, 9, -1, 9, 9, 10, 10, 11, 11, 12));
-  const __m256i by = _mm256_set1_epi64x(1ll << 8 | 1ll << 26 | 1ll << 44 | 1ll << 62);
-  const __m256i both = _mm256_and_si256(_mm256_mulhi_epu16(pairs, by), _mm256_set1_epi16(0x3F));
-  return _mm256_and_si256(_mm256_or_si256(both, _mm256_slli_epi16(both, 5)),
-                          _mm256_set1_epi16(0x0707));
+  return classes_of_pairs(pairs, _mm256_set1_epi16(0x3F), _mm256_set1_epi16(0x0707));
 }
 
 inline __m256i load32(const std::uint8_t *bytes) {
@@ -41,14 +52,13 @@ inline std::uint64_t bits_of(__m256i low, __m256i high) {
 
 inline std::uint64_t first_bits(std::int64_t present) { return ~0ull >> (kBlockColumns - present); }
 
-// Bytes that are marked, all ones, counted from the front of each half of a vector: the counts up
-// to each byte, negative.
-inline __m256i counts_of(__m256i marks) {
-  marks = _mm256_add_epi8(marks, _mm256_slli_epi64(marks, 8));
-  marks = _mm256_add_epi8(marks, _mm256_slli_epi64(marks, 16));
-  marks = _mm256_add_epi8(marks, _mm256_slli_epi64(marks, 32));
+// The sums of bytes up to each one, from the front of each half of a vector.
+inline __m256i sums_up_to(__m256i values) {
+  values = _mm256_add_epi8(values, _mm256_slli_epi64(values, 8));
+  values = _mm256_add_epi8(values, _mm256_slli_epi64(values, 16));
+  values = _mm256_add_epi8(values, _mm256_slli_epi64(values, 32));
   const __m256i of_first_eight = _mm256_set_epi64x(0x0707070707070707, -1, 0x0707070707070707, -1);
-  return _mm256_add_epi8(marks, _mm256_shuffle_epi8(marks, of_first_eight));
+  return _mm256_add_epi8(values, _mm256_shuffle_epi8(values, of_first_eight));
 }
 
 // 32 words: the outer sixteen of each half, and the inner ones.
@@ -65,9 +75,115 @@ inline void store_words(BFloat16 *words, __m256i low, __m256i high) {
   store_halves(words, _mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high));
 }
 
+// 32 bytes: sixteen, and sixteen of the other segment of a block.
+SPEQ_MEMBER __m256i load_apart(const std::uint8_t *first, const std::uint8_t *second) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(first)), load16(second), 1);
+}
+
+// A block of each row of a quad by the bytes of its words: of the first sixteen columns of both
+// segments, then of the last. As floats, eight columns of a segment lie beside eight of the next
+// one, even columns apart from odd ones: so no word changes halves. Inputs are laid alike.
+struct LaidQuad {
+  __m256i low[kQuadRows][2], high[kQuadRows][2];
+
+  // Adds the products by R rows of 64 laid values to the partial sums of both segments, which begin
+  // with sum_of(r, n). By one row, rows of weights go together, for sums wait longest.
+  template <int R, typename SumOf>
+  SPEQ_MEMBER void add(const float *const (&values)[R], const SumOf &sum_of) const {
+    if constexpr (R == 1) {
+      Sums sums[kQuadRows];
+      SPEQ_UNROLL
+      for (int n = 0; n < kQuadRows; ++n) {
+        sums[n].load(sum_of(0, n));
+      }
+      SPEQ_UNROLL
+      for (int i = 0; i < kSegmentVectors; ++i) {
+        SPEQ_UNROLL
+        for (int n = 0; n < kQuadRows; ++n) {
+          sums[n].add(Floats(words_of(n, i)), values[0], i);
+        }
+      }
+      SPEQ_UNROLL
+      for (int n = 0; n < kQuadRows; ++n) {
+        sums[n].store(sum_of(0, n));
+      }
+      return;
+    }
+    for (int n = 0; n < kQuadRows; ++n) {
+      const Floats floats[kSegmentVectors] = {Floats(words_of(n, 0)), Floats(words_of(n, 1)),
+                                              Floats(words_of(n, 2)), Floats(words_of(n, 3))};
+      SPEQ_UNROLL
+      for (int r = 0; r < R; ++r) {
+        Sums sums;
+        sums.load(sum_of(r, n));
+        SPEQ_UNROLL
+        for (int i = 0; i < kSegmentVectors; ++i) {
+          sums.add(floats[i], values[r], i);
+        }
+        sums.store(sum_of(r, n));
+      }
+    }
+  }
+
+  // 64 values of a row of inputs as `add` takes them.
+  SPEQ_MEMBER static void lay(const float *values, float *out) {
+    for (int i = 0; i < kSegmentVectors; ++i, values += kVectorColumns, out += 2 * kVectorColumns) {
+      const __m256 first = beside(values, values + kSegmentColumns);
+      const __m256 second = beside(values + 4, values + kSegmentColumns + 4);
+      _mm256_storeu_ps(out, _mm256_shuffle_ps(first, second, _MM_SHUFFLE(2, 0, 2, 0)));
+      _mm256_storeu_ps(out + kVectorColumns,
+                       _mm256_shuffle_ps(first, second, _MM_SHUFFLE(3, 1, 3, 1)));
+    }
+  }
+
+  // Partial sums that `add` has added to, in the order of sum_order.h.
+  SPEQ_MEMBER static void put_in_order(float *partial) {
+    for (int i = 0; i < kPartialSums; i += 2 * kVectorColumns) {
+      const __m256 even = _mm256_load_ps(partial + i);
+      const __m256 odd = _mm256_load_ps(partial + i + kVectorColumns);
+      const __m256 first = _mm256_unpacklo_ps(even, odd), last = _mm256_unpackhi_ps(even, odd);
+      _mm256_store_ps(partial + i, _mm256_permute2f128_ps(first, last, 0x20));
+      _mm256_store_ps(partial + i + kVectorColumns, _mm256_permute2f128_ps(first, last, 0x31));
+    }
+  }
+
+private:
+  struct Floats {
+    SPEQ_MEMBER explicit Floats(__m256i words)
+        : even(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))),
+          odd(_mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(int(0xFFFF0000))))) {}
+    __m256 even, odd;
+  };
+  struct Sums {
+    SPEQ_MEMBER void load(const float *partial) {
+      even = _mm256_load_ps(partial);
+      odd = _mm256_load_ps(partial + kVectorColumns);
+    }
+    SPEQ_MEMBER void add(const Floats &floats, const float *values, int i) {
+      values += 2 * i * kVectorColumns;
+      even = _mm256_fmadd_ps(floats.even, _mm256_loadu_ps(values), even);
+      odd = _mm256_fmadd_ps(floats.odd, _mm256_loadu_ps(values + kVectorColumns), odd);
+    }
+    SPEQ_MEMBER void store(float *partial) const {
+      _mm256_store_ps(partial, even);
+      _mm256_store_ps(partial + kVectorColumns, odd);
+    }
+    __m256 even, odd;
+  };
+
+  SPEQ_MEMBER __m256i words_of(int n, int i) const {
+    return i % 2 == 0 ? _mm256_unpacklo_epi8(low[n][i / 2], high[n][i / 2])
+                      : _mm256_unpackhi_epi8(low[n][i / 2], high[n][i / 2]);
+  }
+  SPEQ_MEMBER static __m256 beside(const float *low, const float *high) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high), 1);
+  }
+};
+
 class Avx2Lossless {
 public:
   using Block = WordBlock;
+  using Quad = LaidQuad;
 
   Avx2Lossless(const LosslessRows &matrix, std::int64_t quad)
       : columns_(matrix.columns), stride_(class_stride(columns_)),
@@ -79,34 +195,116 @@ public:
   }
 
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
-    fetch_plane<kBlockColumns>(bytes_, columns_, first);
-    fetch_plane<3 * kBlockColumns / 8>(classes_, stride_, class_bytes(first));
+    fetch(first);
     for (int n = 0; n < rows; ++n) {
       rebuild(n, first, present, blocks[n]);
     }
   }
 
+  // Each sixteen columns look their high bytes up in one vector: behind those of the classes lie
+  // the next escapes, seven at most. An escape's class and how many there are up to it tell the
+  // place. Rows go step by step together, for a row's steps wait for one another.
+  SPEQ_MEMBER void next(std::int64_t first, Quad &quad) {
+    fetch(first);
+    __m256i of[kQuadRows][2], up_to[kQuadRows];
+    Lanes lanes[kQuadRows];
+    SPEQ_UNROLL
+    for (int n = 0; n < kQuadRows; ++n) {
+      const std::uint8_t *classes = classes_ + n * stride_ + class_bytes(first);
+      const __m256i packed = load_apart(classes, classes + class_bytes(kSegmentColumns));
+      of[n][0] = classes_of_lanes(packed, 0);
+      of[n][1] = classes_of_lanes(packed, class_bytes(16));
+      const __m256i marks[2] = {escapes(of[n][0]), escapes(of[n][1])};
+      up_to[n] = _mm256_sub_epi8(_mm256_and_si256(marks[1], sixteen_), marks[0]); // both are ones
+      const auto a = std::uint32_t(_mm256_movemask_epi8(marks[0]));
+      const auto b = std::uint32_t(_mm256_movemask_epi8(marks[1]));
+      const int all_a = __builtin_popcount(a), first_a = __builtin_popcount(a & 0xFFFF);
+      const std::uint8_t **begin = lanes[n].begin;
+      const std::int64_t back = streams_.back - all_a - __builtin_popcount(b);
+      streams_.back = back & ~(back >> 63); // as take_back; a branch splits the rows' steps
+      begin[0] = stream_ + streams_.back;
+      begin[1] = begin[0] + first_a;
+      begin[2] = begin[1] + __builtin_popcount(b & 0xFFFF);
+      begin[3] = begin[2] + all_a - first_a;
+    }
+    SPEQ_UNROLL
+    for (int n = 0; n < kQuadRows; ++n) {
+      up_to[n] = sums_up_to(up_to[n]);
+    }
+    const __m256i most =
+        _mm256_or_si256(_mm256_or_si256(up_to[0], up_to[1]), _mm256_or_si256(up_to[2], up_to[3]));
+    SPEQ_UNROLL
+    for (int n = 0; n < kQuadRows; ++n) {
+      const std::uint8_t *bytes = bytes_ + n * columns_ + first;
+      const __m256i places[2] = {
+          _mm256_add_epi8(of[n][0], _mm256_and_si256(up_to[n], escapes(of[n][0]))),
+          _mm256_add_epi8(of[n][1],
+                          _mm256_and_si256(_mm256_srli_epi16(up_to[n], 4), escapes(of[n][1])))};
+      quad.low[n][0] = load_apart(bytes, bytes + 32);
+      quad.low[n][1] = load_apart(bytes + 16, bytes + 48);
+      const Lanes &at = lanes[n];
+      quad.high[n][0] = _mm256_shuffle_epi8(table(at.begin[0], at.begin[2]), places[0]);
+      quad.high[n][1] = _mm256_shuffle_epi8(table(at.begin[1], at.begin[3]), places[1]);
+    }
+    if (!_mm256_testz_si256(most, _mm256_set1_epi8(char(0x88)))) [[unlikely]] {
+      for (int n = 0; n < kQuadRows; ++n) {
+        quad.high[n][0] = of_many(of[n][0], lanes[n].begin[0], lanes[n].begin[2]);
+        quad.high[n][1] = of_many(of[n][1], lanes[n].begin[1], lanes[n].begin[3]);
+      }
+    }
+  }
+
 private:
+  // Where the escapes of each sixteen columns begin.
+  struct Lanes {
+    const std::uint8_t *begin[4];
+  };
+
+  SPEQ_MEMBER void fetch(std::int64_t first) const {
+    fetch_plane<kBlockColumns>(bytes_, columns_, first);
+    fetch_plane<3 * kBlockColumns / 8>(classes_, stride_, class_bytes(first));
+  }
+
+  SPEQ_MEMBER __m256i escapes(__m256i classes) const { return _mm256_cmpeq_epi8(classes, seven_); }
+
+  // The high bytes of classes, and of escapes as many as there are.
+  SPEQ_MEMBER __m256i of_many(__m256i classes, const std::uint8_t *first,
+                              const std::uint8_t *second) const {
+    const __m256i marks = escapes(classes), one = _mm256_set1_epi8(1);
+    const __m256i places = _mm256_sub_epi8(sums_up_to(_mm256_and_si256(marks, one)), one);
+    return _mm256_blendv_epi8(_mm256_shuffle_epi8(high_bytes_, classes),
+                              _mm256_shuffle_epi8(load_apart(first, second), places), marks);
+  }
+
+  // The classes of sixteen columns in each half, from a byte of it on.
+  SPEQ_MEMBER __m256i classes_of_lanes(__m256i packed, char at) const {
+    const char a = at, b = char(at + 3);
+    const __m256i from = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(-1, a, a, char(a + 1), char(a + 1), char(a + 2), char(a + 2), char(a + 3), -1,
+                      b, b, char(b + 1), char(b + 1), char(b + 2), char(b + 2), char(b + 3)));
+    return classes_of_pairs(_mm256_shuffle_epi8(packed, from), both_kept_, seven_);
+  }
+
+  // The high bytes of classes, and the next eight of the stream, of each half.
+  SPEQ_MEMBER __m256i table(const std::uint8_t *first, const std::uint8_t *second) const {
+    constexpr int kUpper = 0xCC; // of each half
+    return _mm256_blend_epi32(high_bytes_, load_apart(first - 8, second - 8), kUpper);
+  }
+
   SPEQ_MEMBER void rebuild(int n, std::int64_t first, std::int64_t present, Block &block) {
     const std::uint8_t *bytes = bytes_ + n * columns_ + first;
     const std::uint8_t *classes = classes_ + n * stride_ + class_bytes(first);
     const __m256i of[2] = {classes_of_32(classes), classes_of_32(classes + class_bytes(32))};
-    const __m256i seven = _mm256_set1_epi8(kEscape);
-    const __m256i marks[2] = {_mm256_cmpeq_epi8(of[0], seven), _mm256_cmpeq_epi8(of[1], seven)};
-    const std::uint64_t escapes = bits_of(marks[0], marks[1]) & first_bits(present);
-    const std::uint8_t *next = stream_ + streams_.take_back(__builtin_popcountll(escapes));
+    const std::uint64_t marked = bits_of(escapes(of[0]), escapes(of[1])) & first_bits(present);
+    const std::uint8_t *next = stream_ + streams_.take_back(__builtin_popcountll(marked));
     SPEQ_UNROLL
     for (int half = 0; half < 2; ++half) {
       // Each sixteen columns take theirs from the stream by how many come before.
-      const auto bits = std::uint32_t(escapes >> 32 * half);
+      const auto bits = std::uint32_t(marked >> 32 * half);
       const std::uint8_t *upper = next + __builtin_popcount(bits & 0xFFFF);
-      const __m256i escaped =
-          _mm256_inserti128_si256(_mm256_castsi128_si256(load16(next)), load16(upper), 1);
+      store_words(block.words + 32 * half, load32(bytes + 32 * half),
+                  of_many(of[half], next, upper));
       next = upper + __builtin_popcount(bits >> 16);
-      const __m256i places = _mm256_sub_epi8(_mm256_set1_epi8(-1), counts_of(marks[half]));
-      const __m256i high = _mm256_blendv_epi8(_mm256_shuffle_epi8(high_bytes_, of[half]),
-                                              _mm256_shuffle_epi8(escaped, places), marks[half]);
-      store_words(block.words + 32 * half, load32(bytes + 32 * half), high);
     }
     clear_behind(block, present);
   }
@@ -115,6 +313,9 @@ private:
   const std::uint8_t *bytes_, *classes_, *stream_;
   QuadStreams streams_;
   __m256i high_bytes_;
+  // Sixteen: a mark of the second of two vectors.
+  const __m256i seven_ = in_memory(kEscape), sixteen_ = in_memory(0x10);
+  const __m256i both_kept_ = in_memory(_mm256_set1_epi16(0x3F));
 };
 
 // 32 codes, a byte each.
@@ -286,7 +487,7 @@ private:
                                          const __m256i (&zeros)[2], __m256i (&classes)[2]) {
     // How many there are up to each column, negative, of the whole block.
     const __m256i last = _mm256_set1_epi8(15);
-    __m256i counts[2] = {counts_of(zeros[0]), counts_of(zeros[1])};
+    __m256i counts[2] = {sums_up_to(zeros[0]), sums_up_to(zeros[1])};
     const __m256i sums = _mm256_shuffle_epi8(counts[0], last);
     const __m256i upper_sums = _mm256_shuffle_epi8(counts[1], last);
     counts[0] = _mm256_add_epi8(counts[0], _mm256_permute2x128_si256(sums, sums, 0x08));

@@ -7,14 +7,6 @@
 namespace speq::cpu {
 namespace {
 
-// A constant that the compiler does not know: where registers are few, it would make it anew in
-// each turn of a loop, in three instructions, and not read it.
-SPEQ_MEMBER __m256i in_memory(__m256i value) {
-  asm("" : "+x"(value));
-  return value;
-}
-SPEQ_MEMBER __m256i in_memory(int byte) { return in_memory(_mm256_set1_epi8(char(byte))); }
-
 // 32 codes so that what comes of them by unpacking bytes, and then pairs, is in their order: groups
 // of four go to the lower and the upper half in turns.
 SPEQ_MEMBER __m256i dealt(__m256i codes) {
