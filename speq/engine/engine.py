@@ -35,6 +35,7 @@ from speq.engine.request_step import PackedDrafts, RequestStep
 from speq.engine.sampler import HostSampler, Sampler
 from speq.engine.verification import EagerVerification, Verification
 from speq.errors import SpeqError, present
+from speq.files.alignment import free_memory
 from speq.governor.batches import Governors, longest_draft
 from speq.governor.confidence import Confidence
 from speq.governor.draft_length import Decision, FixedDraftLength, Governor
@@ -418,7 +419,7 @@ class Engine:
         self.verification = EagerVerification(self.model, self.offload.target)
         kv = [tensor for cache in self.caches for tensor in cache.tensors()]
         for tensor in (self.offload.slots, *kv):
-            tensor.untyped_storage().resize_(0)
+            free_memory(tensor)
 
 
 def drafts_of(drafters: list[Drafter], requests: list[DraftRequest]) -> list[Draft]:

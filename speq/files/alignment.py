@@ -8,6 +8,8 @@ from torch import Tensor
 
 # A multiple of the logical block of every disk in use, and a page.
 ALIGNMENT = 4096
+# A huge page of most processors.
+HUGE_PAGE = 2 << 20
 
 
 def align(nbytes: int) -> int:
@@ -18,11 +20,21 @@ def align(nbytes: int) -> int:
 def allocate_aligned(rows: int, row_bytes: int, device: torch.device | str = "cpu") -> Tensor:
     """Allocate a uint8 tensor [rows, row_bytes] that begins at a multiple of ALIGNMENT.
 
-    It takes ALIGNMENT extra bytes.
+    It takes ALIGNMENT extra bytes. On the CPU what holds a huge page is mapped on its own: malloc
+    may give memory again that lies in small pages already, into which a disk was measured to read
+    at 1.2 GB/s in place of 2.5.
     """
-    whole = torch.empty(rows * row_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
-    start = -whole.data_ptr() % ALIGNMENT
-    made = whole[start : start + rows * row_bytes].view(rows, row_bytes)
+    nbytes = rows * row_bytes
+    mapped = torch.device(device).type == "cpu" and nbytes >= HUGE_PAGE
+    alignment = HUGE_PAGE if mapped else ALIGNMENT
+    if mapped:
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        room = mmap.mmap(-1, nbytes + alignment, flags=private)
+        whole = torch.frombuffer(room, dtype=torch.uint8)
+    else:
+        whole = torch.empty(nbytes + alignment, dtype=torch.uint8, device=device)
+    start = -whole.data_ptr() % alignment
+    made = whole[start : start + nbytes].view(rows, row_bytes)
     if made.device.type == "cpu":
         prefer_huge_pages(made)
     return made
@@ -42,6 +54,15 @@ def release_pages(memory: Tensor) -> None:
     written again.
     """
     _advise(memory, "MADV_DONTNEED")
+
+
+def free_memory(tensor: Tensor) -> None:
+    """Free the memory of a tensor that nobody reads any more, even where something still holds it."""
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+    else:  # mapped by `allocate_aligned`
+        release_pages(tensor)
 
 
 def _advise(memory: Tensor, advice: str) -> None:

@@ -123,7 +123,7 @@ def prove(
             json_file=None,
             force=False,
             progress=progress,
-            **{"dtype": settings.dtype, "draft": "none", "device": settings.device},
+            **{"dtype": settings.dtype, "draft": "none", "device": settings.device, **ALONE},
         )
         passed = passed and result.passed
         sentence = f"{sentence}; {result.sentence.removeprefix('passed: ')}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from speq import SpeqError
 from speq.bench.machine.page_cache import cached_bytes, drop
 from speq.files import range_file
-from speq.files.alignment import ALIGNMENT, align, allocate_aligned
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned, free_memory
 from speq.files.range_file import ENDS_BYTES, RangeFile
 from tests.helpers.direct_reads import ask_for_blocks, reads_directly
 from tests.helpers.open_files import open_files
@@ -240,3 +240,13 @@ def test_aligned_memory(rows: tuple[int, int]) -> None:
     assert made.is_contiguous()
     assert made.data_ptr() % ALIGNMENT == 0
     made.fill_(7)
+
+
+@pytest.mark.parametrize("rows", [(1, 4096), (3, 1 << 20)])
+def test_freed_memory_is_taken_from_its_holders(rows: tuple[int, int]) -> None:
+    made = allocate_aligned(*rows)
+    made.fill_(7)
+    view = made[-1:]
+    free_memory(made)
+    # What malloc gave is gone; what is mapped has fresh pages.
+    assert made.untyped_storage().nbytes() == 0 or not view.any()
