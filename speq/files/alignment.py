@@ -57,7 +57,7 @@ def release_pages(memory: Tensor) -> None:
 
 
 def free_memory(tensor: Tensor) -> None:
-    """Free the memory of a tensor that nobody reads any more, even where something still holds it."""
+    """Free the memory of a tensor that nobody reads any more, but something may still hold."""
     storage = tensor.untyped_storage()
     if storage.resizable():
         storage.resize_(0)
