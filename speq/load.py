@@ -130,6 +130,8 @@ class Loaded:
         finally:  # also where one of them is gone
             self.model.close()
             self.opened.close()
+            if self.copy is not None:  # whose records the store has read
+                self.copy.close()
 
 
 def load(
@@ -183,6 +185,8 @@ def load(
             drafting = [way for way in published if way.drafts] if asks_for_draft(drafts) else []
             if holds_all(spec, drafting or published, budget):
                 codec = opened.store.codec.name  # none is read twice, and none need be copied
+            elif not copy.is_possible:
+                copy, spec = None, replace(spec, copying_bytes=0)
             else:
                 copied_bytes = copied_slot_bytes(opened.store, copy.codec)
                 spec = replace(spec, copied_slot_bytes=copied_bytes)

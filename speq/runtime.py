@@ -325,6 +325,15 @@ class Runtime:
 
     def close(self) -> None:
         """Give back memory, files and transfers. Keep what was expected of the run, and came."""
+        with contextlib.ExitStack() as closing:  # also where the device is lost
+            closing.callback(self._loaded.close)
+            closing.callback(self.engine.close)
+            if self._spilled is not None:
+                closing.callback(self._spilled.close)
+            self._keep_expected()
+
+    def _keep_expected(self) -> None:
+        """Keep what was expected of the run, and came, where it was as usual."""
         config, loaded, plan = self.config, self._loaded, self._loaded.decision.residency_plan
         # A run that is slower or faster by its options would correct others wrongly.
         usual = not config.peer_budget and loaded.sums == sums_on(loaded.device, "auto")
@@ -335,12 +344,6 @@ class Runtime:
             if config.profile == "auto" and not config.draft_length:
                 way, budget_bytes = way_of(plan, machine is None), loaded.decision.memory.budget
                 forecasts.keep(loaded.model_spec.name, way, budget_bytes, told, seen, self._steady)
-        if self._spilled is not None:
-            self._spilled.close()
-        try:
-            self.engine.close()
-        finally:  # also where the device is lost
-            self._loaded.close()
 
 
 def spilled_prefixes(config: RunConfig) -> SpilledPrefixes | None:

@@ -119,10 +119,6 @@ class CopyingStore(EncodingStore):
         self.words.read(layer, expert, self._wide_words)
         return PlainExpert(*self.words.codec.decode(self._wide_words))
 
-    def close(self) -> None:
-        self._copy.close()
-        super().close()
-
 
 @dataclass(frozen=True, slots=True)
 class WideBesideSlots(SlotExperts):
@@ -147,7 +143,8 @@ class WideBesideSlots(SlotExperts):
         out: Tensor,
         biases: ExpertBiases | None = None,
     ) -> None:
-        wide = [expert for expert in self.wide(layer) if expert in slots]
+        found = self.wide(layer)  # readers of other experts may add to it meanwhile
+        wide = [expert for expert in slots if expert in found]
         if wide and grouping.index is None:
             slot_table = slot_table.clone()
             slot_table[wide] = -1

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def copy_codec(store: ExpertStore) -> ExpertCodec | None:
 class PackedCopy:
     """A copy that a thread of its own is writing.
 
-    store  the published experts; the copy reads them through files of its own
+    store  the published experts, which the run reads at the same time
     """
 
     def __init__(self, checkpoint: Checkpoint, store: SafetensorsExpertStore, folder: Path) -> None:
@@ -152,7 +153,7 @@ class PackedCopy:
         """
         codec = self._packing.codec
         room = 2 * codec.shape.nbytes + usual_bytes(codec) + 3 * ALIGNMENT
-        return room + self._store.reading_bytes
+        return room + 2 * self._store.reading_bytes
 
     @property
     def usual_bytes(self) -> int:
@@ -168,13 +169,16 @@ class PackedCopy:
         """Folder of the model, without links."""
         return os.path.realpath(self._checkpoint.path)
 
-    def begin(self) -> None:
-        """Start to write, with a log line, if the disk has room."""
+    @cached_property
+    def is_possible(self) -> bool:
+        """True if there is something to write or to compare, and the disk has room, with a log
+        line. It is asked once.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if (self.folder / EXPERTS_MANIFEST).exists():
                 if CopySource.of(self.folder).holds(self._stamp):
-                    return  # another run has made it meanwhile
+                    return False  # another run has made it meanwhile
                 logger.warning(
                     "the files of %s were touched or replaced since their packed copy was made: "
                     "this run reads them, and compares them with it meanwhile; later runs read the "
@@ -182,9 +186,15 @@ class PackedCopy:
                     self._checkpoint.path,
                 )
             elif not self._has_room():
-                return
+                return False
         except (OSError, SpeqError) as error:
             logger.warning("no packed copy of the experts is made: %s", error)
+            return False
+        return True
+
+    def begin(self) -> None:
+        """Start to write, if that is possible."""
+        if not self.is_possible:
             return
         # A process may end without closing its models, but not while the thread runs.
         atexit.register(self.stop)

@@ -132,6 +132,7 @@ def measure_profile(
     )
     try:
         runtime = generator.runtime
+        runtime.finish_copy()  # later runs read it, and are what is measured
         by_length, routes = measure_steps(generator, prompts, settings.max_new_tokens, tell)
         points, first_fetch_s = measure_link(runtime, tell, clock)
         shape = runtime.opened.store.codec.shape

@@ -94,6 +94,7 @@ class Copying:
     def close(self) -> None:
         self.copy.stop()
         self.store.close()
+        self.copy.close()
         self.opened.close()
 
 
