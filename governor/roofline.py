@@ -91,13 +91,15 @@ class StepEstimate(NamedTuple):
     @property
     def overlapped_s(self) -> float:
         """T_cycle if transfers hide behind the draft and the layers before theirs. The shorter of
-        the two takes longer beside the other, which has progressed by less when it ends.
+        the two takes longer beside the other, which has progressed by less when it ends. At worst
+        they take turns.
         """
         compute_s, missing_s = self.compute_s, self.missing_s
-        return max(
+        beside_s = max(
             missing_s + compute_s * self.compute_slows * (1 - 1 / self.link_slows),
             compute_s + missing_s * self.link_slows * (1 - 1 / self.compute_slows),
         )
+        return min(beside_s, compute_s + missing_s)
 
     @property
     def step_s(self) -> float:

@@ -170,7 +170,8 @@ class Runtime:
                 yield
             finally:
                 stats.card = summary(readings)
-                if self._steady is not None:
+                context = max(cache.length for cache in self.engine.caches)
+                if self._steady is not None and context < forecasts.MOST_CONTEXT:
                     self._steady.add(stats)
                 stats.verified_bytes = verified.nbytes - before[0]
                 stats.verified_s = verified.seconds - before[1]
@@ -336,13 +337,15 @@ class Runtime:
         """Keep what was expected of the run, and came, where it was as usual."""
         config, loaded, plan = self.config, self._loaded, self._loaded.decision.residency_plan
         # A run that is slower or faster by its options would correct others wrongly.
-        usual = not config.peer_budget and loaded.sums == sums_on(loaded.device, "auto")
+        usual = not (config.peer_budget or config.verify_reads) and config.graphs == "auto"
+        usual &= config.profile != "none" and loaded.sums == sums_on(loaded.device, "auto")
         whole = loaded.limits is None and loaded.others is None and loaded.copy is None
         if usual and whole and self._steady is not None and plan.expected is not None:
             told, machine = plan.expected, loaded.machine
             seen = told if machine is None else machine.learn(plan, self._steady)
             if config.profile == "auto" and not config.draft_length:
-                way, budget_bytes = way_of(plan, machine is None), loaded.decision.memory.budget
+                way = way_of(plan, loaded.budget.on_cpu, machine is None)
+                budget_bytes = loaded.decision.memory.budget
                 forecasts.keep(loaded.model_spec.name, way, budget_bytes, told, seen, self._steady)
 
 

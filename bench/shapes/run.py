@@ -31,7 +31,7 @@ from speq.measure.plan import plan_of
 from speq.measure.report import Column, Report
 from speq.measure.settings import PlanSettings
 from speq.models.opened import open_model
-from speq.planning.forecasts import SteadyTime, correction, way_of
+from speq.planning.forecasts import SteadyTime
 from speq.stats import ratio
 from speq.units import Progress, format_bytes, parse_bytes, track
 
@@ -159,8 +159,8 @@ def bounds_of(
         "budget_bytes": parse_bytes(budget),
         "context": context,
         "forecasts": {
-            (each.codec, each.encoded): each.tpot_s
-            * correction(folder.name, way_of(each, False), parse_bytes(budget))
+            (each.codec, each.encoded, each.copied_share): each.tpot_s
+            * planned.correction_of(each)
             * 1e3
             for each in planned.candidates
             if not each.drafts
@@ -202,7 +202,7 @@ def measure(
                 steady_s = present(ratio(steady.seconds, steady.tokens), "a run has no steps")
                 samples.append(made.stats | {"steady_ms": steady_s * 1e3})
             peak, held = peak_rss_bytes() - before, generator.runtime.residency_plan
-            way = held.codec, held.encoded
+            way = held.codec, held.encoded, held.copied_share
             found.append({"samples": samples, "way": way, "peak_bytes": peak, **starts})
         layers = routes_of(generator, settings.seed)
     return found, layers

@@ -1,5 +1,6 @@
 """What expected times rest on: a machine's bandwidths, or what was measured; routes; acceptance."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -77,7 +78,9 @@ class Assumptions:
         if isinstance(machine, Rates):
             return machine.source
         if isinstance(machine, Survey):
-            return f"measured on this machine just now; acceptance {self.acceptance:.0%} assumed"
+            day = time.strftime("on %Y-%m-%d", time.localtime(machine.measured_at))
+            when = day if machine.measured_at else "just now"
+            return f"measured on this machine {when}; acceptance {self.acceptance:.0%} assumed"
         given = "" if self.link_bytes_per_s is None else ", link as given"
         return f"profile measured on {machine.key.device}{given}"
 

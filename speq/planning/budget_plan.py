@@ -79,7 +79,11 @@ class BudgetPlan:
     @property
     def correction(self) -> float:
         """What runs of this machine multiply the best one's time by."""
-        way = way_of(self.candidates[self.best], isinstance(self.assumptions.machine, Profile))
+        return self.correction_of(self.candidates[self.best])
+
+    def correction_of(self, candidate: ResidencyPlan) -> float:
+        """What runs of this machine that held experts so multiply its time by."""
+        way = way_of(candidate, self.budget.on_cpu, isinstance(self.assumptions.machine, Profile))
         return correction(self.model_spec.name, way, self.budget.budget_bytes)
 
     def to_dict(self) -> dict[str, Any]:

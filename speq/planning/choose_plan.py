@@ -231,7 +231,8 @@ class PlanChooser:
         chosen, reason, plans, outlook = self._cheapest(assumptions, fitting, margin)
         gives_up = any(way.drafts for way in plans) and not chosen.drafts
         step = present(chosen.expected, "a plan that was chosen has no estimate of its step")
-        way = way_of(chosen, isinstance(assumptions.machine, Profile))
+        tuned = isinstance(assumptions.machine, Profile)
+        way = way_of(chosen, self.budget.on_cpu, tuned)
         expected_s = step.token_s * correction(spec.name, way, self.budget.budget_bytes)
         logger.info(
             "about %g ms per token expected (%.3g tokens/s), %s%s",

@@ -19,9 +19,11 @@ from speq.stats import RunStats
 
 logger = logging.getLogger("speq")
 
-NAME, FORMAT = "forecasts.json", 2
+NAME, FORMAT, OLDER_FORMATS = "forecasts.json", 2, (1,)
 # Runs that are kept; those of fewer tokens say little.
 MOST_RUNS, LEAST_TOKENS = 100, 16
+# Attention to a longer context would count as slower computing.
+MOST_CONTEXT = 4096
 # Budgets of which one is at most so many times the other are near.
 NEAR = 1.25
 # Standard deviation of the logarithm of measured over planned, before any run.
@@ -167,9 +169,12 @@ def correction(model: str, way: str, budget_bytes: int) -> float:
     return ratio.value
 
 
-def way_of(plan: ResidencyPlan, tuned: bool) -> str:
+def way_of(plan: ResidencyPlan, on_cpu: bool, tuned: bool) -> str:
     """The way to hold experts that a forecast is of. tuned: it is by a profile"""
-    return f"{plan.name}, tuned" if tuned else plan.name
+    drafter = f"drafter {plan.drafter}" if plan.drafts else ""
+    copied = "copied" if plan.copied_share else ""
+    further = drafter, copied, "" if on_cpu else "on a GPU", "tuned" if tuned else ""
+    return ", ".join((plan.name, *filter(None, further)))
 
 
 def name_of(model: str) -> str:
@@ -184,6 +189,9 @@ def kept() -> list[ForecastRun]:
         return []
     try:
         content = read_json(path, "remove it")
+        if content.get("format") in OLDER_FORMATS:
+            logger.debug("%s is of an older version and is written anew", path)
+            return []
         if content.get("format") != FORMAT:
             raise ValueError("another format")
         return [ForecastRun.of(entry) for entry in content["runs"]]

@@ -5,6 +5,7 @@ the next. A run sees its own reads and kernels for as long as it lasts, in the v
 next one will.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -35,11 +36,11 @@ class KeptSurvey:
     survey: Survey
     link: Estimate
     compute: Estimate
-    measured_at: float | None = None
 
     @classmethod
     def new(cls, survey: Survey) -> "KeptSurvey":
         spread = max(survey.spread, SURVEY_SPREAD)
+        survey = replace(survey, measured_at=time.time())
         return cls(survey, Estimate(survey.link_bytes_per_s, spread), Estimate(1.0, spread))
 
     @property
@@ -59,9 +60,7 @@ class KeptSurvey:
         return replace(self, survey=survey, link=link, compute=compute)
 
     def keep(self, key: str) -> None:
-        entry = asdict(self)
-        measured_at = entry.pop("measured_at")
-        kept_file.keep(key, entry, measured_at)
+        kept_file.keep(key, asdict(self), self.survey.measured_at)
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> "KeptSurvey":
@@ -69,8 +68,7 @@ class KeptSurvey:
         kept here.
         """
         link, compute = estimate_of(entry["link"]), estimate_of(entry["compute"])
-        survey = Survey.of(entry["survey"])
-        return cls(survey, link, compute, float(entry["measured_at"]))
+        return cls(Survey.of(entry["survey"]), link, compute)
 
 
 @dataclass(slots=True)
@@ -118,7 +116,8 @@ class MachineSurvey:
             times = longer * kept.compute.value
             step = step._replace(verify_s=longer * step.verify_s, compute_slows=1.0)
         kept_now = kept_file.read(self.key, KeptSurvey.of)
-        if kept_now is not None and kept_now.survey == kept.survey:  # not another's, made since
+        measured_at = kept.survey.measured_at
+        if kept_now is not None and kept_now.survey.measured_at == measured_at:  # not another's
             kept_now.with_run(link, times).keep(self.key)
         return step
 

@@ -13,7 +13,7 @@ from speq.experts.expert_store import ExpertStore
 from speq.units import Clock
 
 # Of experts from the disk, at most: bytes, and seconds of a thread.
-LINK_BYTES, LINK_S = 32 << 20, 0.1
+TRIAL_BYTES, TRIAL_S = 64 << 20, 0.1
 # Reads alone and beside kernels take turns so often.
 TURNS = 3
 
@@ -22,9 +22,9 @@ def link_bytes_per_s(
     store: ExpertStore,
     slots: Sequence[Tensor],
     clock: Clock,
-    nbytes: int = LINK_BYTES,
+    nbytes: int = TRIAL_BYTES,
     first: int = 0,
-    limit_s: float = LINK_S,
+    limit_s: float = TRIAL_S,
 ) -> float:
     """At which threads together read experts from the disk.
 

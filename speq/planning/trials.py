@@ -12,6 +12,7 @@ from speq.planning.demand import Budget
 from speq.planning.dense import DenseTrial
 from speq.planning.device_trial import DeviceTrial
 from speq.planning.kept_survey import MachineSurvey
+from speq.planning.layer_trial import layer_bytes
 from speq.planning.model_spec import ModelSpec
 from speq.planning.processor_trial import ProcessorTrial
 from speq.planning.reader_survey import LEAST_BYTES, store_key
@@ -26,8 +27,9 @@ def machine_survey(
     if not isinstance(device, Processor):
         trial = DeviceTrial(store, device, opened.shape, dtype, limit_bytes, budget.graphs)
         return MachineSurvey(trial, None)
-    key = None
-    if store.num_layers * store.num_experts * mean_moved_bytes(store) >= LEAST_BYTES:
+    key, timed = None, layer_bytes(opened, dtype) <= limit_bytes
+    # Where a budget has no room for a layer, the survey is of no use to others.
+    if timed and store.num_layers * store.num_experts * mean_moved_bytes(store) >= LEAST_BYTES:
         key = (
             f"{opened.checkpoint.fingerprint()} in {dtype} by {torch.get_num_threads()} threads "
             f"and {budget.readers} readers, speq {__version__}, {store_key(store)}"

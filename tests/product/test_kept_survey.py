@@ -3,21 +3,29 @@
 import json
 import math
 import random
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from speq.devices.device import Processor
 from speq.governor.roofline import StepEstimate
-from speq.planning import kept_file
+from speq.models.opened import open_model
+from speq.planning import kept_file, trials
+from speq.planning.assumptions import Assumptions
 from speq.planning.cost.estimate import Estimate
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.cost.survey import Survey
+from speq.planning.demand import Budget
 from speq.planning.forecasts import LEAST_TOKENS, SteadyTime
 from speq.planning.kept_survey import LEAST_MOVED_BYTES, KeptSurvey, MachineSurvey
+from speq.planning.layer_trial import layer_bytes
 from speq.planning.link_trial import TURNS, LinkRates
 
 SURVEY = Survey(
@@ -84,10 +92,12 @@ def test_a_survey_is_kept_and_told_alike(home: Path) -> None:
 
 
 def test_what_is_kept_is_read_as_it_was(home: Path) -> None:
-    kept = KeptSurvey(SURVEY, Estimate(2e9, 0.25), Estimate(1.5, 0.125))
+    kept = KeptSurvey(
+        replace(SURVEY, measured_at=round(time.time())), Estimate(2e9, 0.25), Estimate(1.5, 0.125)
+    )
     kept.keep("key")
     read = kept_file.read("key", KeptSurvey.of)
-    assert read is not None and replace(read, measured_at=None) == kept
+    assert read == kept
     now = kept.now
     assert (now.link_bytes_per_s, now.memory_bytes_per_s, now.spread) == (2e9, 2e10 / 1.5, 0.25)
     assert now.expert_s == {"raw": 0.0004 * 1.5, "lossless": 0.0005 * 1.5}
@@ -104,6 +114,10 @@ def test_what_is_kept_is_read_as_it_was(home: Path) -> None:
         {"survey": asdict(SURVEY) | {"layer_s": -1}},
         {"survey": asdict(SURVEY) | {"layer_s": "soon"}},
         {"survey": asdict(SURVEY) | {"memory_bytes_per_s": 0}},
+        *({"survey": asdict(SURVEY) | {name: 0}} for name in ("link_slows", "compute_slows")),
+        {"survey": asdict(SURVEY) | {"link_slows": 0.5}},
+        {"survey": asdict(SURVEY) | {"link_bytes_per_s": 0}},
+        {"survey": asdict(SURVEY) | {"encode_bytes_per_s": {"raw": 0}}},
         {"survey": asdict(SURVEY) | {"expert_s": 1}},
         {"survey": asdict(SURVEY) | {"pass_s": 10**400}},
         {"survey": asdict(SURVEY) | {"another": 1}},
@@ -170,7 +184,11 @@ def test_a_run_tells_what_it_saw(run: SteadyTime, changes: set[str], home: Path)
     before = kept_file.read("key", KeptSurvey.of)
     surveyed.learn(plan_of(1e9), run)
     after = kept_file.read("key", KeptSurvey.of)
-    assert after is not None and before is not None and after.measured_at == before.measured_at
+    assert (
+        after is not None
+        and before is not None
+        and after.survey.measured_at == before.survey.measured_at
+    )
     found = {name for name in ("link", "compute") if getattr(after, name) != getattr(before, name)}
     assert found == changes
     # What a run saw was beside the other.
@@ -193,6 +211,23 @@ def test_a_survey_of_another_process_is_left_as_it_is(home: Path) -> None:
     before = kept_file.read("key", KeptSurvey.of)
     surveyed.learn(plan_of(1e9), run_of(0.05, 2e9))
     assert kept_file.read("key", KeptSurvey.of) == before
+
+
+def test_runs_of_one_survey_learn_whichever_ends_first(home: Path) -> None:
+    served, short = survey_of(Machine(SURVEY)), survey_of(Machine(SURVEY))
+    for surveyed in (served, short):
+        surveyed.survey(["raw"])
+    short.learn(plan_of(1e9), run_of(0.04, 2e9))
+    served.learn(plan_of(1e9), run_of(0.04, 4e9))
+    after = survey_of(Machine(SURVEY)).survey(["raw"])
+    assert after.link_bytes_per_s == pytest.approx(4e9, rel=0.1)
+
+
+def test_a_kept_survey_says_its_day() -> None:
+    shape: Any = SimpleNamespace(experts=SimpleNamespace(num_experts=64), top_k=6)
+    told = Assumptions.of_survey(replace(SURVEY, measured_at=1_700_000_000), shape).source
+    assert told.startswith("measured on this machine on 2023-11-1")
+    assert "just now" in Assumptions.of_survey(SURVEY, shape).source
 
 
 def test_estimates_follow_a_disk_whose_speed_drifts() -> None:
@@ -277,6 +312,10 @@ def test_the_shorter_of_two_slows_the_longer() -> None:
     # While both run, reads get half: 2 seconds of kernels leave 3 of reads.
     assert step._replace(link_slows=2.0, compute_slows=2.0).overlapped_s == step.serial_s == 5.0
     assert step._replace(link_slows=1.25, compute_slows=1.0).overlapped_s == pytest.approx(4.2)
+    # They do not take longer than in turns, and what is alone takes no longer.
+    slow = step._replace(link_slows=3.0, compute_slows=3.0)
+    assert slow.overlapped_s == slow.serial_s == 5.0
+    assert slow._replace(new_s=0.0).overlapped_s == 1.0
     other = step._replace(verify_s=4.0, new_s=1.0, compute_slows=1.25)
     assert other.overlapped_s == pytest.approx(4.2)
 
@@ -288,3 +327,18 @@ def test_a_range_is_as_wide_as_speeds_vary() -> None:
     assert (least_s, most_s) == pytest.approx((2 / math.exp(0.32), 2.5 * math.exp(0.32)))
     held = StepEstimate(0, 1.0, 0.0, 1.0, spread=0.25)
     assert held.range_s[0] < held.token_s < held.range_s[1]
+
+
+def test_a_survey_without_room_for_a_layer_is_not_kept(
+    tiny_bfloat16: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "LEAST_BYTES", 1)
+    with closing(open_model(tiny_bfloat16("qwen2_moe"))) as opened:
+        spec: Any = SimpleNamespace(dtype=torch.bfloat16, draft=None)
+
+        def key(budget_bytes: int) -> str | None:
+            budget = Budget.of(budget_bytes, None, True, opened.shape)
+            return trials.machine_survey(opened, Processor(), spec, budget).key
+
+        least = 2 * layer_bytes(opened, torch.bfloat16)
+        assert key(least) is not None and key(least - 2) is None

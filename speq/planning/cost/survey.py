@@ -22,6 +22,7 @@ class Survey:
     link_slows, compute_slows  times as long as alone that reads, and computing, take beside the
                        other
     spread             standard deviation of the logarithm of what a speed turns out to be
+    measured_at        seconds since 1970; 0: just now
     """
 
     device: Literal["cpu", "cuda"]
@@ -38,6 +39,7 @@ class Survey:
     link_slows: float = 1.0
     compute_slows: float = 1.0
     spread: float = 0.0
+    measured_at: float = 0.0
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> "Survey":
@@ -45,14 +47,11 @@ class Survey:
         OverflowError, TypeError or ValueError for anything else.
         """
         found: dict[str, Any] = {
-            name: {codec: _checked(value) for codec, value in entry[name].items()}
+            name: {codec: _checked(name, value) for codec, value in entry[name].items()}
             for name in ("expert_s", "encode_bytes_per_s")
         }
         others = entry.keys() - {"device", *found}
-        made = cls(device="cpu", **found | {name: _checked(entry[name]) for name in others})
-        if not made.memory_bytes_per_s:
-            raise ValueError("memory gives nothing")
-        return made
+        return cls(device="cpu", **found | {name: _checked(name, entry[name]) for name in others})
 
     def at(self, link_bytes_per_s: float, times: float, spread: float) -> "Survey":
         """The same machine with another link, and computing so many times as long."""
@@ -77,9 +76,11 @@ class Survey:
         )
 
 
-def _checked(value: Any) -> float:
-    """A time or a rate. Raises OverflowError, TypeError or ValueError for anything else."""
-    number = float(value)
-    if not 0 <= number < inf:
-        raise ValueError(f"{value} is no time or rate")
+def _checked(name: str, value: Any) -> float:
+    """A field's number: rates and slows are 1 at least, and others not negative. Raises
+    OverflowError, TypeError or ValueError for anything else.
+    """
+    number, least = float(value), name.endswith(("_bytes_per_s", "_slows"))
+    if not least <= number < inf:
+        raise ValueError(f"{name} cannot be {value}")
     return number
