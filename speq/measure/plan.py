@@ -244,6 +244,7 @@ def model_spec_of(model: str, dtype: str, head_name: str) -> tuple[ModelSpec, Op
     opened = open_model(path)
     try:
         model_spec = ModelSpec.of_model(model, opened, dtype)
+        opened.family.check_dtype(model_spec.dtype)
         head = head_beside_model(opened) if head_name == AUTO else open_head(head_name, opened)
         if head is not None:
             model_spec = replace(model_spec, head=head.shape, head_acceptance=head.acceptance_rates)

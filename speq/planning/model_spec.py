@@ -81,7 +81,8 @@ class ModelSpec:
         content = read_json(path / "config.json")
         published = format_of(content, path)
         config = config_in(path)
-        shape = shape_of(family_of(content, path), config, path / "config.json")
+        family = family_of(content, path)
+        shape = shape_of(family, config, path / "config.json")
         words = config.dtype if config.dtype in DTYPES.values() else torch.bfloat16
         words = words if published.name == WORDS else torch.bfloat16
         experts = shape.experts
@@ -96,6 +97,7 @@ class ModelSpec:
         check_groups(stored, path)
         codec = own_codec(stored)
         computed = DTYPES.get(dtype, words)
+        family.check_dtype(computed)
         stored_bytes = shape.resident_weights * words.itemsize
         return cls(
             name=name,
