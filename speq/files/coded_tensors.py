@@ -84,7 +84,7 @@ class CodedTensors:
         if self.blocks:
             return (name.removesuffix(BLOCKS) + BLOCK_SCALES,)
         if self.packing is None:
-            return name + self.fp8.scales, name.removesuffix(PLAIN) + INPUT_SCALE
+            return self.fp8.scales_name(name), name.removesuffix(PLAIN) + INPUT_SCALE
         packing, module = self.packing, name.removesuffix(self.packing.codes)
         return tuple(module + end for end in (packing.scales, packing.third, *packing.others))
 

@@ -2,8 +2,8 @@
 compressed-tensors and ModelOpt write it.
 
 All have e4m3 codes and scales that they are multiplied by. They differ in what shares a scale, and
-in the name of scales: that of the codes with `_scale_inv` or `_scale` behind it. Scales of inputs
-may be there as well, and are not used.
+in the name of scales: that of the codes with `_scale_inv` or `_scale` behind it, or with `.scale`
+in place of `.weight`. Scales of inputs may be there as well, and are not used.
 """
 
 from pathlib import Path
@@ -16,6 +16,8 @@ from speq.files.packed_settings import COMPRESSED_TENSORS, ORIGINAL, Wanted, che
 KERNEL_ROWS, KERNEL_COLUMNS = 4, 64
 # Ends of the names of scales, after those of codes.
 INVERSE, PLAIN_SCALE = "_scale_inv", "_scale"
+# End of the names of DeepSeek-V4's scales, in place of ".weight".
+BARE_SCALE = ".scale"
 E4M3_NAMES = (None, "e4m3", "float8_e4m3fn")
 ACTIVATIONS = (None, "dynamic", "static")
 # Formats of compressed-tensors, the second of earlier versions.
@@ -50,6 +52,10 @@ class Fp8Settings(NamedTuple):
 
     blocks: Fp8Blocks = SQUARES
     scales: str = INVERSE
+
+    def scales_name(self, name: str) -> str:
+        """Name of the scales of a matrix of codes."""
+        return (name.removesuffix(".weight") if self.scales == BARE_SCALE else name) + self.scales
 
 
 def read_fp8(settings: dict[str, Any], where: Path) -> Fp8Settings | None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from speq.errors import CheckpointError, UnsupportedError
-from speq.files.fp8_settings import INVERSE, PLAIN_SCALE, Fp8Settings, read_fp8
+from speq.files.fp8_settings import BARE_SCALE, INVERSE, PLAIN_SCALE, Fp8Settings, read_fp8
 from speq.files.json_file import read_json
 from speq.files.packed_settings import ORIGINAL, PackedSettings, read_settings
 from speq.files.packing import DEEPSEEK, INT4, MXFP4, NVFP4, PACKINGS
@@ -149,7 +149,10 @@ def _format_of(
             return PublishedFormat(MXFP4)
         fp8 = read_fp8(settings, where)
         if fp8 is not None:
-            experts = settings.get("expert_dtype", (config or {}).get("expert_dtype"))
+            config = config or {}
+            experts = settings.get("expert_dtype", config.get("expert_dtype"))
+            if config.get("model_type") == "deepseek_v4" and fp8.scales == INVERSE:
+                fp8 = fp8._replace(scales=BARE_SCALE)
             return _with_experts(fp8, experts, settings.get("moe_quant_algo"), where)
         packed = read_settings(settings, where)
         if packed is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speq.errors import CheckpointError
+from speq.errors import CheckpointError, UnsupportedError
 
 # Prefixes of a text model's tensors, and of its head's.
 MODEL, HEAD = "model.", "lm_head."
@@ -47,6 +47,12 @@ class TextModelPart:
             return with_layer_count(config)
         found = config.get(self.field)
         if not isinstance(found, dict):
+            if self.field not in config and "num_hidden_layers" in config:
+                raise UnsupportedError(
+                    f"{where / 'config.json'} has no {self.field}, and transformers would take no "
+                    f"field of the text model from it: put these fields into {self.field}, with "
+                    f"model_type {self.model_type!r}"
+                )
             raise CheckpointError(
                 f"{where / 'config.json'} has {self.field} {found!r:.40}; it must describe the "
                 "text model: download it again"

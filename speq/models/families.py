@@ -50,6 +50,7 @@ from speq.models.family_checks import (
     check_nemotron,
     check_pairs,
     check_pools,
+    check_step,
 )
 from speq.models.kimi_delta import kimi_states
 from speq.models.mamba import check_mamba, mamba_states, nemotron_states
@@ -485,6 +486,7 @@ FAMILIES = {
             attention=heads_by_layer,
             activation=SILU_BEFORE_LIMIT,
             limit=swiglu_limits,
+            check=check_step,
             text_part=TextModelPart(
                 "step3p5",
                 beside=("vision_model.", "vit_large_projector."),

@@ -149,6 +149,27 @@ def check_deepseek_v4(config: Any, num_experts: int, where: object) -> None:
                 f"{where} has {name} {given!r}; speq knows models of family deepseek_v4 with "
                 f"{wanted!r}: give one that was published so"
             )
+    for label, rope in config.rope_parameters.items():
+        kind = rope.get("rope_type") if isinstance(rope, dict) else "default"
+        if kind not in ("default", "yarn", "linear"):
+            raise UnsupportedError(
+                f"{where} has rotary embeddings of type {kind!r} ({label}), and speq knows models "
+                "of family deepseek_v4 with default, yarn or linear: give one that was published so"
+            )
+
+
+def check_step(config: Any, num_experts: int, where: object) -> None:
+    """Raise SpeqError for gates of channels, and for tokens that see later ones."""
+    for name, known in (
+        ("gating", (True, "per-head")),
+        ("use_bidirectional_attention", (False, None)),
+    ):
+        given = getattr(config, name)
+        if given not in known:
+            raise UnsupportedError(
+                f"{where} has {name} {given!r}; speq knows models of family step3p7 with "
+                f"{known[0]!r}: give one that was published so"
+            )
 
 
 def check_gemma4(config: Any, num_experts: int, where: object) -> None:

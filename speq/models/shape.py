@@ -464,12 +464,15 @@ def max_context(config: Any, where: object) -> int:
     YaRN states its own limit: publishers tell users to add it and to change nothing else.
     """
     limit = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings", limit)
-    if rope.get("rope_type") == "longrope":
-        limit = min(limit, int(original))
-    if rope.get("rope_type") == "yarn" and rope.get("factor"):
-        limit = max(limit, int(original * rope["factor"]))
+    whole = getattr(config, "rope_parameters", None) or {}
+    # Some families have parameters for each kind of layers.
+    nested = [each for each in whole.values() if isinstance(each, dict)]
+    for rope in nested or [whole]:
+        original = rope.get("original_max_position_embeddings") or limit
+        if rope.get("rope_type") == "longrope":
+            limit = min(limit, int(original))
+        if rope.get("rope_type") == "yarn" and rope.get("factor"):
+            limit = max(limit, int(original * rope["factor"]))
     if limit < 1:
         raise CheckpointError(f"{where} allows a context of {limit} tokens; it must be at least 1")
     return limit

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speq import Generator
+from speq import Generator, plan
 from speq.errors import SpeqError
 from speq.models.compressed_attention import windows_in
 from speq.models.layer_range import LayerRange
@@ -122,23 +122,26 @@ def test_names_as_published(tiny: Folder, tmp_path: Path) -> None:
     assert tokens_of(folder, 12) == expected
 
 
-def test_experts_in_fp4_beside_matrices_in_fp8(tiny: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+def test_experts_in_codes_beside_matrices_in_fp8(
+    experts: str, tiny: Folder, tmp_path: Path
+) -> None:
     """As published; the output is that of the words that codes and scales stand for."""
     source, words, codes = tiny("deepseek_v4"), dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in load_file(source / FILE).items():
         scales = name.removesuffix("weight") + "scale"
-        if ".experts." in name:
+        if ".experts." in name and experts == "fp4":
             packed, exponents, exact = mxfp4_codes(tensor.numpy())
             codes[name] = torch.from_numpy(packed.reshape(len(packed), -1)).view(torch.int8)
             codes[scales] = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
             words[name] = torch.from_numpy(exact)
-        elif IN_FP8.search(name):
+        elif ".experts." in name or IN_FP8.search(name):
             codes[name], codes[scales], exact = fp8_codes(tensor, torch.float8_e8m0fnu)
             words[name] = exact.float()
         else:
             codes[name] = words[name] = tensor
     settings = SETTINGS | {"scale_fmt": "ue8m0"}
-    more = {"expert_dtype": "fp4", "quantization_config": settings}
+    more = {"expert_dtype": experts, "quantization_config": settings}
     folder = write_published(tmp_path / "codes", source, codes, **more)
     plain = write_published(tmp_path / "words", source, words)
     found = tensors_of(folder)
@@ -199,6 +202,11 @@ def test_what_the_family_does_not_run_in_is_refused(tiny: Folder, tmp_path: Path
         open_model(tiny("deepseek_v4"), part=LayerRange(0, 2))
     with pytest.raises(SpeqError, match="keeps some matrices in float32 under float16"):
         Generator.from_pretrained(tiny("deepseek_v4"), "64MiB", **(RUN | {"dtype": "float16"}))
+    config = tmp_path / "config.json"
+    config.write_bytes((tiny("deepseek_v4") / "config.json").read_bytes())
+    for folder in (tiny("deepseek_v4"), tmp_path):
+        with pytest.raises(SpeqError, match="keeps some matrices in float32 under float16"):
+            plan(folder, "64MiB", dtype="float16")
     with pytest.raises(SpeqError, match="deepseek_v4, whose layers"):
         quantize(tiny("deepseek_v4"), out=tmp_path / "out")
 
@@ -212,6 +220,10 @@ def test_what_the_family_does_not_run_in_is_refused(tiny: Folder, tmp_path: Path
         (
             {"scoring_func": "sigmoid"},
             "speq knows models of family deepseek_v4 with 'sqrtsoftplus'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            r"has rotary embeddings of type 'dynamic' \(compress\)",
         ),
     ],
 )

@@ -124,3 +124,20 @@ def test_what_is_no_limit_is_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpeqError, match=r"clamps the experts of layer 2 at -7.0; .* above 0"):
         open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_bidirectional_attention", True), ("gating", "elementwise")]
+)
+def test_what_no_model_of_the_family_has_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    content = {"model_type": "step3p7", "text_config": PUBLISHED | {name: value}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(SpeqError, match=f"has {name} {value!r}; .* published so"):
+        plan(tmp_path, "48GiB")
+
+
+def test_a_configuration_without_its_text_part_is_refused(tmp_path: Path) -> None:
+    content = PUBLISHED | {"model_type": "step3p7"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(SpeqError, match=r"has no text_config, .* with model_type 'step3p5'"):
+        plan(tmp_path, "48GiB")
