@@ -9,7 +9,6 @@ from speq.engine.host_compute import HostCompute
 from speq.errors import present
 from speq.layers.peer_experts import PeerExperts
 from speq.routing import Route
-from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.peer_devices import PeerDevices, PeerSlot
 from speq.stats import Recorder
 
@@ -30,13 +29,15 @@ class PeerCompute:
         self._peers, self._devices = peers, devices
         self._recorder, self._host = recorder, host
         self._launched: list[PeerExperts] = []
+        self._there: set[int] = set()
 
     @contextmanager
     def allowed(self, hidden_states: Tensor, route: Route) -> Iterator[None]:
         """Inside the block, the layer of these rows [T, H] may have such experts."""
-        self._launched = []
+        self._launched, self._there = [], set()
 
         def launch(layer: int, places: dict[int, PeerSlot]) -> None:
+            self._there = set(places)
             for at, peer in enumerate(self._peers):
                 slots = {expert: place.slot for expert, place in places.items() if place.peer == at}
                 if slots:
@@ -54,7 +55,8 @@ class PeerCompute:
 
     def run(self, layer: int, route: Route, experts: Sequence[int], outputs: Tensor) -> None:
         """Write the outputs of some experts of a route [T, K, H], at their places."""
-        others = [each for each in experts if ExpertKey(layer, each) not in self._devices.at]
+        # A layer of more rows than they may have leaves the host experts that devices hold.
+        others = [each for each in experts if each not in self._there]
         if others:
             present(self._host, "experts were not served").run(layer, route, others, outputs)
         for peer in self._launched:

@@ -1,9 +1,10 @@
 """Experts of further devices: the same tokens, in whatever order all devices work."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from speq.config import RunConfig
 from speq.devices.device import Processor
 from speq.devices.named import find_peers
+from speq.engine.host_compute import HostCompute
 from speq.engine.peer_compute import PeerCompute
 from speq.errors import Broken, DeviceError, NoRoom, OptionError, SpeqError
 from speq.layers.expert_counts import ExpertCounts
@@ -175,6 +177,38 @@ def test_experts_that_nothing_served_are_told_of() -> None:
     route = Route(torch.tensor([[0, 3]]), torch.ones(1, 2))
     with pytest.raises(Broken, match="experts were not served"):
         compute.run(0, route, [3], torch.empty(1, 2, 8))
+
+
+class Host:
+    """Notes what it is given, and writes ones."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def allowed(self, hidden_states: torch.Tensor, route: Route) -> Any:
+        return nullcontext()
+
+    def run(self, layer: int, route: Route, experts: Any, outputs: torch.Tensor) -> None:
+        self.given += experts
+        outputs[torch.isin(route.host_ids, torch.tensor(experts))] = 1
+
+
+def test_a_host_computes_what_devices_hold_and_were_not_asked_for() -> None:
+    """Of more rows than devices may have they launch nothing, though they hold the expert."""
+    devices = PeerDevices({ExpertKey(0, 1): PeerSlot(0, 0)}, most_rows=2)
+    host, recorder = Host(), Recorder()
+    compute = PeerCompute([], devices, recorder, cast("HostCompute", host))
+    for rows, given in ((3, [1, 3]), (2, [3])):
+        host.given.clear()
+        before = recorder.step.peer_experts
+        route = Route(torch.tensor([[1, 3]] * rows), torch.ones(rows, 2))
+        outputs = torch.zeros(rows, 2, 8)
+        with compute.allowed(torch.ones(rows, 8), route):
+            devices.take(0, [ExpertKey(0, 1), ExpertKey(0, 3)])
+            compute.run(0, route, [1, 3], outputs)
+        assert host.given == given
+        assert bool((outputs[:, 2 - len(given) :] == 1).all())
+        assert recorder.step.peer_experts - before == 2 - len(given)
 
 
 @pytest.mark.parametrize(
