@@ -289,8 +289,9 @@ std::int64_t streams_of(const Tensor &rows, const char *name, const Tensor &whol
   check(rows, name, 2, type);
   check(whole, "rows of a token together", 2, type);
   const std::int64_t columns = whole.size(1);
-  STD_TORCH_CHECK(rows.size(0) == whole.size(0) && columns > 0 && rows.size(1) % columns == 0, name,
-                  " must be [T, N * H], and others [T, H]");
+  STD_TORCH_CHECK(rows.size(0) == whole.size(0) && columns > 0 && rows.size(1) > 0 &&
+                      rows.size(1) % columns == 0,
+                  name, " must be [T, N * H], and others [T, H]");
   return rows.size(1) / columns;
 }
 

@@ -273,6 +273,10 @@ def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor
 
 def mix_streams(normed: Tensor, gates: Tensor, streams: int) -> Tensor:
     """Mix the rows of tokens, as `reference_decoder.mix_streams_out` does: [T, H]."""
+    if streams < 1 or normed.shape[1] % streams:
+        raise ValueError(
+            f"normed has {normed.shape[1]} columns; they must be of {streams} rows of equal width"
+        )
     out = normed.new_empty(normed.shape[0], normed.shape[1] // streams)
     library.call("mix_streams", normed, gates, out)
     return out

@@ -66,6 +66,9 @@ def test_rows_of_a_token_are_mixed_and_added_to(dtype: torch.dtype) -> None:
     rows, gates = normal(5, 3 * 37, dtype=dtype), normal(5, 3 * 37, dtype=dtype, seed=1)
     terms = (gates.sigmoid() * rows).double().view(5, 3, 37)
     assert_close(decoder_ops.mix_streams(rows, gates, 3), (terms.sum(1) / 3).to(dtype))
+    for streams in (0, 2):
+        with pytest.raises(ValueError, match=f"has 111 columns; they must be of {streams} rows"):
+            decoder_ops.mix_streams(rows, gates, streams)
     update, logits = normal(5, 37, dtype=dtype, seed=2), normal(5, 3, dtype=dtype, seed=3)
     added = [update * (2 * (logits[:, n : n + 1] / 3).sigmoid()) for n in range(3)]
     assert_close(decoder_ops.add_streams(rows, update, logits), rows + torch.cat(added, 1))
