@@ -1,5 +1,7 @@
 """Checks of the ops' arguments."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -102,4 +104,8 @@ def activation_numbers(activation: Activation) -> tuple[int, float]:
         raise ValueError(f"activation {name!r} must be one of {', '.join(ACTIVATIONS)}")
     if not limit > 0:
         raise ValueError(f"activation {name!r} has the limit {limit}; it must be above 0")
+    if not activation.gated and limit < math.inf:
+        raise ValueError(
+            f"activation {name!r} has the limit {limit}; without a gate there is none: leave it out"
+        )
     return code, limit

@@ -78,7 +78,7 @@ def activate(activation: Activation, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if name == SILU_BEFORE_LIMIT:
         gate = F.silu(gate)
-    if limit < math.inf:
+    if limit <= torch.finfo(gate.dtype).max:  # above it nothing but infinity would be clamped
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ACTIVATIONS[name](gate, up)
 

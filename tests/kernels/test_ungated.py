@@ -3,6 +3,7 @@ words that were encoded, and run as their definition in double precision says, o
 set and in the CUDA kernels.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,8 +20,9 @@ from speq.files.alignment import allocate_aligned
 from speq.files.packing import Int4Groups
 from speq.files.published_format import FP8, INT4, MXFP4, NVFP4, WORDS
 from speq.kernels import scaled_ops
+from speq.kernels.checks import activation_numbers
 from speq.kernels.grouping import Grouping
-from speq.kernels.ops import Activation
+from speq.kernels.ops import Activation, activate
 from tests.helpers.backends import CPU_BACKENDS, CUDA_BACKENDS, backend_named, cuda_device
 from tests.helpers.paths import ROOT
 from tests.reference import experts
@@ -127,3 +129,16 @@ def test_mxfp4_must_have_a_gate() -> None:
         scaled_ops.mxfp4_layout(64, 64, gated=False)
     with pytest.raises(UnsupportedError, match=r"without a gate in MXFP4.*give the original"):
         check_groups(shape, ROOT)
+
+
+def test_a_limit_without_a_gate_is_refused() -> None:
+    assert activation_numbers(Activation("relu2"))[1] == math.inf
+    with pytest.raises(ValueError, match=r"'relu2' has the limit 5\.0; without a gate"):
+        activation_numbers(Activation("relu2", 5.0))
+
+
+def test_float16_that_no_limit_can_clamp_is_left() -> None:
+    words = torch.tensor([[1.0, 60000.0, 2.0, -3.0]], dtype=torch.float16)
+    assert torch.equal(
+        activate(Activation("silu", 1e5), words), activate(Activation("silu"), words)
+    )
