@@ -15,7 +15,7 @@ from speq.files.range_file import ENDS_BYTES
 from speq.kernels import dense_ops, library, ops
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
-from speq.planning.fitting import fit_all
+from speq.planning.fitting import fit_all, holds_all
 from speq.planning.model_spec import ModelSpec
 from speq.units import Clock
 
@@ -134,8 +134,7 @@ class MemoryContext:
         """True if some way to hold the experts has slots for all of them, and no smaller ones."""
         candidates = self.candidates(model_spec)
         as_given = [way for way in candidates if way.codec == model_spec.codec.name]
-        fitting, _ = fit_all(model_spec, as_given or candidates, self.budget)
-        return any(way.slots == model_spec.count for way, _ in fitting)
+        return holds_all(model_spec, as_given or candidates, self.budget)
 
 
 def choose_dense_form(

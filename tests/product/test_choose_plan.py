@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -259,14 +259,14 @@ def test_how_a_first_run_holds_experts_is_planned(
         assert isinstance(generator.runtime.opened.store, CopiedExperts)
 
 
+def spec_without_draft(model: Path) -> ModelSpec:
+    with closing(open_model(model)) as opened:
+        return ModelSpec.of_draft("model", opened, "float32", None)
+
+
 def test_a_miss_of_a_first_run_is_half_of_words_and_half_of_a_record(model: Path) -> None:
     made = profile(model, encode_bytes_per_s={"lossless": 1e6})
-    opened = open_model(model)
-    try:
-        model_spec = ModelSpec.of_draft("model", opened, "float32", None)
-    finally:
-        opened.close()
-    model_spec = replace(model_spec, copied_slot_bytes=16384)
+    model_spec = replace(spec_without_draft(model), copied_slot_bytes=16384)
     words_bytes = 3 * 64 * 48 * 2
     raw, records = (
         Assumptions.of_profile(made, model_spec.shape).with_encoding_cost(
@@ -639,11 +639,7 @@ def test_a_packed_model_keeps_its_codec(model: Path, tmp_path: Path) -> None:
 
 def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> None:
     made = profile(model, encode_bytes_per_s={"lossless": 1e6})
-    opened = open_model(model)
-    try:
-        model_spec = ModelSpec.of_draft("model", opened, "float32", None)
-    finally:
-        opened.close()
+    model_spec = spec_without_draft(model)
     assumptions = Assumptions.of_profile(made, model_spec.shape)
     words_bytes = 3 * 64 * 48 * 2
     candidates = {

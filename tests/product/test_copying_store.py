@@ -124,12 +124,11 @@ def test_records_are_read_as_soon_as_they_are_on_disk(
     made.close()
 
 
-@pytest.mark.parametrize("which", [EXPERTS_JOURNAL, RECORDS_FILE])
-def test_a_copy_that_was_cut_anywhere_is_read_and_goes_on(
-    which: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def stopped_before_end(model: Path, monkeypatch: pytest.MonkeyPatch, left: int) -> Copying:
+    """A run that has ended when so many experts were left to copy."""
+
     def stopped(self: PackedCopy, done: int, total: int) -> None:
-        if done == total - 2:
+        if done == total - left:
             raise packed_copy.CopyStopped
 
     first = Copying(model)
@@ -138,6 +137,14 @@ def test_a_copy_that_was_cut_anywhere_is_read_and_goes_on(
         first.copy.begin()
         first.copy.wait()
     first.close()
+    return first
+
+
+@pytest.mark.parametrize("which", [EXPERTS_JOURNAL, RECORDS_FILE])
+def test_a_copy_that_was_cut_anywhere_is_read_and_goes_on(
+    which: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = stopped_before_end(model, monkeypatch, 2)
     kept = Path(shutil.move(first.folder, tmp_path / "kept"))
     size = (kept / which).stat().st_size
     draws = random.Random(3)
@@ -159,17 +166,8 @@ def test_a_copy_that_was_cut_anywhere_is_read_and_goes_on(
 def test_records_of_an_earlier_run_are_read_before_they_are_verified(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def at_seven(self: PackedCopy, done: int, total: int) -> None:
-        if done == 7:
-            raise packed_copy.CopyStopped
-
-    first = Copying(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(PackedCopy, "_report_progress", at_seven)
-        first.copy.begin()
-        first.copy.wait()
-    first.close()
     made = Copying(model)
+    stopped_before_end(model, monkeypatch, made.copy.total - 7)
     records: list[int] = []
 
     def look(self: PackedCopy, done: int, total: int) -> None:
