@@ -559,5 +559,25 @@ def load(
     if isinstance(device, Processor):
         make_resident(model, mapped, progress)
     check.finish(partial(progress, "comparing weights with their checksums"))
+    check_token_tables(family, model, checkpoint)
     open_tables(model, checkpoint)
     return MoEModel(model.eval().to(device.torch), family, device, held, recorded, in_order)
+
+
+def check_token_tables(family: Family, model: Any, checkpoint: Checkpoint) -> None:
+    """Raise SpeqError for a table of token ids [V, K] with a row other than K different experts."""
+    for layer, block in family.moe_blocks(model).items():
+        if not block.by_token:
+            continue
+        router: Any = block.router
+        table, experts = getattr(router, str(family.token_table)), router.num_experts
+        ordered = table.sort(1).values
+        wrong = (ordered[:, 0] < 0) | (ordered[:, -1] >= experts)
+        wrong |= (ordered[:, 1:] == ordered[:, :-1]).any(1)
+        if wrong.any():
+            token = int(wrong.nonzero()[0])
+            raise CheckpointError(
+                f"{checkpoint.path}: {family.token_table} of layer {layer} gives token {token} "
+                f"experts {table[token].tolist()}; they must differ and be of 0 to {experts - 1}: "
+                "download it again, or choose another checkpoint"
+            )

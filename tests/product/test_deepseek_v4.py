@@ -188,6 +188,22 @@ def test_token_ids_choose_experts_of_first_layers(tiny: Folder) -> None:
     generator.close()
 
 
+@pytest.mark.parametrize("experts", [(1, -1, 2), (8, 0, 1), (5, 2, 5)])
+def test_tables_of_experts_that_are_refused(
+    experts: tuple[int, ...], tiny: Folder, tmp_path: Path
+) -> None:
+    source = tiny("deepseek_v4")
+    tensors = load_file(source / FILE)
+    name = next(each for each in tensors if each.endswith("tid2eid"))
+    tensors[name][77] = torch.tensor(experts)
+    folder = write_published(tmp_path / "model", source, tensors)
+    with pytest.raises(SpeqError) as error:
+        Generator.from_pretrained(folder, "64MiB", **RUN)
+    sentence = f"tid2eid of layer 0 gives token 77 experts {[*experts]}; they must differ"
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_experts_that_token_ids_choose_are_not_forecast(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "deepseek_v4", num_hash_layers=2)
     generator = Generator.from_pretrained(model, "64MiB", **RUN)
