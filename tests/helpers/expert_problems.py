@@ -64,7 +64,8 @@ class Problem:
             return torch.randn(*shape, generator=generator) * 0.1
 
         name = rng.choice(sorted(library.ACTIVATION_CODES))
-        activation = Activation(name, rng.choice((math.inf, 0.5)))
+        limit = rng.choice((math.inf, 0.5))
+        activation = Activation(name, limit if Activation(name).gated else math.inf)
         of_up = gate_up_rows(name, width)
         biases: tuple[Tensor, ...] = ()
         if rng.random() < 0.3:

@@ -270,6 +270,31 @@ def test_products_are_those_of_plain_words(
         assert torch.equal(found[-1:], alone)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("escapes", [0, 1, 7, 8, 9, 15, 16])
+def test_products_of_weights_without_a_class(isa: str, escapes: int, rows: int) -> None:
+    """So many of each sixteen weights of some rows have high bytes that are rare."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def matrix(count: int, columns: int) -> Tensor:
+        made = normal(count, columns).reshape(-1, 4, columns // 16, 16)
+        places = torch.rand(len(made), columns // 16, 16, generator=generator).argsort(2) < escapes
+        rare = torch.randint(2, 26, places.shape, generator=generator)  # moderate, of many sizes
+        made[:, 1] = torch.where(places, made[:, 1] * 2.0**-rare, made[:, 1])
+        return made.reshape(count, columns)
+
+    gate_up, down = matrix(2 * 64, 128), matrix(128, 64)
+    record = compact_ops.encode_lossless(gate_up, down)
+    given = inputs(rows, 128, torch.float32), torch.zeros(rows, 1).long()
+    found, wanted = torch.zeros(2, rows, 1, 128)
+    table = torch.zeros(1).long()
+    slots = slots_of([record], torch.zeros(1).long())
+    compact_ops.moe_grouped_lossless(*given, table, slots, 64, SILU, found)
+    ops.moe_grouped(*given, table, gate_up[None], down[None], SILU, wanted)
+    assert torch.equal(found, wanted)
+    assert bool(found.any(2).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_inputs_come_in_the_order_of_the_codes(dtype: torch.dtype) -> None:
     experts = Experts(128, 64, 64, perm=True)
@@ -321,6 +346,16 @@ def test_damage_stays_inside_a_record(isa: str, codec: str) -> None:
         for matrix, exact in zip(found, (gate_up, down), strict=True):
             kept = bits_of(matrix).int() & 0xFF
             assert torch.equal(kept, bits_of(exact).int() & 0xFF)
+        if lossless:  # products decode in registers, with reads of their own
+            for rows in (1, 3):
+                given = inputs(rows, hidden, torch.float32), torch.zeros(rows, 1).long()
+                made, wanted = torch.zeros(2, rows, 1, hidden)
+                table = torch.zeros(1).long()
+                slots = slots_of([damaged], table)
+                compact_ops.moe_grouped_lossless(*given, table, slots, width, SILU, made)
+                words = [matrix[None] for matrix in found]
+                ops.moe_grouped(*given, table, *words, SILU, wanted)
+                torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_too_small_a_slot_is_refused_untouched() -> None:
