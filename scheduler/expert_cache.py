@@ -1,7 +1,7 @@
 """Maps experts to slots and evicts by a policy."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,21 @@ class ExpertCache:
     """
 
     def __init__(
-        self, num_slots: int, policy: EvictionPolicy, table: NDArray[np.int64] | None = None
+        self,
+        num_slots: int,
+        policy: EvictionPolicy,
+        table: NDArray[np.int64] | None = None,
+        in_table: Callable[[int, int], bool] = lambda layer, expert: True,
     ) -> None:
-        """table: [layers, experts] to keep the slot of each expert in, -1 for none"""
+        """table     [layers, experts] to keep the slot of each expert in, -1 for none
+        in_table  tells whether a (layer, expert) that has a slot is to be found there
+        """
         if num_slots < 1:
             raise Broken("an expert cache needs at least one slot")
         self.num_slots = num_slots
         self.policy = policy
         self._table = np.zeros((0, 0), np.int64) if table is None else table
+        self._in_table = in_table
         self._spare = 0
         self._free: list[int] = []
         # By layer: prefetched experts that were used, and that were evicted unused.
@@ -147,7 +154,7 @@ class ExpertCache:
         if key in self._slots:
             raise Broken(f"{key} is in slot {self._slots[key]} and was published in slot {slot}")
         self._slots[key] = slot
-        self._enter(key, slot)
+        self._enter(key, slot if self._in_table(*key) else -1)
         self.policy.touch(key)
         if ahead:
             self._unused.add(key)

@@ -39,7 +39,7 @@ from speq.engine.sampler import sampler_on
 from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine.verification import verification_over
 from speq.errors import present
-from speq.experts.copying_store import CopyingStore
+from speq.experts.encoding_store import EncodingStore
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import allocate_aligned
 from speq.files.contents import stamp
@@ -102,8 +102,8 @@ class EngineLayout:
                 cache.changes = loaded.others.changes
         store = loaded.opened.store
         experts = store.codec.experts(slots, loaded.arena)
-        if isinstance(store, CopyingStore):
-            experts = store.experts(slots)
+        if isinstance(store, EncodingStore) and isinstance(loaded.device, Processor):
+            experts = store.experts(slots, loaded.arena, self.recorder)
         offload = self._offload(slots, experts)
         if loaded.draft_backend is not None:
             loaded.draft_backend.idle = straight_over(offload)

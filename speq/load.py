@@ -23,7 +23,7 @@ from speq.config import (
 from speq.devices.device import Accelerator, Processor
 from speq.devices.named import find_device, find_peers
 from speq.errors import NoRoom, OptionError, present
-from speq.experts.copying_store import CopyingStore, copied_slot_bytes
+from speq.experts.encoding_store import sampled_slot_bytes
 from speq.experts.host_tier import HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
@@ -36,7 +36,7 @@ from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import BudgetRules, rules_of
 from speq.loading.dense import DraftMatrices, dense_records
-from speq.loading.experts import ENCODING, encoding_store, host_tier, int4_copy
+from speq.loading.experts import encoding_store, host_tier, int4_copy
 from speq.loading.peer_slots import PeerSlots, held_experts
 from speq.models import moe_model
 from speq.models.layer_range import RemoteStages
@@ -187,8 +187,8 @@ def load(
                 codec = opened.store.codec.name  # none is read twice, and none need be copied
             elif not copy.is_possible:
                 copy, spec = None, replace(spec, copying_bytes=0)
-            else:
-                copied_bytes = copied_slot_bytes(opened.store, copy.codec)
+            elif not copy.compares:
+                copied_bytes = sampled_slot_bytes(opened.store, copy.codec)
                 spec = replace(spec, copied_slot_bytes=copied_bytes)
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
         room = MemoryContext(budget, ways, asks_for_draft(drafts))
@@ -210,13 +210,8 @@ def load(
         decision = replace(chooser, model_spec=spec).choose(profile, survey)
         check_free_memory(decision.memory, memory.memory_budget, device)
         check_peers(peers, config.peer_budget, beside, used, decision.residency_plan)
-        encoding = None
-        if copy is not None and decision.residency_plan.encoded:
-            copying_codec = copy.codec.with_slot_bytes(spec.copied_slot_bytes)
-            opened = replace(opened, store=CopyingStore(opened.store, copying_codec, copy))
-        else:
-            encoding = encoding_store(opened.store, decision.residency_plan)
-            opened = replace(opened, store=encoding or opened.store)
+        encoding = encoding_store(opened.store, decision.residency_plan, copy)
+        opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)
         codes = None
         if decision.residency_plan.drafter == "int4":
@@ -249,8 +244,8 @@ def load(
         if not isinstance(device, Processor):
             host = host_tier(opened.store, base, device, spec, plan, budget, progress)
             undo.callback(host.close)
-        elif encoding is not None:
-            encoding.measure(base, budget.readers, label_progress(progress, ENCODING))
+        elif encoding is not None and plan.estimated:
+            encoding.sample(base)
         if encoding is not None:
             slot_bytes = encoding.codec.slot_bytes
             plan = replace(plan, slot_bytes=slot_bytes, estimated=False)

@@ -19,7 +19,7 @@ from speq.engine.engine import Engine
 from speq.engine.spilled_prefixes import SpilledPrefixes
 from speq.engine_layout import EngineLayout
 from speq.errors import OptionError, SpeqError
-from speq.experts.copying_store import CopyingStore
+from speq.experts.encoding_store import EncodingStore
 from speq.experts.packed_store import PackedExpertStore, VerifiedBytes
 from speq.files.cache_folder import SPILLED, cache_folder
 from speq.layers.draft_experts import DraftExperts
@@ -158,7 +158,7 @@ class Runtime:
         device, copy = self._loaded.device, self._loaded.copy
         store = self._loaded.opened.store
         verified = VerifiedBytes()
-        if isinstance(store, PackedExpertStore | CopyingStore):
+        if isinstance(store, PackedExpertStore | EncodingStore):
             verified = store.verified
         before = verified.nbytes, verified.seconds
         with (

@@ -432,8 +432,8 @@ FIGURES = {
     "hit_rate": "share of requested experts found in a slot; a layer requests each distinct expert "
     "of a pass once",
     "coverage": "mean of this share over the layers of all steps",
-    "moved_bytes": "bytes of experts loaded into slots in decode; all 16 bits count if experts are "
-    "encoded as they are read",
+    "moved_bytes": "bytes of experts loaded in decode; all 16 bits count if experts are encoded as "
+    "they are read, and of an expert larger than its slot whenever it is computed",
     "moved_bytes_per_token": "the same per emitted token",
     "ahead_bytes": "part of `moved_bytes` that was prefetched",
     "rejected_bytes": "part of `moved_bytes` for experts that only rejected tokens of a draft used",

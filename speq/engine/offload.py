@@ -122,7 +122,8 @@ def offload_over(
         return policy_class(num_slots, sizes.num_layers, sizes.num_experts)
 
     table = torch.full((sizes.num_layers, sizes.num_experts), -1)
-    cache = ExpertCache(len(slots), policy_of(len(slots)), table.numpy() if all_fit else None)
+    kept = table.numpy() if all_fit else None
+    cache = ExpertCache(len(slots), policy_of(len(slots)), kept, experts.has)
     loader = ExpertLoader(cache, transfer, recorder)
     prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](
         loader, LookaheadBuffer(sizes.num_layers)
@@ -144,7 +145,7 @@ def offload_over(
         return route
 
     resident = None
-    if all_fit and experts.fixed and budget is None and isinstance(device, Processor):
+    if all_fit and budget is None and isinstance(device, Processor):
         resident = ResidentSlots(loader, prefetcher.lookahead, rows, recorder, table)
 
     history = RouteHistory(sizes.num_layers, sizes.num_experts)

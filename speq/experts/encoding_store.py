@@ -1,25 +1,44 @@
 """Published experts, encoded as they are read: packed in slots, plain weights on disk.
 
 Slots hold more experts, but each read still moves all weights and encodes them. A packed model has
-packed experts on disk.
+packed experts on disk. An expert whose record is in a packed copy in the making is read from there.
+
+On the CPU slots are made for the largest of some experts that are encoded at load, and a little
+more. An expert that turns out larger comes into no slot: its weights are read whenever it is
+computed.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
+from speq.errors import NoRoom
 from speq.experts.codec import ExpertCodec, usual_bytes
 from speq.experts.expert_store import ExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena
+from speq.experts.packed_copy import PackedCopy
 from speq.experts.packed_draft import TiedDraft
-from speq.experts.passes import by_layer, for_each_key
-from speq.files.alignment import ALIGNMENT, allocate_aligned
+from speq.experts.packed_store import VerifiedBytes
+from speq.experts.passes import for_each_key
+from speq.experts.slots import PlainWords, SlotExperts, WideBesideSlots
+from speq.files.alignment import ALIGNMENT, align, allocate_aligned
+from speq.kernels.ops import PlainExpert
+from speq.stats import Recorder, TimeSpan
 from speq.units import Done
+
+logger = logging.getLogger("speq")
 
 # Called with (layer, expert, packed expert [n] uint8).
 Keep = Callable[[int, int, Tensor], None]
+# Experts that are encoded to find the size of slots: as many as have so many bytes of weights,
+# within these bounds.
+SAMPLED_BYTES, LEAST_SAMPLED, MOST_SAMPLED = 256 << 20, 8, 32
+# Slots are larger than the largest of them by this share: a bit less than a third of a bit per
+# weight, or 3 of 100 weights more that have no class.
+SLOT_MARGIN = 0.02
 
 
 def encoding_bytes(words: ExpertCodec, codec: ExpertCodec) -> int:
@@ -29,34 +48,61 @@ def encoding_bytes(words: ExpertCodec, codec: ExpertCodec) -> int:
     return (2 if codec.needs_draft else 1) * words.slot_bytes + ALIGNMENT
 
 
+def sampled_slot_bytes(
+    words: ExpertStore, codec: ExpertCodec, base: Int4Arena | None = None
+) -> int:
+    """Bytes of a slot for the experts that `codec` makes, by encoding some of them.
+
+    base  codes of a draft, for a codec that needs them
+
+    Raises SpeqError for experts that cannot be read.
+    """
+    most = codec.record_range[1]
+    count = words.num_layers * words.num_experts
+    fits = SAMPLED_BYTES // words.codec.slot_bytes
+    sampled = min(max(fits, LEAST_SAMPLED), MOST_SAMPLED, count)
+    slot, room = expert_slot(words), allocate_aligned(1, align(most))[0]
+    largest = 0
+    for at in (number * count // sampled for number in range(sampled)):
+        words.read(*divmod(at, words.num_experts), slot)
+        codes = None if base is None else base.expert(at)
+        largest = max(largest, codec.encode(words.codec.decode(slot), codes, room))
+    return align(min(int((1 + SLOT_MARGIN) * largest), most))
+
+
 class EncodingStore:
     """Store that reads plain weights and fills slots with experts packed by `codec`.
 
-    Until `measure` knows the largest packed expert, slots have the smallest possible size, so that
-    plans refuse no budget that would be enough.
+    codec  with the slots of this run, or any until `sample` or `measure` knows their size
+    copy   packed copy in the making, of the same codec; None: there is none
     """
 
     published = False
 
-    def __init__(self, words: ExpertStore, codec: ExpertCodec) -> None:
+    def __init__(
+        self, words: ExpertStore, codec: ExpertCodec, copy: PackedCopy | None = None
+    ) -> None:
         self.num_layers = words.num_layers
         self.num_experts = words.num_experts
         self.words = words
+        self.codec = codec
         self.reading_bytes = words.reading_bytes + encoding_bytes(words.codec, codec)
-        self._any_size = codec
-        self._codec = codec.with_slot_bytes(codec.record_range[0])
+        self.verified = VerifiedBytes() if copy is None else copy.verified
+        self._copy = copy
         self._base: Int4Arena | None = None
-        self._sizes: list[int] = []
+        count = words.num_layers * words.num_experts
+        # Of each expert when it was last read: bytes in its slot, and bytes moved.
+        self._sizes, self._moved = [0] * count, [words.moved_bytes(0, 0)] * count
+        # By layer, experts that fit no slot.
+        self._wide: list[set[int]] = [set() for _ in range(words.num_layers)]
+        self._fits_all = False
+        self._wide_words: Tensor | None = None
         self._scratch: SimpleQueue[Tensor] = SimpleQueue()
-
-    @property
-    def codec(self) -> ExpertCodec:
-        return self._codec
 
     @property
     def usual_bytes(self) -> int:
         """Usual bytes of a packed expert, before any is known."""
-        return usual_bytes(self._any_size)
+        return usual_bytes(self.codec)
 
     @property
     def source(self) -> ExpertStore:
@@ -70,52 +116,71 @@ class EncodingStore:
     def tied_draft(self) -> TiedDraft | None:
         return None
 
+    def sample(self, base: Int4Arena | None) -> None:
+        """Size slots for the largest of some experts, and a little more.
+
+        base  codes of a draft, for a codec that needs them; they must not change
+        """
+        self._base = base
+        self.codec = self.codec.with_slot_bytes(sampled_slot_bytes(self.words, self.codec, base))
+
     def measure(
         self,
         base: Int4Arena | None,
         threads: int,
         progress: Done | None,
-        keys: Sequence[tuple[int, int]] | None = None,
-        keep: Keep | None = None,
+        keys: Sequence[tuple[int, int]],
+        keep: Keep,
     ) -> None:
-        """Encode every expert once, to size slots for the largest.
+        """Encode every expert once, for a device's host to hold, and size slots for the largest.
 
-        base  codes of a draft, for a codec that needs them; they must not change
-        keys  all (layer, expert), in order; None: layer by layer
+        base  see `sample`
+        keys  all (layer, expert), in order
         keep  called by several threads with each packed expert, which it may copy but not keep
         """
-        self._base = base
-        sizes = [0] * (self.num_layers * self.num_experts)
+        self._base, self._fits_all = base, True
         # Buffers for the largest possible expert; pages that none reaches are never touched.
         rooms: SimpleQueue[Tensor] = SimpleQueue()
-        for room in allocate_aligned(threads, self._any_size.slot_bytes):
+        for room in allocate_aligned(threads, align(self.codec.record_range[1])):
             rooms.put(room)
 
         def encode(layer: int, expert: int) -> None:
             at = layer * self.num_experts + expert
             room = rooms.get()
             try:
-                sizes[at] = self._fill(at, room)[0]
-                if keep is not None:
-                    keep(layer, expert, room[: sizes[at]])
+                self._sizes[at] = self._fill(at, room)[0]
+                keep(layer, expert, room[: self._sizes[at]])
             finally:
                 rooms.put(room)
 
-        for_each_key(encode, keys or by_layer(self.num_layers, self.num_experts), threads, progress)
-        self._sizes = sizes
-        self._codec = self._codec.with_slot_bytes(max(sizes))
+        for_each_key(encode, keys, threads, progress)
+        self.codec = self.codec.with_slot_bytes(max(self._sizes))
 
     def record_bytes(self, layer: int, expert: int) -> int:
         return self._sizes[layer * self.num_experts + expert]
 
     def moved_bytes(self, layer: int, expert: int) -> int:
-        return self.words.moved_bytes(layer, expert)
+        return self._moved[layer * self.num_experts + expert]
 
     def read(self, layer: int, expert: int, slot: Tensor) -> int:
-        return self._fill(layer * self.num_experts + expert, slot)[1]
+        at = layer * self.num_experts + expert
+        if expert in self._wide[layer]:
+            self._moved[at] = 0
+            return 0
+        record = None if self._copy is None else self._copy.read(at, slot)
+        if record is not None:
+            self._sizes[at] = self._moved[at] = record.nbytes
+            return record.nbytes
+        self._moved[at] = self.words.moved_bytes(layer, expert)
+        self._sizes[at], read_bytes = self._fill(at, slot)
+        if not self._sizes[at]:
+            self._set_wide(layer, expert)
+        return read_bytes
 
     def _fill(self, at: int, slot: Tensor) -> tuple[int, int]:
-        """Encode an expert into `slot`. Return its bytes, and those read from disk."""
+        """Encode an expert into `slot`. Return its bytes, 0 where it does not fit, and those read
+        from disk.
+        """
         try:
             words = self._scratch.get_nowait()
         except Empty:  # as many buffers as threads that read at a time
@@ -123,10 +188,53 @@ class EncodingStore:
         try:
             read_bytes = self.words.read(*divmod(at, self.num_experts), words)
             base = None if self._base is None else self._base.expert(at)
-            exact = self.words.codec.decode(words)
-            return self._any_size.encode(exact, base, slot), read_bytes
+            return self.codec.encode(self.words.codec.decode(words), base, slot), read_bytes
+        except NoRoom:
+            if self._fits_all:  # the files have changed since
+                raise
+            return 0, read_bytes
         finally:
             self._scratch.put(words)
+
+    def _set_wide(self, layer: int, expert: int) -> None:
+        if not any(self._wide):  # the first of perhaps many
+            logger.warning(
+                "expert %d in MoE layer %d is larger than the slots, which were made for the "
+                "largest of some others: it is read from disk whenever it is computed; codec raw "
+                "has slots for all, and so have runs of a whole packed copy and of `speq pack`",
+                *(expert, layer),
+            )
+        self._wide[layer].add(expert)
+
+    def experts(self, slots: Tensor, base: Int4Arena | None, recorder: Recorder) -> SlotExperts:
+        """Wrap the experts in slots [S, slot_bytes] uint8, with those that fit none.
+
+        recorder  told of reads of these, for which the computation waits
+        """
+        held = self.codec.experts(slots, base)
+
+        def read_plain(layer: int, expert: int) -> PlainExpert:
+            return self._plain(layer, expert, recorder)
+
+        def plain(layer: int) -> PlainWords:
+            read, wide = held.plain(layer), self._wide[layer]
+            return lambda expert, slot: (
+                read_plain(layer, expert) if expert in wide else read(expert, slot)
+            )
+
+        return WideBesideSlots(held.op, held.held, plain, self._wide.__getitem__, read_plain)
+
+    def _plain(self, layer: int, expert: int, recorder: Recorder) -> PlainExpert:
+        """Read an expert's weights, valid until the next call. The computing thread alone calls."""
+        if self._wide_words is None:
+            self._wide_words = expert_slot(self.words)
+        start_s = recorder.clock()
+        read_bytes = self.words.read(layer, expert, self._wide_words)
+        span = start_s, recorder.clock(), layer, expert
+        moved_bytes = self.words.moved_bytes(layer, expert)
+        recorder.add(TimeSpan("transfer", *span, moved_bytes, read_bytes))
+        recorder.add(TimeSpan("stall", *span))
+        return PlainExpert(*self.words.codec.decode(self._wide_words))
 
     def close(self) -> None:
         self.words.close()

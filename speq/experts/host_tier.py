@@ -99,7 +99,7 @@ class HostTier:
         Packed experts are contiguous, each in as many blocks as it needs, if all fit. Otherwise
         they are moved to slots for the largest, once it is known, so that others can replace them.
 
-        base  see `EncodingStore.measure`. Raises as `load` does.
+        base  see `EncodingStore.sample`. Raises as `load` does.
         """
         tier = cls(store, room)
         with ExitStack() as undo:

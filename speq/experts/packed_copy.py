@@ -3,7 +3,7 @@
 A published checkpoint has 16-bit weights, with the matrices of an expert scattered. The first run
 of a model larger than memory reads these, while a thread writes the experts losslessly packed, one
 after another. The thread mostly rests while tokens are generated, and works while the generator is
-idle. Records that are on disk are read in the same run (`speq.experts.copying_store`). Later runs
+idle. Records that are on disk are read in the same run (`speq.experts.encoding_store`). Later runs
 read the packed copy. If a run ends first, the next one continues.
 
 A copy is used as long as its source files are untouched. If they were touched, a run reads them,
@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,9 @@ class PackedCopy:
 
     def __init__(self, checkpoint: Checkpoint, store: SafetensorsExpertStore, folder: Path) -> None:
         self.folder = folder
+        # Whether an earlier copy is compared first, so that no record is read for long: known once
+        # it has been asked whether this is possible.
+        self.compares = False
         self.total = store.num_layers * store.num_experts
         self.done = 0
         self._checkpoint, self._store = checkpoint, store
@@ -148,11 +151,9 @@ class PackedCopy:
 
     @property
     def writing_bytes(self) -> int:
-        """Memory that it takes: an expert's weights, its packed form, and read buffers. The run
-        itself may read the weights of one more that fits no slot.
-        """
+        """Memory that it takes: an expert's weights, its packed form, and read buffers."""
         codec = self._packing.codec
-        room = 2 * codec.shape.nbytes + usual_bytes(codec) + 3 * ALIGNMENT
+        room = codec.shape.nbytes + usual_bytes(codec) + 2 * ALIGNMENT
         return room + 2 * self._store.reading_bytes
 
     @property
@@ -171,11 +172,13 @@ class PackedCopy:
 
     @cached_property
     def is_possible(self) -> bool:
-        """True if there is something to write or to compare, and the disk has room, with a log
-        line. It is asked once.
+        """True if there is something to write or to compare, no other run does, and the disk has
+        room, with a log line. It is asked once.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            with self._alone_there():
+                pass
             if (self.folder / EXPERTS_MANIFEST).exists():
                 if CopySource.of(self.folder).holds(self._stamp):
                     return False  # another run has made it meanwhile
@@ -185,8 +188,12 @@ class PackedCopy:
                     "copy again if they are the same, and it is made anew if not",
                     self._checkpoint.path,
                 )
+                self.compares = True
             elif not self._has_room():
                 return False
+        except FolderTaken as error:
+            logger.info("no packed copy of the experts is made: %s", error)
+            return False
         except (OSError, SpeqError) as error:
             logger.warning("no packed copy of the experts is made: %s", error)
             return False
@@ -298,9 +305,12 @@ class PackedCopy:
         finally:
             self._alone.set()
 
+    def _alone_there(self) -> AbstractContextManager[None]:
+        return lock_folder(self.folder, f"another run writes to {self.folder}")
+
     def _run(self) -> None:
         try:
-            with lock_folder(self.folder, f"another run writes to {self.folder}"):
+            with self._alone_there():
                 self._write()
         except CopyStopped:
             logger.info("%d of %d experts are in the packed copy", self.done, self.total)

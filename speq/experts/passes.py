@@ -10,11 +10,6 @@ from speq.units import Done
 Made = TypeVar("Made")
 
 
-def by_layer(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
-    """All (layer, expert), in their order on disk."""
-    return [(layer, expert) for layer in range(num_layers) for expert in range(num_experts)]
-
-
 def spread_by_layer(num_layers: int, num_experts: int) -> list[tuple[int, int]]:
     """All (layer, expert), ordered so that any number of the first ones covers all layers
     evenly.

@@ -3,10 +3,11 @@
 Shape letters: T tokens, K experts of each, E experts of a layer, S slots, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from speq.kernels import ops
@@ -26,13 +27,15 @@ class SlotExperts:
     held   returns the op's arguments for a layer's experts: the arena, and what decoding it needs
     plain  returns a function that decodes a layer's experts, one after another, into one buffer if
            the slot does not hold plain weights
-    fixed  whether `op` alone runs experts, so that passes may go without the host
     """
 
-    fixed: ClassVar[bool] = True
     op: Callable[..., None]
     held: Callable[[int], tuple[Any, ...]]
     plain: Callable[[int], PlainWords]
+
+    def has(self, layer: int, expert: int) -> bool:
+        """True if `op` runs an expert out of its slot, so that passes may go without the host."""
+        return True
 
     def run(
         self,
@@ -62,3 +65,47 @@ class SlotExperts:
         else:
             words = self.plain(layer)
             ops.moe_by_expert(hidden_states, grouping, slots, words, activation, out, biases)
+
+
+@dataclass(frozen=True, slots=True)
+class WideBesideSlots(SlotExperts):
+    """Experts in slots, and those of them that were too large for theirs.
+
+    wide   experts of a layer that are
+    words  reads one of them
+    """
+
+    wide: Callable[[int], Collection[int]]
+    words: Callable[[int, int], PlainExpert]
+
+    def has(self, layer: int, expert: int) -> bool:
+        return expert not in self.wide(layer)
+
+    def run(
+        self,
+        layer: int,
+        hidden_states: Tensor,
+        grouping: Grouping,
+        slots: dict[int, int],
+        slot_table: Tensor,
+        activation: Activation,
+        out: Tensor,
+        biases: ExpertBiases | None = None,
+    ) -> None:
+        found = self.wide(layer)  # readers of other experts may add to it meanwhile
+        wide = [expert for expert in slots if expert in found]
+        if wide and grouping.index is None:
+            slot_table = slot_table.clone()
+            slot_table[wide] = -1
+        given = layer, hidden_states, grouping, slots, slot_table, activation, out, biases
+        SlotExperts.run(self, *given)
+        if grouping.index is not None:  # `plain` has read them
+            return
+        for expert in wide:
+            alone = torch.full_like(slot_table, -1)
+            alone[expert] = 0
+            words = self.words(layer, expert)
+            matrices = words.gate_up_proj.unsqueeze(0), words.down_proj.unsqueeze(0)
+            ops.moe_grouped(
+                *(hidden_states, grouping.topk_ids, alone, *matrices, activation, out, biases)
+            )

@@ -10,6 +10,7 @@ from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
+from speq.experts.packed_copy import PackedCopy
 from speq.models.opened import Opened
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
@@ -18,15 +19,19 @@ from speq.planning.model_spec import ModelSpec
 from speq.planning.used_experts import UsedExperts
 from speq.units import Progress, label_progress
 
-# What a pass over published experts is called, which are encoded.
-ENCODING = "measuring encoded experts"
 
+def encoding_store(
+    store: ExpertStore, plan: ResidencyPlan, copy: PackedCopy | None
+) -> EncodingStore | None:
+    """The store that encodes published experts as it reads them, where the plan has it.
 
-def encoding_store(store: ExpertStore, plan: ResidencyPlan) -> EncodingStore | None:
-    """The store that encodes published experts as it reads them, where the plan has it."""
+    copy  in the making
+    """
     if not plan.encoded:
         return None
-    return EncodingStore(store, codec_of(plan.codec, store.codec.shape))
+    codec = codec_of(plan.codec, store.codec.shape).with_slot_bytes(plan.slot_bytes)
+    same = copy is not None and copy.codec.name == plan.codec
+    return EncodingStore(store, codec, copy if same else None)
 
 
 def int4_copy(
@@ -67,5 +72,7 @@ def host_tier(
     planned = present(host_plan(model_spec, plan, budget), "a processor has no host tier")
     room = HostRoom(device, planned.limit_bytes, budget.readers)
     if isinstance(store, EncodingStore):
-        return HostTier.encode(store, base, room, label_progress(progress, ENCODING))
+        return HostTier.encode(
+            store, base, room, label_progress(progress, "encoding experts into host memory")
+        )
     return HostTier.load(store, room, label_progress(progress, "reading experts into host memory"))

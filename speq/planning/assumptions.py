@@ -101,19 +101,16 @@ class Assumptions:
         return not plan.encoded or (on_cpu and plan.codec in self.encode_bytes_per_s)
 
     def with_encoding_cost(
-        self, plan: ResidencyPlan, words_bytes: int, on_cpu: bool, count: int
+        self, plan: ResidencyPlan, words_bytes: int, on_cpu: bool
     ) -> ResidencyPlan:
-        """The plan with the time that encoding adds to a miss, and to a load. A load reads all
-        experts for it, which a prompt would otherwise do.
+        """The plan with the time that encoding adds to a miss that finds no record.
 
-        words_bytes  of one expert as published; count: of all experts
+        words_bytes  of one expert as published
         """
         if not (plan.encoded and on_cpu and plan.codec in self.encode_bytes_per_s):
             return plan
         encode_s = words_bytes / self.encode_bytes_per_s[plan.codec]
-        if plan.copied_share:  # a copy is made as the run goes on
-            return replace(plan, encode_s=(1 - plan.copied_share) * encode_s)
-        return replace(plan, encode_s=encode_s, start_s=count * encode_s)
+        return replace(plan, encode_s=(1 - plan.copied_share) * encode_s)
 
     def outlook(
         self,

@@ -59,7 +59,7 @@ class BudgetPlan:
     @property
     def best(self) -> int:
         """Index of the candidate of the least expected time per token."""
-        return min(range(len(self.candidates)), key=lambda at: self.candidates[at].cost_s)
+        return min(range(len(self.candidates)), key=lambda at: self.candidates[at].tpot_s)
 
     @property
     def hit_rates(self) -> tuple[float, float]:
@@ -74,7 +74,7 @@ class BudgetPlan:
     @property
     def best_s(self) -> float:
         """Its expected time per token."""
-        return self.candidates[self.best].cost_s
+        return self.candidates[self.best].tpot_s
 
     @property
     def correction(self) -> float:
@@ -163,8 +163,7 @@ def plan_budget(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions)
         candidates = [way for way in candidates if way.drafter != "int4"]
     words_bytes = model_spec.codec.shape.nbytes
     candidates = [
-        assumptions.with_encoding_cost(way, words_bytes, budget.on_cpu, model_spec.count)
-        for way in candidates
+        assumptions.with_encoding_cost(way, words_bytes, budget.on_cpu) for way in candidates
     ]
     fitting, refused = fit_all(model_spec, candidates, budget)
     left_out |= {
@@ -211,7 +210,7 @@ def host_draft_of(
         left_bytes = beside.host_bytes - model_spec.base_bytes
         ways = [way for way in ways if left_bytes >= model_spec.count * way.slot_bytes]
     weighed = [outlook.with_estimate(plan) for plan, _ in fit_all(model_spec, ways, budget)[0]]
-    return min(weighed, key=lambda plan: plan.cost_s, default=None)
+    return min(weighed, key=lambda plan: plan.tpot_s, default=None)
 
 
 def plan_with_head(

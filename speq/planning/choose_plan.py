@@ -141,7 +141,7 @@ class PlanChooser:
         candidates = self._weighed(fit_all(spec, ways, self.budget)[0])
         assumptions = self._surveyed(survey, candidates)
         chosen, _, _, _ = self._cheapest(assumptions, candidates, SURVEYED_MARGIN)
-        return chosen.cost_s
+        return chosen.tpot_s
 
     def _warn_of_no_draft(self) -> None:
         spec = self.model_spec
@@ -254,7 +254,7 @@ class PlanChooser:
         spec = self.model_spec
         words_bytes = spec.codec.shape.nbytes
         plans = [
-            assumptions.with_encoding_cost(way, words_bytes, self.budget.on_cpu, spec.count)
+            assumptions.with_encoding_cost(way, words_bytes, self.budget.on_cpu)
             for way, _ in fitting
         ]
         outlook = replace(outlook_of(spec, assumptions, plans), ahead=self.prefetches)

@@ -139,7 +139,11 @@ def demand_of(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Dem
         kv_bytes_per_token=batch_size * kv_elements * dtype.itemsize,
         batch_size=batch_size,
         reading_bytes=(
-            ALIGNMENT + readers * reading_bytes_of(model_spec, plan) + model_spec.copying_bytes
+            ALIGNMENT
+            + readers * reading_bytes_of(model_spec, plan)
+            + model_spec.copying_bytes
+            # The weights of an expert that fits no slot, which are read to compute it.
+            + model_spec.codec.slot_bytes * (plan.encoded and budget.on_cpu)
         ),
         slot_bytes=plan.slot_bytes,
         num_experts=model_spec.count,

@@ -48,8 +48,8 @@ def least_refusal(refused: Sequence[Refusal]) -> BudgetTooSmall:
 def smallest(model_spec: ModelSpec, way: ResidencyPlan) -> ResidencyPlan:
     """The way with the smallest slots there can be, where their size is not known yet.
 
-    Experts that are encoded as they are read have sizes that only a pass over all of them tells.
-    A plan by the smallest refuses no budget that would do.
+    That of experts that are encoded as they are read is known once some are encoded. A plan by the
+    smallest refuses no budget that would do.
     """
     if not (way.encoded and way.estimated):
         return way

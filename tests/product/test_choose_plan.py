@@ -269,16 +269,13 @@ def test_a_miss_of_a_first_run_is_half_of_words_and_half_of_a_record(model: Path
     model_spec = replace(spec_without_draft(model), copied_slot_bytes=16384)
     words_bytes = 3 * 64 * 48 * 2
     raw, records = (
-        Assumptions.of_profile(made, model_spec.shape).with_encoding_cost(
-            way, words_bytes, True, LAYERS * EXPERTS
-        )
+        Assumptions.of_profile(made, model_spec.shape).with_encoding_cost(way, words_bytes, True)
         for way in candidates_of(model_spec, on_cpu=True)
     )
     assert (raw.codec, raw.encoded, raw.moved_bytes) == ("raw", False, raw.slot_bytes)
     assert (records.codec, records.encoded, records.slot_bytes) == ("lossless", True, 16384)
     assert records.moved_bytes == (words_bytes + 16384) // 2
-    # One by one, and none before the first token.
-    assert (records.encode_s, records.start_s) == (words_bytes / 1e6 / 2, 0)
+    assert records.encode_s == words_bytes / 1e6 / 2
 
 
 def test_residuals_are_planned_beside_a_draft(
@@ -467,7 +464,7 @@ def test_drafts_that_were_not_timed_leave_all_to_a_survey(
         (replace(EXPENSIVE, link_bytes_per_s=1e5), {"draft": "none"}, "lossless", False),
         (replace(EXPENSIVE, miss_s=1.0), {"draft": "none"}, "lossless", False),
         (replace(WINS, link_bytes_per_s=1e5), {"drafter": "int4"}, "residual", True),
-        # What encodes slowly is not worth its room: at each miss, or before the first token.
+        # What encodes slowly is not worth its room.
         (
             replace(EXPENSIVE, encode_bytes_per_s=dict.fromkeys(ENCODES, 1e4)),
             {"draft": "none"},
@@ -644,7 +641,7 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     words_bytes = 3 * 64 * 48 * 2
     candidates = {
         (way.codec, way.encoded): replace(
-            assumptions.with_encoding_cost(way, words_bytes, True, LAYERS * EXPERTS), slots=30
+            assumptions.with_encoding_cost(way, words_bytes, True), slots=30
         )
         for way in candidates_of(model_spec, on_cpu=True)
     }
@@ -652,13 +649,10 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     encoded, packed = candidates["lossless", True], candidates["lossless", False]
     assert (encoded.moved_bytes, encoded.encode_s) == (words_bytes, words_bytes / 1e6)
     assert (packed.moved_bytes, packed.encode_s) == (packed.read_bytes, 0)
-    # Before the first token all are encoded.
-    assert encoded.start_s == pytest.approx(LAYERS * EXPERTS * words_bytes / 1e6)
-    assert packed.start_s == 0
     assert encoded.read_bytes == packed.read_bytes < words_bytes
     # In host memory they lie encoded, whatever the disk has.
     [held] = [way for way in candidates_of(model_spec, on_cpu=False) if way.encoded]
-    assert assumptions.with_encoding_cost(held, words_bytes, False, LAYERS * EXPERTS) == replace(
+    assert assumptions.with_encoding_cost(held, words_bytes, False) == replace(
         packed, encoded=True, slots=0
     )
     outlook = assumptions.outlook(LAYERS, model_spec.pass_bytes, [encoded])

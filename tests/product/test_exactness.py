@@ -21,7 +21,7 @@ from speq import Generator
 from speq.bench.synthetic import KnownText, SetAcceptance
 from speq.config import SamplingParams
 from speq.engine.offload import fetch_from
-from speq.experts.copying_store import CopyingStore
+from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.heads.head_file import head_path
 from speq.layers.dense_matrix import LosslessMatrix
@@ -296,7 +296,7 @@ def test_first_runs_leave_tokens_as_they_are(
     with first_runs_hold(records=True):
         auto = replace(cell, codec="auto")
         generator, experts = loaded(auto, model, draft, "float32", len(prompt) + 40)
-    assert isinstance(generator.runtime.opened.store, CopyingStore)
+    assert isinstance(generator.runtime.opened.store, EncodingStore)
     assert 2 <= generator.runtime.plan.slots < experts
     for _ in range(2):
         result = generator.generate(prompt, max_new_tokens=40, ignore_eos=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speq import Generator, SpeqError
-from speq.experts import encoding_store, passes
+from speq.experts import passes
 from speq.experts.codec import codec_of
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, expert_slot
@@ -317,25 +317,6 @@ def test_an_arena_is_cut_into_whole_blocks() -> None:
     small = PinnedArena(device, 1 << 20, chunk_bytes=1 << 19)
     assert small.take(1, expected_bytes=ALIGNMENT + 1) is not None
     assert small.nbytes == 2 * ALIGNMENT  # no more than is expected
-
-
-def test_a_store_that_only_measures_holds_nothing(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU, where records lie in slots and nowhere else."""
-    plain = Counting(opened.store)
-    store = encoding(plain)
-    order: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        encoding_store,
-        "for_each_key",
-        lambda work, keys, threads, progress: order.extend(keys) or for_each_key(work, keys, 1),
-    )
-    store.measure(None, READERS, None)
-    assert order == sorted(order) and set(plain.reads.values()) == {1}
-    sizes = {key: len(record) for key, record in expected(store).items()}
-    assert {key: store.record_bytes(*key) for key in sizes} == sizes
-    assert store.codec.slot_bytes == align(max(sizes.values()))
 
 
 @pytest.mark.parametrize("codec", ["raw", pytest.param("lossless", marks=pytest.mark.wide)])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from speq import Generator
 from speq.errors import SpeqError
 from speq.experts import packed_copy, record_writer
 from speq.experts.copied_store import CopiedExperts
-from speq.experts.copying_store import CopyingStore
+from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_copy import copy_folder
 from speq.experts.packed_store import RECORDS_FILE, PackedExpertStore
@@ -74,7 +75,7 @@ def finish(generator: Generator) -> None:
 def made(model: Path) -> list[int]:
     """Run once, to the end of the copy."""
     generator = loaded(model)
-    assert isinstance(generator.runtime.opened.store, CopyingStore)
+    assert isinstance(generator.runtime.opened.store, EncodingStore)
     found = tokens(generator)
     finish(generator)
     return found
@@ -163,7 +164,7 @@ def test_full_disk_is_said(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage())
     generator = loaded(model)
     assert generator.runtime._loaded.copy is None  # nor was it planned for one
-    assert not isinstance(generator.runtime.opened.store, CopyingStore)
+    assert generator.runtime.residency_plan.copied_share == 0
     assert len(tokens(generator)) == 12
     generator.close()
     assert caplog.text.count("no packed copy of the experts is made: it takes") == 1
@@ -211,16 +212,51 @@ def test_explicit_codec_reads_what_was_published(model: Path) -> None:
     generator.close()
 
 
-def test_two_runs_do_not_write_one_copy(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+LOCKING = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process(folder: Path) -> Iterator[None]:
+    """One that has locked the folder of a copy, as a run that writes it."""
+    command = [sys.executable, "-c", LOCKING, str(folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == b"locked\n"
+        yield
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["before loading", "while loading"])
+def test_a_run_beside_another_that_writes_the_copy(
+    planned: bool, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "speq")
-    folder = kept_at(model)
+    folder, begin = kept_at(model), packed_copy.PackedCopy.begin
     folder.mkdir(parents=True)
-    with lock_folder(folder, "first"):
-        with pytest.raises(FolderTaken), lock_folder(folder, "second"):
-            pass
-        finish(loaded(model))
-        assert not (folder / EXPERTS_JOURNAL).exists()
-    assert "another run writes to" in caplog.text
+    with ExitStack() as stack:
+        if planned:
+            stack.enter_context(another_process(folder))
+            with pytest.raises(FolderTaken), lock_folder(folder, "taken"):
+                pass
+
+        def late(self: packed_copy.PackedCopy) -> None:
+            stack.enter_context(another_process(folder))
+            begin(self)
+
+        monkeypatch.setattr(packed_copy.PackedCopy, "begin", late)
+        generator = loaded(model, "960KiB", dtype="float32")
+        plan = generator.runtime.residency_plan
+        assert (plan.codec, plan.encoded) == ("lossless", True)
+        assert plan.copied_share == (0.0 if planned else 0.5)
+        assert tokens(generator) == greedy_tokens(load_plain(model, torch.float32), PROMPT, 12)
+        generator.close()
+        assert list(folder.iterdir()) == []
+    assert caplog.text.count("another run writes to") == 1
 
 
 def test_small_models_leave_no_files(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +399,17 @@ def test_touched_files_are_compared_and_the_copy_stays(
     assert read_from_copy(moved) == first
     assert [each.model for each in kept.in_cache()] == [str(moved)]
     assert records.stat().st_ino == inode
+
+
+def test_no_record_is_expected_of_a_copy_that_is_compared(own: Path) -> None:
+    first = made(own)
+    os.utime(own / "model.safetensors")
+    generator = loaded(own)
+    plan = generator.runtime.residency_plan
+    assert (plan.codec, plan.encoded, plan.copied_share) == ("lossless", True, 0.0)
+    assert tokens(generator) == first
+    finish(generator)
+    assert read_from_copy(own) == first
 
 
 def test_a_copy_goes_on_with_the_weights_of_now(

@@ -681,7 +681,7 @@ def test_a_head_that_says_nothing_is_weighed_as_plain_decoding() -> None:
 
 def test_a_draft_must_save_its_margin() -> None:
     of = outlook()
-    plain_s, drafting_s = (of.with_estimate(way).cost_s for way in (PLAIN, DRAFT))
+    plain_s, drafting_s = (of.with_estimate(way).tpot_s for way in (PLAIN, DRAFT))
     for margin in (0.0, 0.01, 0.25, 0.5, 0.75, 0.95):
         chosen, _ = choose(of, [PLAIN, DRAFT], margin)
         assert chosen.drafts == (drafting_s < (1 - margin) * plain_s)
@@ -689,11 +689,11 @@ def test_a_draft_must_save_its_margin() -> None:
     roomy = [replace(way, slots=8 * 32) for way in (PLAIN, DRAFT)]
     chosen, _ = choose(of, roomy, 0.95)
     assert chosen.drafts
-    plain_s, drafting_s = (of.with_estimate(way).cost_s for way in roomy)
+    plain_s, drafting_s = (of.with_estimate(way).tpot_s for way in roomy)
     assert drafting_s < plain_s
     # The run may leave it aside, so that it is held though no drafted token is expected to stand.
     hopeless = replace(of, acceptance=0.0)
-    plain_s, drafting_s = (hopeless.with_estimate(way).cost_s for way in roomy)
+    plain_s, drafting_s = (hopeless.with_estimate(way).tpot_s for way in roomy)
     assert drafting_s > plain_s
     chosen, _ = choose(hopeless, roomy, 0.95)
     assert chosen.drafts
@@ -708,9 +708,9 @@ def test_a_length_that_was_asked_for_is_drafted() -> None:
     speeds = replace(outlook().speeds, head_token_s=1e-2, expert_s={"raw": 0.0, "residual": 1e-4})
     of = replace(outlook(speeds=speeds, head_acceptance=(0.05,)), lengths=(3,))
     head, draft = (replace(way, slots=8 * 32) for way in (HEAD, DRAFT))
-    plain_s = [replace(way, expected=of.step_estimate(way, 0)).cost_s for way in (head, draft)]
+    plain_s = [replace(way, expected=of.step_estimate(way, 0)).tpot_s for way in (head, draft)]
     assert plain_s[0] < plain_s[1]
-    assert of.with_estimate(head).cost_s > of.with_estimate(draft).cost_s
+    assert of.with_estimate(head).tpot_s > of.with_estimate(draft).tpot_s
     assert choose(of, [head, draft])[0].drafter == "int4"
 
 

@@ -485,23 +485,23 @@ def choose(
 
     def cost_s(plan: ResidencyPlan) -> float:
         if not plan.drafts:
-            return plan.cost_s
+            return plan.tpot_s
         if plan.step.moved_bytes > 0:
-            return plan.cost_s / (1 - margin)
+            return plan.tpot_s / (1 - margin)
         if len(outlook.lengths) == 1:  # what was asked for is drafted whether it pays or not
-            return plan.cost_s
+            return plan.tpot_s
         plain = replace(plan, expected=outlook.step_estimate(plan, 0))
-        return min(plan.cost_s, plain.cost_s)
+        return min(plan.tpot_s, plain.tpot_s)
 
     weighed = map(outlook.with_estimate, plans)
-    ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.cost_s))
+    ranked = sorted(weighed, key=lambda way: (cost_s(way), not way.drafts, way.tpot_s))
     if not ranked:
         raise NoRoom("no way to hold experts was given to choose from; the budget is too small")
     best, others = ranked[0], ranked[1:]
-    beside = ", ".join(f"{other.name} {other.cost_s * 1e3:.1f}" for other in others)
+    beside = ", ".join(f"{other.name} {other.tpot_s * 1e3:.1f}" for other in others)
     step = best.step
     reason = (
-        f"{best.name}, k={step.draft_length}: {best.cost_s * 1e3:.1f} ms a token expected, most "
+        f"{best.name}, k={step.draft_length}: {best.tpot_s * 1e3:.1f} ms a token expected, most "
         f"of it {step.limit}"
     )
     return best, reason + (f" ({beside})" if beside else "")

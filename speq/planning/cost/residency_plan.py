@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from speq.errors import present
 from speq.governor.roofline import StepEstimate
 
-# What a load takes is spread over so many tokens: a few answers.
-LOAD_TOKENS = 1024
-
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
@@ -31,7 +28,6 @@ class ResidencyPlan:
     estimated    whether slot_bytes is what such experts usually take, not what these do
     copied_share  of encoded experts' misses, those that are to find a record in a packed copy
     encode_s     added to a miss by encoding; 0 where records are moved
-    start_s      encoding of all experts before the first token; 0 where records are moved
     slots        for exact experts, of all layers together; 0: not planned yet
     peers        exact experts of each layer on each further GPU; empty: there is none
     expected     a step at the best draft length; None: not weighed yet
@@ -52,7 +48,6 @@ class ResidencyPlan:
     estimated: bool = False
     copied_share: float = 0.0
     encode_s: float = 0.0
-    start_s: float = 0.0
     slots: int = 0
     peers: tuple[int, ...] = ()
     expected: StepEstimate | None = None
@@ -96,11 +91,6 @@ class ResidencyPlan:
     def tpot_s(self) -> float:
         """Expected time per token."""
         return self.step.token_s
-
-    @property
-    def cost_s(self) -> float:
-        """Expected time per token, with a token's share of what comes before the first one."""
-        return self.tpot_s + self.start_s / LOAD_TOKENS
 
     @property
     def moved_bytes_per_token(self) -> float:

@@ -1,9 +1,10 @@
-"""The first run of a published model: experts in lossless slots while a packed copy is made."""
+"""Published experts, encoded as they are read; a first run, which makes a packed copy meanwhile."""
 
 import errno
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speq import Generator
-from speq.experts import copying_store, packed_copy, record_writer
-from speq.experts.copying_store import CopyingStore, copied_slot_bytes
+from speq.experts import encoding_store, packed_copy, record_writer
+from speq.experts.copied_store import SOURCE_FILE
+from speq.experts.encoding_store import EncodingStore, sampled_slot_bytes
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.packed_copy import PackedCopy, copy_folder
 from speq.experts.packed_store import RECORDS_FILE
@@ -50,8 +52,8 @@ class Copying:
         folder = copy_folder(self.opened.checkpoint)
         assert folder is not None
         self.copy, self.folder = PackedCopy(self.opened.checkpoint, words, folder), folder
-        codec = self.copy.codec.with_slot_bytes(copied_slot_bytes(words, self.copy.codec))
-        self.store = CopyingStore(words, codec, self.copy)
+        codec = self.copy.codec.with_slot_bytes(sampled_slot_bytes(words, self.copy.codec))
+        self.store = EncodingStore(words, codec, self.copy)
         self.checks = 0
         # What the shards hold, read by another library.
         self.tensors = load_file(model / "model.safetensors")
@@ -220,9 +222,9 @@ def test_a_disk_that_is_full_stops_the_copy_alone(
     made.close()
 
 
-def loaded(model: Path, **options: Any) -> Generator:
+def loaded(model: Path, budget: str = BUDGET, **options: Any) -> Generator:
     given = {"draft": "none", "dtype": "float32", "profile": "none"} | options
-    return Generator.from_pretrained(model, BUDGET, **given)
+    return Generator.from_pretrained(model, budget, **given)
 
 
 def with_uneven(model: Path, experts: set[int], folder: Path) -> Path:
@@ -250,17 +252,149 @@ def test_first_runs_write_the_tokens_of_the_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also where experts are larger than their slots, which are made for the first one."""
-    monkeypatch.setattr(copying_store, "LEAST_SAMPLED", 1)
-    monkeypatch.setattr(copying_store, "MOST_SAMPLED", 1)
+    monkeypatch.setattr(encoding_store, "LEAST_SAMPLED", 1)
+    monkeypatch.setattr(encoding_store, "MOST_SAMPLED", 1)
     folder = with_uneven(model, uneven, tmp_path / "uneven")
     generator = loaded(folder, **options)
     store = generator.runtime.opened.store
-    assert isinstance(store, CopyingStore)
+    assert isinstance(store, EncodingStore)
     result = generator.generate(prompt, max_new_tokens=24, ignore_eos=True)
     assert set().union(*store._wide) == uneven
     generator.close()
     assert result.token_ids == greedy_tokens(load_plain(folder, torch.float32), prompt, 24)
     assert caplog.text.count("is larger than the slots") == bool(uneven)
+
+
+@pytest.mark.parametrize(
+    ("codec", "budget"),
+    [("lossless", BUDGET), ("residual", "1240KiB"), ("lossless", "64MiB"), ("residual", "64MiB")],
+)
+def test_runs_without_a_copy_write_the_tokens_of_the_model_too(
+    codec: str, budget: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few experts alone the size is known before any is computed."""
+    monkeypatch.setattr(encoding_store, "LEAST_SAMPLED", 1)
+    monkeypatch.setattr(encoding_store, "MOST_SAMPLED", 1)
+    folder = with_uneven(model, {1, 2, 5}, tmp_path / "uneven")
+    reads: list[int] = []
+    read = SafetensorsExpertStore.read
+
+    def counted(self: SafetensorsExpertStore, layer: int, expert: int, slot: torch.Tensor) -> int:
+        reads.append(expert)
+        return read(self, layer, expert, slot)
+
+    monkeypatch.setattr(SafetensorsExpertStore, "read", counted)
+    options = {"codec": codec, "draft": "auto" if codec == "residual" else "none"}
+    generator = loaded(folder, budget, context_length=96, **options)
+    store, resident = generator.runtime.opened.store, generator.runtime.engine.offload.resident
+    assert isinstance(store, EncodingStore) and (resident is not None) == (budget == "64MiB")
+    loading = len(reads)
+    for prompt in (PROMPT, LONG_PROMPT):
+        result = generator.generate(prompt, max_new_tokens=24, ignore_eos=True)
+        assert result.token_ids == greedy_tokens(load_plain(folder, torch.float32), prompt, 24)
+    generator.close()
+    assert set().union(*store._wide) == {1, 2, 5}
+    # The sample, and for residuals also the codes of a draft.
+    assert loading == 1 + (codec == "residual") * store.num_layers * store.num_experts
+    if resident is not None:  # all others were read once
+        once = [expert for expert in reads[loading:] if expert not in {1, 2, 5}]
+        assert len(once) == len(set(once)) * store.num_layers
+
+
+@pytest.mark.parametrize("drafter", [{}, {"drafter": "cached", "draft_length": 3}], ids=str)
+def test_every_read_counts_those_of_experts_that_fit_no_slot_too(
+    drafter: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding_store, "LEAST_SAMPLED", 1)
+    monkeypatch.setattr(encoding_store, "MOST_SAMPLED", 1)
+    monkeypatch.setattr(PackedCopy, "begin", lambda self: None)
+    generator = loaded(
+        with_uneven(model, {1, 2, 5}, tmp_path / "uneven"), prefetch="none", **drafter
+    )
+    store, reads = generator.runtime.opened.store, list[tuple[int, int]]()
+    assert isinstance(store, EncodingStore)
+    read = SafetensorsExpertStore.read
+
+    def counted(self: SafetensorsExpertStore, layer: int, expert: int, slot: torch.Tensor) -> int:
+        reads.append((expert, read(self, layer, expert, slot)))
+        return reads[-1][1]
+
+    monkeypatch.setattr(SafetensorsExpertStore, "read", counted)
+    stats = generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True).stats
+    generator.close()
+    assert sum(expert in {1, 2, 5} for expert, _ in reads) > 12
+    words_bytes = store.words.codec.shape.nbytes
+    assert stats["prefill_moved_bytes"] + stats["moved_bytes"] == len(reads) * words_bytes
+    assert stats["prefill_read_bytes"] + stats["read_bytes"] == sum(read for _, read in reads)
+    demanded = sum(layer["demand_bytes"] for layer in stats["layers"])
+    assert demanded == stats["moved_bytes"] - stats["ahead_bytes"]
+    assert stats["stall_s"] > 0
+
+
+class Steps:
+    """Lets the thread of a copy write one expert after the other, when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self.freely = False
+        monkeypatch.setattr(PackedCopy, "_report_progress", self._report)
+
+    def _report(self, done: int, total: int) -> None:
+        self._done.release()
+        if not self.freely:
+            self._go.acquire()
+
+    def await_one(self) -> None:
+        """Return when one more is on disk; the next one is not begun."""
+        self._done.acquire()
+
+    def go_on(self, freely: bool = False) -> None:
+        self.freely = freely
+        self._go.release()
+
+
+@pytest.mark.parametrize("options", [{}, {"drafter": "cached", "draft_length": 3}], ids=str)
+@pytest.mark.parametrize("what", ["budgets", "files"])
+def test_changes_while_it_is_copied_leave_tokens_as_they_are(
+    what: str,
+    options: dict[str, Any],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other budgets, or files that are touched, or replaced by the same."""
+    folder = Path(shutil.copytree(model, tmp_path / "own"))
+    shard, draws = folder / "model.safetensors", random.Random(5)
+    wanted = greedy_tokens(load_plain(folder, torch.float32), PROMPT, 12)
+    steps = Steps(monkeypatch)
+    generator = loaded(folder, **options)
+    store, copy = generator.runtime.opened.store, generator.runtime._loaded.copy
+    assert isinstance(store, EncodingStore) and copy is not None
+    least = generator.runtime.least_budget
+    slots = set()
+    for at in range(8):
+        steps.await_one()
+        if what == "budgets":
+            generator.resize(least + draws.randrange(10) * store.codec.slot_bytes)
+        elif at == 3:
+            os.utime(shard)
+        elif at == 5:
+            shutil.copy(shard, tmp_path / "same")
+            (tmp_path / "same").replace(shard)
+        assert generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted
+        slots.add(generator.runtime.plan.slots)
+        steps.go_on(freely=at == 7)
+    copy.wait()
+    assert generator.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted
+    generator.close()
+    assert (len(slots) > 3) == (what == "budgets")
+    whole = (copy.folder / EXPERTS_MANIFEST).exists()
+    assert whole == (what == "budgets")
+    assert caplog.text.count("were changed or replaced while they were read") == (not whole)
+    assert {each.name for each in copy.folder.iterdir()} <= {
+        *(RECORDS_FILE, SOURCE_FILE, EXPERTS_MANIFEST if whole else EXPERTS_JOURNAL)
+    }
 
 
 def test_records_are_compared_at_every_read(model: Path) -> None:
