@@ -307,12 +307,7 @@ def check_peers(
     used: UsedExperts,
     plan: ResidencyPlan,
 ) -> None:
-    """Raise SpeqError where further devices cannot run experts, or have no room for them."""
-    if devices and plan.needs_draft:
-        raise OptionError(
-            f"peer_budget is given and experts of codec {plan.codec} are read over a draft's "
-            "codes, which the first GPU has; leave peer_budget out, or take another codec"
-        )
+    """Raise NoRoom where further devices lack what is given of them."""
     for device, size in zip(devices, budgets, strict=True):
         if size > device.free_bytes():
             raise NoRoom(

@@ -35,9 +35,9 @@ void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                               double limit, Tensor out, std::optional<Tensor> gate_up_bias,
                               std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_lossless";
+  const Activation act = activation_of(op, activation, limit);
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
-  const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width,
-                                     speq::has_gate(activation_of(op, activation, limit)));
+  const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width, speq::has_gate(act));
   const Records records = records_of(op, slots, fixed_bytes(shape, true));
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
@@ -48,9 +48,8 @@ void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
   }
   const Call call(hidden_states);
   Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
-  check(op, moe_grouped_lossless(grouped.hidden_states, grouped.route, records, shape,
-                                 activation_of(op, activation, limit), biases, grouped.out,
-                                 memory.mutable_data_ptr(), call.stream()));
+  check(op, moe_grouped_lossless(grouped.hidden_states, grouped.route, records, shape, act, biases,
+                                 grouped.out, memory.mutable_data_ptr(), call.stream()));
 }
 
 void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot_table,
@@ -60,11 +59,12 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                               double limit, Tensor out, std::optional<Tensor> gate_up_bias,
                               std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_residual";
+  const Activation act = activation_of(op, activation, limit);
   BaseExperts base =
       base_experts(op, gate_up_qweight, gate_up_scales, down_qweight, down_scales, 3);
   const ExpertShape shape = base_shape(op, base);
-  STD_TORCH_CHECK(shape.gated == speq::has_gate(activation_of(op, activation, limit)), op,
-                  ": activation ", activation, " is not of such experts");
+  STD_TORCH_CHECK(shape.gated == speq::has_gate(act), op, ": activation ", activation,
+                  " is not of such experts");
   const Records records = records_of(op, slots, fixed_bytes(shape, false));
   const Grouped grouped =
       grouped_of(op, hidden_states, topk_ids, slot_table, slots, shape.hidden_size, out);
@@ -87,9 +87,8 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
   base.input_perm = input_perm ? data<std::int32_t>(*input_perm) : nullptr;
   const Call call(hidden_states);
   Tensor memory = workspace(hidden_states, moe_compact_workspace(grouped.route, shape));
-  check(op, moe_grouped_residual(grouped.hidden_states, grouped.route, records, base,
-                                 activation_of(op, activation, limit), biases, grouped.out,
-                                 memory.mutable_data_ptr(), call.stream()));
+  check(op, moe_grouped_residual(grouped.hidden_states, grouped.route, records, base, act, biases,
+                                 grouped.out, memory.mutable_data_ptr(), call.stream()));
 }
 
 void decode_lossless_out(Tensor record, Tensor gate_up_proj, Tensor down_proj) {

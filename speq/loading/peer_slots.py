@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from speq.devices.device import Accelerator
-from speq.errors import NoRoom
 from speq.experts.host_tier import HostTier
 from speq.files.alignment import allocate_aligned
 from speq.planning.cost.peers import Peers, dealt
 from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.peers import check_room
 from speq.planning.used_experts import UsedExperts
 from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.peer_devices import PeerSlot
-from speq.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +56,10 @@ def slots_of(peers: Sequence[PeerSlots]) -> dict[ExpertKey, PeerSlot]:
 def held_experts(plan: ResidencyPlan, peers: Peers, used: UsedExperts) -> list[list[ExpertKey]]:
     """The experts of each further GPU, as many of each layer as planned or as fit.
 
-    Raises NoRoom for a budget that holds no expert of each layer.
+    Raises SpeqError for a budget that holds no expert of each layer.
     """
+    check_room(peers, plan.slot_bytes, used.num_layers)
     room = peers.room(plan.slot_bytes, used.num_layers)
-    for at, (fits, size) in enumerate(zip(room, peers.slots_bytes, strict=True)):
-        if fits == 0:
-            raise NoRoom(
-                f"peer_budget leaves {format_bytes(max(size, 0))} of further GPU {at + 1} for "
-                f"experts, and one of each layer takes "
-                f"{format_bytes(used.num_layers * plan.slot_bytes)}; give it more, or leave it out"
-            )
     held = [min(counts) for counts in zip(plan.peers, room, strict=True)]
     by_layer = [dealt(held, used.ranked(layer)) for layer in range(used.num_layers)]
     return [

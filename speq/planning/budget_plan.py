@@ -21,6 +21,7 @@ from speq.planning.forecasts import correction, way_of
 from speq.planning.host_memory import HostPlan, host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.model_spec import ModelSpec
+from speq.planning.peers import ways_with
 from speq.units import format_bytes
 
 
@@ -165,6 +166,10 @@ def plan_budget(model_spec: ModelSpec, budget: Budget, assumptions: Assumptions)
     candidates = [
         assumptions.with_encoding_cost(way, words_bytes, budget.on_cpu) for way in candidates
     ]
+    open_ways = ways_with(assumptions.peers, candidates, model_spec.num_layers)
+    alone = [way.name for way in candidates if way not in open_ways]
+    left_out |= dict.fromkeys(alone, "further GPUs can hold none of its experts")
+    candidates = [*open_ways]
     fitting, refused = fit_all(model_spec, candidates, budget)
     left_out |= {
         way.name: f"takes {format_bytes(error.needed_bytes)} at the least" for way, error in refused

@@ -30,6 +30,7 @@ from speq.planning.forecasts import correction, way_of
 from speq.planning.host_memory import host_plan
 from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.model_spec import ModelSpec
+from speq.planning.peers import ways_with
 from speq.planning.reader_survey import LEAST_BYTES
 from speq.units import format_bytes
 
@@ -96,7 +97,7 @@ class PlanChooser:
         Raises SpeqError where options and files contradict each other or nothing fits.
         """
         spec, budget = self.model_spec, self.budget
-        candidates = open_candidates(spec, self.drafts, self.codec, budget.on_cpu)
+        candidates = self._candidates
         fitting, refused = fit_all(spec, candidates, budget)
         # Records may turn out smaller than they usually are; the planner does not count on it.
         more, _ = fit_all(spec, [smallest(spec, way) for way, _ in refused], budget)
@@ -117,6 +118,13 @@ class PlanChooser:
             self._warn_of_no_draft()
         return decision
 
+    @property
+    def _candidates(self) -> Sequence[ResidencyPlan]:
+        """The ways that options, files and further GPUs allow."""
+        spec = self.model_spec
+        ways = open_candidates(spec, self.drafts, self.codec, self.budget.on_cpu)
+        return ways_with(self.peers, ways, spec.num_layers)
+
     def _with_peers(
         self,
         plan: ResidencyPlan,
@@ -125,7 +133,7 @@ class PlanChooser:
     ) -> ResidencyPlan:
         """The plan with what further GPUs hold, where it was not weighed."""
         spec = self.model_spec
-        if plan.peers or not self.peers.slots_bytes or plan.needs_draft:
+        if plan.peers or not self.peers.slots_bytes:
             return plan
         if profile is None or plan.codec not in {*profile.decode_bytes_per_s, profile.codec}:
             assumptions = Assumptions.of_survey(survey((plan.codec,)), spec.shape)
@@ -137,8 +145,7 @@ class PlanChooser:
     def expected_s(self, survey: Callable[[Sequence[str]], Survey]) -> float:
         """Seconds per token that the best way is expected to take, by what is measured."""
         spec = self.model_spec
-        ways = open_candidates(spec, self.drafts, self.codec, self.budget.on_cpu)
-        candidates = self._weighed(fit_all(spec, ways, self.budget)[0])
+        candidates = self._weighed(fit_all(spec, self._candidates, self.budget)[0])
         assumptions = self._surveyed(survey, candidates)
         chosen, _, _, _ = self._cheapest(assumptions, candidates, SURVEYED_MARGIN)
         return chosen.tpot_s

@@ -18,6 +18,7 @@ from speq import Generator, SpeqError
 from speq.cli import app
 from speq.config import RunConfig
 from speq.drafts.dense_draft import DenseDraft
+from speq.errors import OptionError
 from speq.experts.codec import ExpertShape, codec_of
 from speq.experts.copied_store import CopiedExperts
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
@@ -35,6 +36,7 @@ from speq.planning import profiles
 from speq.planning.assumptions import Assumptions
 from speq.planning.candidates import candidates_of
 from speq.planning.choose_plan import PlanChooser, PlanDecision
+from speq.planning.cost.peers import ALONE, Peers
 from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.device_trial import (
@@ -47,6 +49,7 @@ from speq.planning.device_trial import (
 from speq.planning.fitting import fit
 from speq.planning.model_spec import ModelSpec
 from speq.planning.processor_trial import ProcessorTrial
+from speq.planning.used_experts import UsedExperts
 from speq.text.tokenizer import load_tokenizer, tokens_of
 from tests.helpers.heads import write_random_head
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
@@ -146,7 +149,11 @@ EXPENSIVE = replace(WINS, pass_s=1.0)
 
 
 def planned(
-    model: Path, made: Profile | None, survey: Survey | None = None, **options: Any
+    model: Path,
+    made: Profile | None,
+    survey: Survey | None = None,
+    peers: Peers = ALONE,
+    **options: Any,
 ) -> PlanDecision:
     """What a run with these options would settle on, without loading the model."""
     opened = open_model(model)
@@ -157,7 +164,7 @@ def planned(
     config = RunConfig.of(BUDGET_BYTES, **({"draft_length": "auto", "device": "cpu"} | options))
     longest = {} if config.draft_length is None else {"longest_draft": config.draft_length}
     budget = Budget(BUDGET_BYTES, 64, on_cpu=True, **longest)
-    chooser = chooser_of(model_spec, budget, config)
+    chooser = replace(chooser_of(model_spec, budget, config), peers=peers)
     return chooser.choose(made, lambda codecs: survey or never(codecs))
 
 
@@ -435,6 +442,17 @@ def test_options_are_respected(
         assert (f"{'with' if drafts else 'without'} a draft, k=") in settled.reason.partition(":")[
             0
         ]
+
+
+def test_with_further_gpus_a_codec_over_a_draft_is_not_chosen(model: Path) -> None:
+    """They lack the codes: what the profile finds best alone would not load."""
+    made = profile(model, **SLOW_LINK | {"acceptance": 1.0})
+    assert planned(model, made, draft="somewhere").residency_plan.codec == "residual"
+    peers = Peers((1 << 20,), 64, UsedExperts(LAYERS, EXPERTS).shares, TOP_K, 128)
+    plan = planned(model, made, peers=peers, draft="somewhere").residency_plan
+    assert (plan.codec, plan.drafts) == ("lossless", True) and plan.peers[0] > 0
+    with pytest.raises(OptionError, match="codec residual are read over a draft's codes"):
+        planned(model, made, peers=peers, codec="residual")
 
 
 def test_drafts_that_were_not_timed_leave_all_to_a_survey(

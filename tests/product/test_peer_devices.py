@@ -136,6 +136,9 @@ def test_what_is_held_fits_and_is_used_most() -> None:
     assert peers.most_rows(plan.peers, plan.moved_bytes) == int(120 / (2 * 16 * (1 + 2 * 33 / 40)))
     with pytest.raises(NoRoom, match=r"leaves 128 B of further GPU 2 .* one of each layer"):
         held_experts(replace(plan, slot_bytes=65), peers, used)
+    many = replace(peers, slots_bytes=(1 << 30,) * 4)
+    with pytest.raises(OptionError, match=r"4 further GPUs, and a layer has 4 .* name 3 at most"):
+        held_experts(plan, many, used)
 
 
 def test_a_layer_takes_what_is_there_where_it_may() -> None:

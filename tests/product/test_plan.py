@@ -17,6 +17,7 @@ from speq.cli import app
 from speq.cli.plan import findings
 from speq.config import RunConfig
 from speq.drafts.draft_source import RoundedDraft
+from speq.errors import NoRoom, OptionError
 from speq.experts.codec import codec_of
 from speq.experts.expert_store import SafetensorsExpertStore
 from speq.experts.pack import Packing, pack
@@ -45,6 +46,8 @@ from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.cost.survey import Survey
 from speq.planning.demand import Budget
 from speq.planning.model_spec import ModelSpec
+from speq.planning.peers import peers_of
+from speq.planning.used_experts import UsedExperts
 from speq.runtime import Runtime
 from speq.stats import StepStats
 from speq.units import format_rate, parse_bytes, parse_rate
@@ -443,8 +446,6 @@ def test_further_gpus_hold_what_makes_layers_shortest() -> None:
     # Where rows take longer to go there than experts to compute, the fewest.
     quick = replace(of, speeds=replace(of.speeds, expert_s={"raw": 1e-7}))
     assert quick.with_peers(whole).peers == (2,)
-    over_codes = replace(PLAIN, needs_draft=True)
-    assert of.with_peers(over_codes) == over_codes
 
 
 def test_a_plan_for_several_gpus_prints_the_split() -> None:
@@ -465,6 +466,36 @@ def test_a_plan_for_several_gpus_prints_the_split() -> None:
     assert not any("further GPUs" in line for line in findings(alone))
     with pytest.raises(SpeqError, match="peer_budget is given and the model runs on the CPU"):
         plan_call(config, "8GiB", link="3GB/s", memory_bandwidth="40GB/s", peer_budget="6GiB")
+
+
+def test_a_plan_for_several_gpus_is_one_that_loads() -> None:
+    """What a load refuses is refused, and no way is chosen that further GPUs cannot run."""
+    config = DATA / "configs" / "DeepSeek-V2-Lite"
+    rates: dict[str, Any] = {"preset": "rtx-4090", "link": "25GB/s", "host_budget": "64GiB"}
+    with pytest.raises(NoRoom, match="of further GPU 2 for experts, and one of each layer takes"):
+        plan_call(config, "8GiB", peer_budget="6GiB,256MiB", **rates)
+    with pytest.raises(
+        OptionError, match=r"64 further GPUs, and a layer has 64 .* name 63 at most"
+    ):
+        plan_call(config, "8GiB", peer_budget=["6GiB"] * 64, **rates)
+    made = plan_call(config, "16GiB", peer_budget="6GiB", **rates)
+    assert all(sum(way.peers) > 0 for way in made.candidates)
+    assert "residual with a draft" in made.left_out
+    alone = plan_call(config, "16GiB", **rates)
+    assert "residual" in {way.codec for way in alone.candidates}
+
+
+def test_biases_are_counted_on_further_gpus() -> None:
+    """Each has those of all experts, in the dtype of rows."""
+    spec = ModelSpec.of_config("gpt-oss", LATER / "gpt-oss-20b", "auto")
+    budget = Budget(12 * GIB, 512, on_cpu=False)
+    used = UsedExperts(24, 32)
+    biased = peers_of(spec, [6 * GIB], used, budget)
+    layout = replace(spec.shape.experts, biased=False)
+    plain = peers_of(
+        replace(spec, shape=replace(spec.shape, experts=layout)), [6 * GIB], used, budget
+    )
+    assert plain.slots_bytes[0] - biased.slots_bytes[0] == 24 * 32 * (2 * 2880 + 2880) * 2
 
 
 def test_a_draft_on_the_host_by_hand() -> None:

@@ -299,7 +299,7 @@ class Outlook:
         """The plan with as many experts on further GPUs, in parts of what fits, as make a token's
         layer shortest: these and the first one compute, and load, at the same time.
         """
-        if plan.needs_draft or plan.peers or not self.peers.slots_bytes:
+        if plan.peers or not self.peers.slots_bytes:
             return plan
         room = self.peers.room(plan.slot_bytes, self.num_layers)
 
