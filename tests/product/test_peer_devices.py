@@ -51,6 +51,7 @@ CELLS = [
     Cell(0, "two slots", "own"),
     Cell(3, "half", "own", prefetch="three-phase"),
     Cell(2, "half", "own", codec="lossless", store="packed", trees="small"),
+    Cell(5, "half", "own", prefetch="three-phase", trees="pruned"),
 ]
 
 
@@ -61,6 +62,7 @@ CELLS = [
         ("qwen3_moe", 0, 1),
         ("qwen3_moe", 1, 2),
         pytest.param("qwen3_moe", 2, 2, marks=pytest.mark.wide),
+        pytest.param("qwen3_moe", 3, 2, marks=pytest.mark.wide),
         pytest.param("gpt_oss", 1, 2, marks=pytest.mark.wide),
     ],
 )
@@ -83,6 +85,22 @@ def test_tokens_do_not_depend_on_further_devices(
     # They are neither loaded nor missing.
     assert result.stats["moved_bytes"] < alone.stats["moved_bytes"]
     assert result.stats["hit_rate"] > alone.stats["hit_rate"]
+
+
+@pytest.mark.parametrize("policy", ["truncate", pytest.param("substitute", marks=pytest.mark.wide)])
+def test_a_budget_chooses_the_same_experts_beside_further_devices(
+    policy: str, folders: Folders
+) -> None:
+    """If those in slots are ranked as all others: experts that are left out run nowhere."""
+    cell = Cell(5, "half", "own", prefetch="three-phase", trees="large")
+    model, draft = folders.of("qwen3_moe", cell)
+    given = {"expert_budget": 3, "expert_policy": policy, "expert_residents": "ranked"}
+    alone, _ = run(cell, model, draft, order=3, **given)
+    result, run_stats = run(cell, model, draft, order=3, peer_budget=2 * SLOTS, **given)
+    assert result.token_ids == alone.token_ids
+    assert result.stats["budget"] == alone.stats["budget"]
+    assert result.stats["budget"]["dropped_share"] > 0
+    assert sum(step.peer_experts for step in run_stats.decode) > 0
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.wide)])
