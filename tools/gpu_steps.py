@@ -81,6 +81,8 @@ def steps(work: Path, shares: tuple[float, ...] = SHARES) -> Iterator[GpuStep]:
     yield speq("agreement in bfloat16", 40, "check", TINY, *tiny)
     # A draft token and a verification, each launched and recorded, are among its rows.
     yield lab("parts of a token", 60, "step", TINY, *tiny)
+    # Qwen3-30B-A3B's shapes, 12 of 48 layers: written, with the host's share and without.
+    yield lab("split", 200, "split", "--folder", str(work / "shapes"))
     yield from whole_model(work, shares)
     yield from sanitizer_steps()
 

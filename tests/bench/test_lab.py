@@ -36,10 +36,11 @@ BENCHES: dict[str, tuple[str, ...]] = {
     "fidelity": (*ROOMY, "--max-tokens", "32"),
     "gpu_link": (),
     "hit_rate": (*ROOMY, *SHORT),
+    "split": (),
     "step": (*ROOMY, *SHORT),
 }
 # Of a machine that tests do not have.
-WITHOUT_MODEL = ("gpu_link",)
+WITHOUT_MODEL = ("gpu_link", "split")
 
 
 def test_every_bench_of_the_lab_is_named_here() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from bench.lab import split
 from speq.bench.settings import ShapesSettings as Settings
 from speq.bench.shapes import checkpoint
 from speq.bench.shapes import run as bench
@@ -26,8 +27,10 @@ from speq.bench.shapes.routes import (
 )
 from speq.bench.shapes.tensors import RandomTensor
 from speq.cli.bench import show
-from speq.errors import SpeqError
+from speq.devices.device import Processor
+from speq.errors import Broken, SpeqError
 from speq.models.opened import open_model
+from tests.helpers.host_device import HostDevice, host_device
 from tests.helpers.needed import absent
 
 # Of the published files: tensors of the part of text, and their bytes where an index says them.
@@ -252,3 +255,31 @@ def test_llama_cpp_that_cannot_run_is_a_sentence(
     report = bench.run(str(tmp_path / "thin"), thin_settings(tmp_path, llama_cpp=True))
     assert [row["tpot_ms"] for row in report.beside] == [None, None]
     assert "llama.cpp at 16MiB: llama_cpp is not installed" in bench.notes(report)[-1]
+
+
+def test_the_split_of_a_gpu_and_its_host_on_a_device_that_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens with and without the host's share; and what differs ends the run."""
+    monkeypatch.setitem(SHAPES, "thin", thin("Qwen3-30B-A3B"))
+    settings = split.SplitSettings(
+        *(("42MiB",), "thin", 2, tmp_path / "made"), prompt_tokens=4, max_new_tokens=6, rounds=1
+    )
+    machine = HostDevice()
+    monkeypatch.setattr(split, "find_device", lambda name: machine)
+    every = "speq.scheduler.host_share.HostShare.choose"
+    monkeypatch.setattr(every, lambda share, missing: [*missing] if share.open else [])
+    with host_device(machine):
+        found = {"cpu": Processor(), "cuda": machine}
+        monkeypatch.setattr("speq.load.find_device", lambda name: found[name])
+        rows = split.run(settings).rows
+        assert [(row["device"], row["host_compute"]) for row in rows] == [
+            *(("cuda", "none"), ("cuda", "auto"), ("cpu", "all"))
+        ]
+        assert [row["same_tokens"] for row in rows[:2]] == [1, 1]
+        assert rows[0]["host_experts"] == 0 < rows[1]["host_experts"]
+        assert rows[0]["moved_bytes_per_token"] > 0
+        tokens = iter([[[1]], [[2]]])
+        monkeypatch.setattr(split, "measure", lambda *given, **options: (next(tokens), {}))
+        with pytest.raises(Broken, match="tokens depend on the host's share, in 42MiB"):
+            split.run(settings)
