@@ -35,7 +35,7 @@ void moe_grouped_lossless_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                               double limit, Tensor out, std::optional<Tensor> gate_up_bias,
                               std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_lossless";
-  const Activation act = activation_of(op, activation, limit);
+  const auto act = activation_of(op, activation, limit);
   STD_TORCH_CHECK(hidden_states.dim() == 2, op, ": hidden_states must be [T, H]");
   const ExpertShape shape = shape_of(op, hidden_states.size(1), expert_width, speq::has_gate(act));
   const Records records = records_of(op, slots, fixed_bytes(shape, true));
@@ -59,7 +59,7 @@ void moe_grouped_residual_out(Tensor hidden_states, Tensor topk_ids, Tensor slot
                               double limit, Tensor out, std::optional<Tensor> gate_up_bias,
                               std::optional<Tensor> down_bias) {
   constexpr const char *op = "moe_grouped_residual";
-  const Activation act = activation_of(op, activation, limit);
+  const auto act = activation_of(op, activation, limit);
   BaseExperts base =
       base_experts(op, gate_up_qweight, gate_up_scales, down_qweight, down_scales, 3);
   const ExpertShape shape = base_shape(op, base);
