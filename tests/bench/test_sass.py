@@ -191,7 +191,7 @@ def test_cards_are_presets() -> None:
     assert {card.arch for card in MULTIPROCESSORS.values()} <= ARCHS
     teraflops = {"rtx-4090": 82.6, "rtx-3090": 35.6, "rtx-4060-ti": 22.1, "rtx-5090": 104.8}
     teraflops |= {"rtx-5060-ti": 23.7, "rtx-5070": 30.9, "rtx-5070-ti": 43.9, "rtx-5080": 56.3}
-    teraflops |= {"rtx-pro-6000": 125.0, "h200": 66.9, "h100-pcie": 51.2}
+    teraflops |= {"rtx-4070": 29.15, "rtx-pro-6000": 125.0, "h200": 66.9, "h100-pcie": 51.2}
     for name, wanted in teraflops.items():
         card = MULTIPROCESSORS[name]
         assert card.count * 128 * 2 * card.clock_hz / 1e12 == pytest.approx(wanted, rel=0.01)

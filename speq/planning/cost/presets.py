@@ -55,6 +55,7 @@ def _preset(
 PRESETS: dict[str, Rates] = {
     "rtx-3090": _preset("NVIDIA RTX 3090 data sheet, PCIe 4.0 x16", "cuda", 936, PCIE4),
     "rtx-4060-ti": _preset("NVIDIA RTX 4060 Ti data sheet, PCIe 4.0 x8", "cuda", 288, PCIE4_X8),
+    "rtx-4070": _preset("NVIDIA RTX 4070 data sheet, PCIe 4.0 x16", "cuda", 504, PCIE4),
     "rtx-4090": _preset("NVIDIA RTX 4090 data sheet, PCIe 4.0 x16", "cuda", 1008, PCIE4),
     "rtx-5060-ti": _preset("NVIDIA RTX 5060 Ti data sheet, PCIe 5.0 x8", "cuda", 448, PCIE5_X8),
     "rtx-5070": _preset("NVIDIA RTX 5070 data sheet, PCIe 5.0 x16", "cuda", 672, PCIE5),
@@ -105,6 +106,7 @@ class Multiprocessors:
 MULTIPROCESSORS: dict[str, Multiprocessors] = {
     "rtx-3090": Multiprocessors("sm_86", 82, 1.695e9),
     "rtx-4060-ti": Multiprocessors("sm_89", 34, 2.535e9),
+    "rtx-4070": Multiprocessors("sm_89", 46, 2.475e9),
     "rtx-4090": Multiprocessors("sm_89", 128, 2.52e9),
     "rtx-5090": Multiprocessors("sm_120", 170, 2.407e9),
     "rtx-5060-ti": Multiprocessors("sm_120", 36, 2.57e9),
