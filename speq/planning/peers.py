@@ -71,7 +71,7 @@ def ways_with(
 
     Raises SpeqError where there is none.
     """
-    if not peers.slots_bytes:
+    if not peers.slots_bytes or not ways:
         return ways
     alone = [way for way in ways if not way.needs_draft]
     if not alone:
