@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from speq.models.dequantised import state_of
 from speq.models.families import FAMILIES
 from speq.models.mtp_layer import MtpLayerKind, PartNames
 from speq.models.opened import Opened
-from speq.models.shape import hf_config
+from speq.models.shape import CONFIG_AGAIN, hf_config
 
 # Value of the option head that selects it.
 MTP = "mtp"
@@ -92,7 +93,9 @@ def mtp_of(opened: Opened) -> MtpSource:
     checkpoint, shape = opened.checkpoint, opened.shape
     predictor = predictor_of(opened)
     names = predictor.names.for_layers(shape.num_layers)
-    layer = layer_of(opened, predictor)
+    config: Any = deepcopy(hf_config(checkpoint))
+    kinds = kinds_of(config, predictor, checkpoint.path)
+    layer = layer_of(opened, predictor, config, kinds)
     first = names.tensor("eh_proj.weight")
     if first not in checkpoint.tensors:
         raise CheckpointError(
@@ -116,8 +119,7 @@ def mtp_of(opened: Opened) -> MtpSource:
     store = store_of(opened, names) if has_experts(layer) else None
     if store is not None:
         own_bytes.append(store.num_experts * store.codec.slot_bytes)
-    sliding = ("layer_types", "sliding_attention") in predictor.kinds
-    window = hf_config(checkpoint).sliding_window if sliding else None
+    window = config.sliding_window if kinds.get("layer_types") == "sliding_attention" else None
     sizes = MtpShape(shape, tuple(words), tuple(own_bytes), window)
     return MtpSource(opened, sizes, layer, names, owned, store)
 
@@ -135,16 +137,42 @@ def predictor_of(opened: Opened) -> MtpLayerKind:
     return family.predictor
 
 
-def layer_of(opened: Opened, predictor: MtpLayerKind) -> MtpLayer:
-    """Build its modules on the meta device, except the rotary embedding."""
+def kinds_of(config: Any, predictor: MtpLayerKind, path: Path) -> dict[str, str]:
+    """Kind of the decoder layer in each of the config's lists of kinds by layer: what the config
+    says of MTP layers, or the family's. Raises SpeqError for a kind that speq does not run.
+    """
+    found = {}
+    for name, *known in predictor.kinds:
+        own = getattr(config, f"mtp_{name}", None) or known
+        found[name] = own[0] if isinstance(own, list) else own
+        if found[name] not in known:
+            raise CheckpointError(
+                f"head is {MTP} and {path / 'config.json'} has the kind {found[name]!r} in "
+                f"mtp_{name}; speq runs MTP layers of {' or '.join(known)}: choose another head"
+            )
+    return found
+
+
+def layer_of(
+    opened: Opened, predictor: MtpLayerKind, config: Any, kinds: dict[str, str]
+) -> MtpLayer:
+    """Build its modules on the meta device, except the rotary embedding.
+
+    config  the model's, which becomes that of the layer
+    """
     family = opened.family
-    config: Any = deepcopy(hf_config(opened.checkpoint))
     config._attn_implementation = "sdpa"
-    for name, kind in predictor.kinds:
+    for name, kind in kinds.items():
         setattr(config, name, [*getattr(config, name)[: config.num_hidden_layers], kind])
     module = importlib.import_module(family.module)
     decoder, norm = getattr(module, predictor.layer), getattr(module, predictor.norm)
-    rotary = getattr(module, predictor.rotary)(config)
+    try:
+        rotary = getattr(module, predictor.rotary)(config)
+    except KeyError as error:  # parameters for each kind of layers
+        raise CheckpointError(
+            f"head is {MTP} and rope_parameters of {opened.checkpoint.path / 'config.json'} lack "
+            f"{error}, the kind of its MTP layer; {CONFIG_AGAIN}, or choose another head"
+        ) from error
     with family.without_experts(), torch.device("meta"):
         return MtpLayer(config, predictor, decoder, norm, rotary)
 

@@ -515,7 +515,10 @@ FAMILIES = {
             predictor=qwen3_next_layer(
                 "Mellum",
                 "MellumRotaryEmbedding",
-                (("layer_types", "sliding_attention"), ("mlp_layer_types", "sparse")),
+                (
+                    ("layer_types", "sliding_attention", "full_attention"),
+                    ("mlp_layer_types", "sparse", "dense"),
+                ),
             ),
         ),
         Family(

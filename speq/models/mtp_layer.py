@@ -48,7 +48,8 @@ class MtpLayerKind(NamedTuple):
     layer, norm, rotary  classes of the family's module for the decoder layer, the norms and the
                          rotary embedding
     names           names on disk
-    kinds           kind of the decoder layer in the config's lists of kinds by layer
+    kinds           names of the config's lists of kinds by layer, each with the decoder layer's
+                    usual kind and others that `mtp_` and that name may give
     zeroes_first    whether the embedding at a sequence's first position is 0
     passes_normed   whether the next hidden state is replaced by the output of the last norm
     """
@@ -57,7 +58,7 @@ class MtpLayerKind(NamedTuple):
     norm: str
     rotary: str
     names: PartNames
-    kinds: tuple[tuple[str, str], ...] = ()
+    kinds: tuple[tuple[str, ...], ...] = ()
     zeroes_first: bool = False
     passes_normed: bool = False
 
@@ -67,7 +68,7 @@ FULL_ATTENTION = (("layer_types", "full_attention"),)
 APART = ("mtp.", "model.mtp_", "model.mtp.")
 
 
-def deepseek_layer(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> MtpLayerKind:
+def deepseek_layer(classes: str, kinds: tuple[tuple[str, ...], ...] = ()) -> MtpLayerKind:
     """DeepSeek-V3's kind, computed as vLLM does (deepseek_mtp.py).
 
     classes  prefix of the family's class names
@@ -92,7 +93,7 @@ def deepseek_layer(classes: str, kinds: tuple[tuple[str, str], ...] = ()) -> Mtp
 
 
 def qwen3_next_layer(
-    classes: str, rotary: str, kinds: tuple[tuple[str, str], ...] = FULL_ATTENTION
+    classes: str, rotary: str, kinds: tuple[tuple[str, ...], ...] = FULL_ATTENTION
 ) -> MtpLayerKind:
     """Qwen3-Next's kind, a layer with attention, computed as in vLLM (qwen3_next_mtp.py); of
     Mellum as in transformers' MtpModel.

@@ -34,7 +34,7 @@ class Layout:
     zeroed   whether the embedding of the first entry is 0
     passed_normed  whether the next hidden state is what comes out of the last norm
     centre   what weights of norms lie around
-    window   tokens that a row sees, its own included; None: all
+    window   tokens that a row sees, its own included, in layers with windows; None: all
     settings  of config.json
     """
 
@@ -176,7 +176,8 @@ class PlainMtp:
         config._attn_implementation = config._experts_implementation = "eager"
         self.epsilon = config.rms_norm_eps
         # Of layers whose rotary embeddings differ.
-        self.kinds = [] if layout.window is None else ["sliding_attention"]
+        self.kinds = [] if layout.window is None else [config.layer_types[layout.like]]
+        self.window = layout.window if self.kinds == ["sliding_attention"] else None
         tensors = {name: each.double() for name, each in fused(stored_tensors(words)).items()}
         module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
         decoder: Any = getattr(module, f"{layout.classes}DecoderLayer")(config, layout.like)
@@ -212,8 +213,8 @@ class PlainMtp:
         x = (torch.cat(pair, -1) @ self.projection.T)[None]
         count = len(token_ids)
         mask = torch.full((count, count), float("-inf"), dtype=torch.float64).triu(1)
-        if self.layout.window is not None:
-            mask = mask + torch.full_like(mask, float("-inf")).tril(-self.layout.window)
+        if self.window is not None:
+            mask = mask + torch.full_like(mask, float("-inf")).tril(-self.window)
         positions = torch.arange(count)[None]
         if hasattr(self.rotary, "mrope_section"):  # transformers 5.17 wants all three kinds
             positions = positions.expand(3, 1, count)

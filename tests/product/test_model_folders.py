@@ -295,16 +295,22 @@ def test_a_null_that_the_model_stumbles_over_is_named(copied: Path) -> None:
         open_model(copied)
 
 
-def test_yarn_says_how_far_it_reaches(tmp_path: Path) -> None:
-    """As publishers write it: the limit is that of before, and the factor stretches it."""
-    rope = {
+@pytest.mark.parametrize("family", ["qwen3_moe", "mellum"])
+def test_yarn_says_how_far_it_reaches(family: str, tmp_path: Path) -> None:
+    """As publishers write it: the limit is that of before, and the factor stretches it. Layers of
+    mellum have parameters by kind.
+    """
+    rope: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": 4.0,
         "original_max_position_embeddings": 128,
         "rope_theta": 10000.0,
     }
+    if family == "mellum":
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        rope = {"full_attention": rope, "sliding_attention": plain}
     model = write_model(
-        tmp_path / "yarn", "qwen3_moe", max_position_embeddings=160, rope_parameters=rope
+        tmp_path / "yarn", family, max_position_embeddings=160, rope_parameters=rope
     )
     opened = open_model(model)
     assert opened.shape.max_context == 512

@@ -33,6 +33,7 @@ from tests.helpers.tiny_models import (
     experts_alone,
     greedy_tokens,
     load_plain,
+    write_model,
 )
 
 HIDDEN = 64
@@ -139,6 +140,45 @@ def test_pieces_make_the_whole(own: tuple[str, ...], tiny: Folder, tmp_path: Pat
 def test_pieces_of_other_families(family: str, tiny: Folder, tmp_path: Path) -> None:
     path = write_mtp(tmp_path / "model", tiny(family), seed=3)
     walk(path, PlainMtp(path))
+
+
+ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+
+
+def mellum(path: Path, kinds: list[str], **settings: Any) -> Path:
+    """One whose first layer, which the MTP layer is like, is dense."""
+    model = write_model(
+        path / "plain",
+        "mellum",
+        layer_types=kinds,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        rope_parameters={kind: ROPE for kind in kinds},
+        **settings,
+    )
+    return write_mtp(path / "model", model, seed=3)
+
+
+def test_a_config_says_the_kinds_of_its_mtp_layer(tmp_path: Path) -> None:
+    full = ["full_attention"]
+    path = mellum(tmp_path, full * 3, mtp_layer_types=full, mtp_mlp_layer_types=["dense"])
+    walk(path, PlainMtp(path))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, "rope_parameters of .* lack 'sliding_attention'"),
+        ({"mtp_layer_types": ["linear_attention"]}, "kind 'linear_attention' in mtp_layer_types"),
+        ({"mtp_mlp_layer_types": ["moe"]}, "kind 'moe' in mtp_mlp_layer_types"),
+    ],
+)
+def test_other_kinds_of_mtp_layers_are_refused(
+    given: dict[str, list[str]], wanted: str, tmp_path: Path
+) -> None:
+    opened = open_model(mellum(tmp_path, ["full_attention"] * 3, **given))
+    with pytest.raises(SpeqError, match=wanted):
+        mtp_of(opened)
+    opened.close()
 
 
 def test_two_references_agree(model: Path) -> None:
