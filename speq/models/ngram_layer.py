@@ -138,6 +138,13 @@ class TokenLayer(ConvLayer):
         return made
 
 
+class FeatureLayer(ConvLayer):
+    """The last inputs of one sequence of a convolution whose taps are tokens apart."""
+
+    def run(self, rows: Tensor, parts: Any) -> Tensor:
+        return convolve(self.windows(rows)[:, :: parts.apart], parts.weight)
+
+
 class NGramLayer(RecurrentLayer):
     """Cache of a layer with a recurrent state and with features of n-grams.
 
@@ -155,7 +162,7 @@ class NGramLayer(RecurrentLayer):
     ) -> None:
         super().__init__(sizes, dtype, device, length)
         self.tokens = TokenLayer(ngrams.tokens, 1, torch.int64, device, length)
-        self.features = ConvLayer(ngrams.taps, ngrams.channels, dtype, device, length)
+        self.features = FeatureLayer(ngrams.taps, ngrams.channels, dtype, device, length)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -239,20 +246,18 @@ class NGramFeatures:
 
     def __init__(self, module: Any, rotary: Any) -> None:
         self._module = weakref.proxy(module)
-        self._weight: Tensor | None = None
-
-    bias = None
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the convolution with 0 for the tokens between its taps: [channels, taps]."""
-        if self._weight is None:
-            own = self._module.conv1d.weight[:, 0].detach()
-            apart = self._module.conv1d.dilation[0]
-            made = own.new_zeros(own.shape[0], (own.shape[1] - 1) * apart + 1)
-            made[:, ::apart] = own
-            self._weight = made
-        return self._weight
+        """Weight of the convolution: [channels, taps]."""
+        weight: Tensor = self._module.conv1d.weight
+        return weight[:, 0]
+
+    @property
+    def apart(self) -> int:
+        """Tokens between two taps."""
+        apart: int = self._module.conv1d.dilation[0]
+        return apart
 
     def __call__(
         self, hidden_states: Tensor, token_ids: Tensor, cache: Any, conv_mask: None = None
@@ -270,8 +275,9 @@ class NGramFeatures:
         gated = (torch.sigmoid(gate) * module.value_proj(rows).unsqueeze(-2)).flatten(-2)
         inputs = module.norm_conv(gated)[0]
         if layer is None:
-            padded = functional.pad(inputs, (0, 0, self.weight.shape[1] - 1, 0))
-            mixed = convolve(windows_in(padded, self.weight.shape[1]), self.weight)
+            before = (self.weight.shape[1] - 1) * self.apart
+            windows = windows_in(functional.pad(inputs, (0, 0, before, 0)), before + 1)
+            mixed = convolve(windows[:, :: self.apart], self.weight)
         else:
             mixed = layer.features.run(inputs, self)
         return gated + functional.silu(mixed)[None]

@@ -17,6 +17,7 @@ from speq.heads.head_context import ROWS as HEAD_ROWS
 from speq.kernels.dense_ops import product_scratch_bytes
 from speq.kernels.library import KERNELS
 from speq.kernels.ops import MAX_LINEAR_ROWS
+from speq.models.decoder_recordings import MAX_IN_ALL
 from speq.models.recorded import MAX_GRAPHS
 from speq.models.shape import ModelShape
 from speq.models.states import SNAPSHOTS
@@ -112,6 +113,9 @@ def demand_of(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Dem
         taken = pass_bytes(rows, context)
         if batch_size > 1:
             taken = max(taken, pass_bytes(scored, batch_size * context))
+        if budget.on_cpu and any(len(each) > 2 for each in shape.kv_layers):
+            # Recorded passes keep what indexers choose: a byte for each row and cached token.
+            taken += MAX_IN_ALL * scored * context
         if head is None:
             return taken
         taken += head.features_bytes(max(rows, scored), dtype)

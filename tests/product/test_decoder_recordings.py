@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.models.decoder_recordings import IDLE_PASSES, MAX_IN_ALL, MAX_RECORDINGS, REPEATS
+from speq.models.decoder_recordings import (
+    IDLE_PASSES,
+    MAX_IN_ALL,
+    MAX_RECORDINGS,
+    REPEATS,
+    ChoiceCut,
+)
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
 from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
+from speq.planning.cost.residency_plan import ResidencyPlan
+from speq.planning.demand import Budget, demand_of
+from speq.planning.model_spec import ModelSpec
 from tests.helpers.cells import Cell
 from tests.helpers.cells import loaded as cell_loaded
 from tests.helpers.often import often
@@ -86,6 +96,38 @@ def test_one_recording_chooses_below_and_above(family: str, tiny: Callable[[str]
         assert torch.equal(recorded, walked)
         cache.advance(1)
     assert count_of(model, cache) == 1
+
+
+@pytest.mark.parametrize("family", [each for each in WALKED if each in CHOOSING])
+@torch.inference_mode()
+def test_choices_in_recordings_are_planned(family: str, tiny: Callable[[str], Path]) -> None:
+    """A byte for each row and each token of the cache, in as many recordings as there may be."""
+    model, cache = loaded(tiny(family), torch.float32)
+    backend = SomeExperts()
+    begin(model, cache, backend)
+    counts = (1, 4, 9)
+    for count in counts * PASSES:
+        model.forward(backend, [SequenceTokens(cache, [*range(count)])])
+    assert model.recordings is not None
+    made = model.recordings._by_cache[cache].passes.values()
+    located = [each for recorded, _ in made for each in recorded.sequences]
+    cuts = [each for of in located for each in of.layers if isinstance(each, ChoiceCut)]
+    held = {each._chosen.data_ptr(): each._chosen.nbytes for each in cuts}
+    assert sorted(held.values()) == [count * cache.capacity for count in counts]
+
+    opened = open_model(tiny(family))
+    model_spec = ModelSpec.of_model("tiny", opened, "float32")
+    opened.close()
+    shape = model_spec.shape
+    attention = replace(shape.attention, kv_shapes=shape.attention.kv_shapes[:2], by_layer=())
+    unindexed = replace(model_spec, shape=replace(shape, attention=attention))
+    plan = ResidencyPlan("raw", "none", 1 << 14, 1 << 14, 1 << 14)
+    budget = Budget(1 << 30, cache.capacity, on_cpu=True, longest_side=counts[-1] - 1)
+    planned, without = (
+        demand_of(each, plan, budget).workspace(16, cache.capacity)
+        for each in (model_spec, unindexed)
+    )
+    assert planned - without == MAX_IN_ALL * max(held.values())
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from speq.files.range_file import RangeFile
 from speq.files.row_table import RowTable, TablePart
 from speq.files.safetensors_file import SafetensorsFile
 from speq.models.layer_range import LayerRange
-from speq.models.ngram_layer import TableOnDisk
+from speq.models.ngram_layer import NGramFeatures, TableOnDisk
 from speq.models.opened import open_model
 from speq.quantizing.models import quantize
 from tests.helpers.tiny_models import EOS, FAMILIES, greedy_tokens, load_plain, write_model
@@ -71,6 +71,25 @@ def test_a_table_stays_on_disk(tiny: Folder) -> None:
     assert opened.shape.tables == (tuple(whole.shape),)
     assert opened.shape.resident_bytes(torch.float32) == model.nbytes
     opened.close()
+    generator.close()
+
+
+def test_a_run_holds_no_second_copy_of_convolutions(tiny: Folder) -> None:
+    """The weights of features are the checkpoint's alone, whatever passes have run."""
+    generator = Generator.from_pretrained(tiny("qwen4_exp"), "64MiB", **RUN)
+    generator.generate([*range(30)], max_new_tokens=12, ignore_eos=True)
+    features = [
+        each.forward
+        for name, each in generator.runtime.model.body.named_modules()
+        if name.endswith(".ple")
+    ]
+    assert len(features) == 1
+    for each in features:
+        assert isinstance(each, NGramFeatures)
+        weight = each._module.conv1d.weight
+        assert each.weight.data_ptr() == weight.data_ptr()
+        assert each.weight.untyped_storage().nbytes() == weight.untyped_storage().nbytes()
+        assert not any(isinstance(held, torch.Tensor) for held in vars(each).values())
     generator.close()
 
 
