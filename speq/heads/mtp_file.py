@@ -4,7 +4,6 @@ It is found and sized first, and read once it is known to fit the budget.
 """
 
 import importlib
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,13 +26,12 @@ from speq.models.dequantised import state_of
 from speq.models.families import FAMILIES
 from speq.models.mtp_layer import MtpLayerKind, PartNames
 from speq.models.opened import Opened
+from speq.models.own_head import HEAD, differ
 from speq.models.shape import CONFIG_AGAIN, hf_config
 
 # Value of the option head that selects it.
 MTP = "mtp"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Tensors are compared by samples: number of blocks, and bytes of each.
-BLOCKS, BLOCK_BYTES = 64, 4096
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +203,8 @@ def check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
 
 
 def is_own(checkpoint: Checkpoint, name: str, of_model: str) -> bool:
-    """True if an MTP layer's embedding or head differs from the exact model's. Samples are
-    compared: an error only makes drafts worse.
+    """True if an MTP layer's embedding or head differs from the exact model's. An error only makes
+    drafts worse.
     """
     tensors = checkpoint.tensors
     if name not in tensors:
@@ -215,21 +213,7 @@ def is_own(checkpoint: Checkpoint, name: str, of_model: str) -> bool:
         of_model = EMBEDDING  # a head that shares the embedding
     if of_model not in tensors:
         return True
-    (_, info), (_, other) = tensors[name], tensors[of_model]
-    if (info.dtype, info.shape) != (other.dtype, other.shape):
-        return True
-    pairs = zip(*(samples(checkpoint, each) for each in (name, of_model)), strict=True)
-    return any(not torch.equal(*pair) for pair in pairs)
-
-
-def samples(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
-    """Read blocks spread over a tensor, as bytes."""
-    file, info = checkpoint.tensors[name]
-    block_bytes = min(BLOCK_BYTES, info.nbytes)
-    for at in range(BLOCKS):
-        block = torch.empty(block_bytes, dtype=torch.uint8)
-        file.read_into(info.offset + at * (info.nbytes - block_bytes) // (BLOCKS - 1), block)
-        yield block
+    return differ(checkpoint, name, of_model)
 
 
 def store_of(opened: Opened, names: PartNames) -> SafetensorsExpertStore:

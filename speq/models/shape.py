@@ -28,6 +28,7 @@ from speq.models.family import Family
 from speq.models.kv_cache import KVCache
 from speq.models.layer_range import LayerRange, build_part, own_layers
 from speq.models.ngram_layer import tables_in
+from speq.models.own_head import has_own_head
 from speq.models.states import NO_STATES, StateShape
 
 DTYPES = {
@@ -243,8 +244,10 @@ class ModelShape:
 
 
 def hf_config(checkpoint: Checkpoint) -> Any:
-    """Read the checkpoint's configuration with transformers."""
-    return config_in(checkpoint.path)
+    """Read the checkpoint's configuration with transformers; heads are tied if its tensors are."""
+    config = config_in(checkpoint.path)
+    config.tie_word_embeddings = config.tie_word_embeddings and not has_own_head(checkpoint)
+    return config
 
 
 def read_config(content: dict[str, Any], path: Path, family: Family) -> Any:

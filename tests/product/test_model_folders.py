@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
 
 from speq import Generator
 from speq.errors import SpeqError
@@ -21,7 +24,7 @@ from speq.models.shape import config_in
 from speq.text.endings import end_ids
 from speq.text.tokenizer import NoTokenizer, load_tokenizer, tokens_of
 from tests.helpers.paths import METADATA
-from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
+from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
 POINTER = (
@@ -384,6 +387,42 @@ def test_ends_that_files_disagree_on_are_said(
     caplog.clear()
     assert end_ids(tmp_path, {"eos_token_id": 2}, turns) == {90}
     assert "config.json ends texts at [2], which the tokenizer treats as ordinary" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "head"),
+    [
+        ("qwen3_moe", False, "same"),
+        ("qwen3_moe", True, "none"),
+        ("qwen3_moe", True, "same"),
+        ("qwen3_moe", True, "other"),
+        ("qwen3_5_moe", True, "other"),  # a part of a whole
+        ("nemotron_h", True, "other"),  # whose embedding has another name
+    ],
+)
+def test_heads_are_tied_as_the_files_say(
+    family: str, tied: bool, head: str, tmp_path: Path
+) -> None:
+    """transformers ties none where a file has two that differ; what is planned is held."""
+    if family not in FAMILIES:
+        pytest.skip("transformers lacks the family")
+    model = write_model(tmp_path / "m", family, tie_word_embeddings=tied)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (each for each in tensors if re.search(r"embed(_tokens|dings)\.weight$", each))
+    tensors.pop("lm_head.weight", None)
+    if head != "none":
+        own = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(5))
+        tensors["lm_head.weight"] = tensors[name].clone() if head == "same" else 0.2 * own
+    save_file(tensors, file, metadata={"format": "pt"})
+    generator = Generator.from_pretrained(model, "16MiB", dtype="float32")
+    result = generator.generate([1, 2, 3], max_new_tokens=12, ignore_eos=True)
+    assert result.token_ids == greedy_tokens(load_plain(model), [1, 2, 3], 12)
+    runtime = generator.runtime
+    held = runtime.model.nbytes
+    assert runtime.shape.resident_bytes(torch.float32) == held
+    assert runtime.plan.items["non_expert_weights"] == held
+    generator.close()
 
 
 def published() -> list[Path]:
