@@ -20,7 +20,7 @@ KVShapes = tuple[tuple[int, int], ...]
 
 # Arguments of attention that are ignored: the mask already holds the window, and nothing is
 # trained.
-BESIDE_MASK = ("dropout", "sliding_window", *LAYER_ARGUMENTS)
+BESIDE_MASK = ("dropout", "sliding_window", "output_attentions", *LAYER_ARGUMENTS)
 # Of a block of attention: rows, and elements of its mask unless one row has more.
 BLOCK_ROWS, BLOCK_ELEMENTS = 256, 1 << 22
 # Of a selection of tokens: elements of the scores of a block of rows, unless one row has more, and

@@ -4,10 +4,12 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
 from transformers.models.qwen2_moe import modeling_qwen2_moe
 
@@ -15,10 +17,22 @@ from speq import Generator, SpeqError
 from speq.devices.device import Processor
 from speq.experts.expert_names import USUAL_NAMES, ExpertMatrix
 from speq.experts.expert_store import expert_slot, read_matrices
+from speq.files.text_part import TextModelPart
+from speq.layers.gates import deepseek_v3_gate, normalized_gate
 from speq.layers.offloaded_experts import OffloadedExperts
 from speq.models import moe_model
-from speq.models.families import FAMILIES, HUNYUAN_NAMES, MIXTRAL_NAMES, PHIMOE_NAMES, family_of
+from speq.models.attention import BESIDE_SINKS, cached_latents
+from speq.models.families import (
+    FAMILIES,
+    GRANITE_NAMES,
+    GRANITE_RENAMED,
+    HUNYUAN_NAMES,
+    MIXTRAL_NAMES,
+    PHIMOE_NAMES,
+    family_of,
+)
 from speq.models.family import Family
+from speq.models.family_checks import check_pairs
 from speq.models.kv_cache import KVCache
 from speq.models.opened import open_model
 from speq.models.packed_batch import SequenceTokens
@@ -27,6 +41,7 @@ from speq.routing import Route
 from speq.version import is_before
 from tests.helpers.tiny_models import FAMILIES as INSTALLED
 from tests.helpers.tiny_models import (
+    FAMILY_OPTIONS,
     config_of,
     greedy_tokens,
     load_plain,
@@ -35,6 +50,73 @@ from tests.helpers.tiny_models import (
 )
 
 BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "dots1", "solar_open")
+
+
+GRANITE: dict[str, Any] = {
+    "names": GRANITE_NAMES,
+    "gate": normalized_gate,
+    "num_experts": "num_local_experts",
+    "expert_width": "intermediate_size",
+    "scaled_by": "residual_multiplier",
+}
+# Entries of families that speq does not list, with what small models of them are like.
+NEW: dict[str, tuple[Family, dict[str, Any]]] = {
+    "axk1": (
+        Family(
+            "axk1",
+            "AXK1Experts",
+            gate=deepseek_v3_gate,
+            num_experts="n_routed_experts",
+            attention=cached_latents,
+            check=check_pairs,
+            normed=True,
+        ),
+        FAMILY_OPTIONS["deepseek_v3"],
+    ),
+    "granitemoeshared": (
+        Family(
+            "granitemoeshared",
+            "GraniteMoeSharedExperts",
+            text_part=TextModelPart("granitemoeshared", renamed=GRANITE_RENAMED),
+            **GRANITE,
+        ),
+        FAMILY_OPTIONS["granitemoe"] | {"shared_intermediate_size": 48},
+    ),
+    "granitemoe_swa": (
+        Family(
+            "granitemoe_swa",
+            "GraniteMoeSWAExperts",
+            typed_masks=True,
+            attention_by=BESIDE_SINKS,
+            text_part=TextModelPart("granitemoe_swa", renamed=GRANITE_RENAMED),
+            **GRANITE,
+        ),
+        FAMILY_OPTIONS["granitemoe"]
+        | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_family_of_the_common_form_is_an_entry_and_a_configuration(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is needed for tokens of a prompt, with drafts and without, in few slots."""
+    if name not in CONFIG_MAPPING or is_before(transformers_version, "5.23"):
+        pytest.skip("transformers lacks the family")
+    entry, options = NEW[name]
+    monkeypatch.setitem(FAMILIES, name, entry)
+    monkeypatch.setitem(FAMILY_OPTIONS, name, options)
+    model = write_model(tmp_path / "m", name)
+    expected = greedy_tokens(load_plain(model), [*range(40)], 30)
+    for draft_length in (0, 3):
+        generator = Generator.from_pretrained(
+            model, "1MiB", dtype="float32", draft_length=draft_length
+        )
+        made = generator.generate([*range(40)], max_new_tokens=30, ignore_eos=True)
+        assert made.token_ids == expected
+        assert made.stats["draft_length_mean"] > 0 or draft_length == 0
+        generator.close()
 
 
 def test_two_threads_leave_the_familys_own_experts() -> None:
