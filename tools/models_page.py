@@ -119,7 +119,7 @@ def tested_rows(rows: list[list[str]], folder: Path | None) -> Iterator[list[str
         formats[name].update(map(label, kinds))
     there = {row[0]: row[-FROM_FOLDER:] for row in rows}
     if folder is not None:
-        found = configurations(folder / "configs"), indexes(folder / "indexes")
+        found = configurations(folder), indexes(folder / "indexes")
         there = {f"`{name}`": [listed(names[name]) for names in found] for name in FAMILIES}
     for name, family in FAMILIES.items():
         own = family.since, listed(sizes[name]), listed(formats[name])
@@ -127,13 +127,15 @@ def tested_rows(rows: list[list[str]], folder: Path | None) -> Iterator[list[str
 
 
 def configurations(folder: Path) -> dict[str, set[str]]:
-    """Published configurations that are planned, by family."""
+    """Published configurations that are planned, those beside indexes too, by family."""
     found = defaultdict[str, set[str]](set)
-    for path in folder.glob(f"*{CONFIG}"):
+    files = {path.name.removesuffix(CONFIG): path for path in folder.glob(f"configs/*{CONFIG}")}
+    files |= {path.parent.name: path for path in folder.glob("indexes/*/config.json")}
+    for owned, path in files.items():
         if path.name.endswith(BESIDE):
             continue
         with TemporaryDirectory(prefix="speq-") as temporary, suppress(SpeqError):
-            alone, owned = Path(temporary), path.name.removesuffix(CONFIG)
+            alone = Path(temporary)
             shutil.copy(path, alone / "config.json")
             if (beside := path.with_name(owned + BESIDE)).exists():
                 shutil.copy(beside, alone / BESIDE[1:])

@@ -39,6 +39,10 @@ DTYPES = {
 }
 
 
+NO_EXPERTS = (
+    "describes a model without routed experts, so there is nothing to offload; give a "
+    "Mixture-of-Experts model"
+)
 CONFIG_AGAIN = "download config.json again, or correct that value"
 # Bytes of one logit on its way to a probability: float32 copies, and a sort for top-p.
 LOGIT_TRANSIENT_BYTES = 36
@@ -345,10 +349,7 @@ def shape_of(
             "stage more layers"
         )
     if not layers:
-        raise CheckpointError(
-            f"{where} describes a model without routed experts, so there is nothing to offload; "
-            "give a Mixture-of-Experts model"
-        )
+        raise CheckpointError(f"{where} {NO_EXPERTS}")
     hidden_act = "silu" if family.hidden_act is None else getattr(config, family.hidden_act)
     if hidden_act not in HIDDEN_ACTS:
         raise UnsupportedError(
@@ -445,6 +446,8 @@ def check_config(config: Any, num_experts: Any, top_k: Any, name: str, where: ob
 
     name  name of top_k in the config
     """
+    if num_experts is None:
+        raise CheckpointError(f"{where} {NO_EXPERTS}")
     if not isinstance(num_experts, int) or num_experts < 1:
         raise CheckpointError(f"{where} has {num_experts} experts a layer; it must be at least 1")
     if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:

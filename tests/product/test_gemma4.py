@@ -185,7 +185,7 @@ def test_experts_alone_are_the_same_records(model: Path, tiny: Folder) -> None:
         ),
         ({"use_bidirectional_attention": "all"}, "has use_bidirectional_attention 'all'"),
         ({"enable_moe_block": False}, "describes a model without routed experts"),
-        ({"num_experts": None}, "has None experts a layer"),
+        ({"num_experts": None}, "describes a model without routed experts"),
         ({"top_k_experts": 9}, "has top_k_experts 9; it must be from 1 to the 8 experts"),
         ({"hidden_activation": "mish"}, "has the activation 'mish'"),
         ({"hidden_size": 1 << 20}, "has hidden_size 1048576; it must be at most"),
