@@ -24,6 +24,7 @@ from speq.models.attention import (
     attend_in_blocks,
     elements,
 )
+from speq.models.packed_batch import BatchKVLayer
 from speq.models.token_selection import rotation_of
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -113,25 +114,48 @@ class CompressedAttention:
         keys = module.kv_norm(module.kv_proj(hidden_states))[:, None]
         keys = self._rotate(keys, cos, sin)
         visible = attention_mask[0, 0]
+        out = queries.new_empty(1, len(visible), *queries.shape[1::2])
+        whole = [(layer, slice(None), slice(None))]
+        # Sequence by sequence: a cache of all of them together would be a copy.
+        for own, rows, columns in layer.parts if isinstance(layer, BatchKVLayer) else whole:
+            asked = hidden_states[:, rows], latents[:, rows], position_ids[:, rows]
+            seen = visible[rows, columns]
+            out[:, rows] = self._mixed(queries[:, :, rows], asked, keys[:, :, rows], seen, own)
+        out = self._rotate(out, cos, -sin, unsqueeze_dim=2)
+        grouped = module.o_a_proj(out.reshape(*out.shape[:2], module.config.o_groups, -1))
+        return module.o_b_proj(grouped.flatten(2)), None
+
+    def _mixed(
+        self,
+        queries: Tensor,
+        asked: tuple[Tensor, Tensor, Tensor],
+        keys: Tensor,
+        visible: Tensor,
+        layer: Any,
+    ) -> Tensor:
+        """What heads see for the rows of a sequence: [1, T, heads, D].
+
+        asked    as `_seen` has it
+        visible  [T, N] bool, of the sequence's own tokens
+        layer    its cache; None: there is none
+        """
         counts = visible.sum(1)
-        entries = self._entries(hidden_states, layer, visible, counts)
+        entries = self._entries(asked[0], layer, visible, counts)
         if layer is not None:
             keys, entries = layer.update(keys, entries)
         out = queries.new_empty(1, len(counts), *queries.shape[1::2])
         step = max(SELECTED_ELEMENTS // visible.shape[1], 1)
         for first in range(0, len(counts), step):
             rows = slice(first, first + step)
-            asked = hidden_states[:, rows], latents[:, rows], position_ids[:, rows]
-            seen = self._seen(asked, visible[rows], counts[rows], keys[0, 0], entries[0, 0])
+            of_rows = asked[0][:, rows], asked[1][:, rows], asked[2][:, rows]
+            seen = self._seen(of_rows, visible[rows], counts[rows], keys[0, 0], entries[0, 0])
             cached, mask = (each[None, None] for each in seen)
             out[:, rows], _ = attend_in_blocks(
-                *(module, queries[:, :, rows], cached, cached, mask, module.scaling),
-                s_aux=module.sinks.to(queries.dtype),
+                *(self._module, queries[:, :, rows], cached, cached, mask, self._module.scaling),
+                s_aux=self._module.sinks.to(queries.dtype),
                 native=queries.device.type == "cpu",
             )
-        out = self._rotate(out, cos, -sin, unsqueeze_dim=2)
-        grouped = module.o_a_proj(out.reshape(*out.shape[:2], module.config.o_groups, -1))
-        return module.o_b_proj(grouped.flatten(2)), None
+        return out
 
     def _makers(self) -> list[Any]:
         """What makes entries: the compressor, and its indexer if it has one."""

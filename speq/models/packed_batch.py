@@ -111,6 +111,17 @@ class BatchKVLayer(CacheLayerMixin):
         pieces = zip(self._layers, index_keys.split(self._counts, dim=1), strict=True)
         return torch.cat([layer.update_indexer(each) for layer, each in pieces], 1)
 
+    @property
+    def parts(self) -> list[tuple[Any, slice, slice]]:
+        """Each sequence's layer, its rows in the pass, and the columns of its KV in a mask."""
+        found, row, column = [], 0, 0
+        for layer, count in zip(self._layers, self._counts, strict=True):
+            rows = slice(row, row + count)
+            columns = slice(column, column + layer.get_seq_length() + count)
+            found.append((layer, rows, columns))
+            row, column = rows.stop, columns.stop
+        return found
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 

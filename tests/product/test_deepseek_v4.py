@@ -16,11 +16,14 @@ from speq.errors import SpeqError
 from speq.models.compressed_attention import windows_in
 from speq.models.layer_range import LayerRange
 from speq.models.opened import open_model
+from speq.models.packed_batch import BatchKVLayer, SequenceTokens
+from speq.models.tree import Tree
 from speq.quantizing.models import quantize
 from tests.helpers.fp8_files import SETTINGS
 from tests.helpers.fp8_files import coded as fp8_codes
 from tests.helpers.mxfp4_files import coded as mxfp4_codes
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
+from tests.product.test_fused_decoder import SomeExperts, loaded
 from tools.tensors import tensors_of
 
 pytestmark = pytest.mark.skipif("deepseek_v4" not in FAMILIES, reason="transformers lacks it")
@@ -176,6 +179,32 @@ def test_experts_in_other_codes_are_refused(
     (tmp_path / FILE).symlink_to(tiny("deepseek_v4") / FILE)
     with pytest.raises(SpeqError, match=r"quantised \(fp8\) with experts in (NVFP4|fp6)"):
         open_model(tmp_path)
+
+
+@torch.inference_mode()
+def test_batches_copy_no_cache(tiny: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a batch, a tree among them, are those of each sequence alone."""
+
+    def no_copy(*given: Any, **others: Any) -> None:
+        raise AssertionError("the KV of several sequences was put together")
+
+    for name in ("update", "update_indexer"):
+        monkeypatch.setattr(BatchKVLayer, name, no_copy)
+    model, cache = loaded(tiny("deepseek_v4"), torch.float32)
+    opened = open_model(tiny("deepseek_v4"))
+    other = opened.shape.cache(64, torch.float32, model.device)
+    opened.close()
+    backend = SomeExperts()
+    for kept, count in ((cache, 23), (other, 9)):
+        model.forward(backend, [SequenceTokens(kept, [at * 7 % 256 for at in range(count)])])
+        kept.advance(count)
+    batch = (
+        SequenceTokens(cache, [3, 5, 7, 9], Tree.of([0, 0, 1])),
+        SequenceTokens(other, [11, 13]),
+    )
+    alone = [model.forward(backend, [each])[0] for each in batch]
+    together = model.forward(backend, batch)[0]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_token_ids_choose_experts_of_first_layers(tiny: Folder) -> None:
