@@ -1,4 +1,4 @@
-"""Whether a checkpoint has a head of its own beside its embedding."""
+"""A head that a checkpoint has of its own, beside its embedding."""
 
 from collections.abc import Iterator
 
