@@ -1,5 +1,6 @@
 """What chat templates are given, and what they may take: against transformers' own rendering."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +14,7 @@ from speq.errors import SpeqError
 from speq.text.chat_template import ChatTemplate
 from speq.text.prompts import PromptEncoder
 from speq.text.render_process import RenderError, RenderProcess
-from tests.helpers.paths import BUNDLED
+from tests.helpers.paths import BUNDLED, METADATA
 
 USER = {"role": "user", "content": "Where?"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -140,6 +141,55 @@ def test_chats_are_those_of_transformers() -> None:
     messages += [{"role": "assistant", "content": "Here\u2028 é\n"}, USER]
     wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert encoder.encode(messages) == wanted
+
+
+# As Qwen3.5's: a thought is begun in the prompt, or ended there.
+THINKS = """
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant><think>
+{%- if enable_thinking is defined and enable_thinking is false %}</think>{% endif %}{% endif %}"""
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    calling({"place": "sea", "deep": 7}, ""),
+    {"role": "tool", "tool_call_id": "c1", "name": "look", "content": "blue \u2028 é"},
+    {"role": "assistant", "content": "It is blue."},
+    USER,
+]
+
+
+def published() -> dict[str, str]:
+    """Templates of published models, by their folders."""
+    found = {}
+    for path in METADATA.glob("indexes/*/tokenizer_config.json"):
+        text = json.loads(path.read_text()).get("chat_template")
+        if text is not None:
+            found[path.parent.name] = text
+    return found
+
+
+TEMPLATES = {"hermes": HERMES, "one by one": ONE_BY_ONE, "thinks": THINKS} | published()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_renderings_are_those_of_transformers(name: str, thinking: bool | None) -> None:
+    """A system's message, tools, calls with their results, and thinking on and off."""
+    text, tokenizer = TEMPLATES[name], AutoTokenizer.from_pretrained(BUNDLED)
+    more = {} if thinking is None else {"enable_thinking": thinking}
+    made = ChatTemplate(text, tokenizer.special_tokens_map)
+    tools = [TOOL] if made.takes_tools else []
+    turns = TURNS if made.calls is not None else TURNS[:2]
+    for messages, given in ((TURNS[:2], []), (TURNS[:2], tools), (turns, tools)):
+        wanted = tokenizer.apply_chat_template(
+            messages,
+            tools=given or None,
+            chat_template=text,
+            tokenize=False,
+            add_generation_prompt=True,
+            **more,
+        )
+        assert made.render(messages, given, more) == wanted
 
 
 def test_templates_that_take_too_much_are_ended() -> None:
