@@ -32,6 +32,9 @@ class ExpertCache:
             raise Broken("an expert cache needs at least one slot")
         self.num_slots = num_slots
         self.policy = policy
+        # Slots whose memory is there, the first ones. Experts go where others were before they wait
+        # for more.
+        self.present = num_slots
         self._table = np.zeros((0, 0), np.int64) if table is None else table
         self._in_table = in_table
         self._spare = 0
@@ -119,7 +122,8 @@ class ExpertCache:
         ahead  True for a prefetch, which evicts no expert that is needed sooner
         """
         full = self._filled[layer] >= self.policy.quota(layer)
-        if self._free and (self._spare or not full):
+        there = self._free and (self._free[-1] < self.present or self.policy.keeps_all)
+        if there and (self._spare or not full):
             self._filled[layer] += 1
             return self._free.pop()
         residents = self.policy.candidates(layer if full else None, ahead)

@@ -67,12 +67,11 @@ from speq.scheduler.read_queue import ReaderThreads
 from speq.scheduler.stream_transfer import StreamTransfer
 from speq.scheduler.transfer import TransferEngine
 from speq.stats import Recorder, Timed
-from speq.units import Progress, track
 from speq.version import __version__, transformers_version
 
 logger = logging.getLogger("speq")
 
-# Of slots, at a time.
+# Of slots, before the first prompt.
 TAKEN_BYTES = 256 << 20
 
 
@@ -89,11 +88,11 @@ class EngineLayout:
     recorder: Recorder
     spilled: SpilledPrefixes | None = None
 
-    def engine(self, progress: Progress | None = None) -> Engine:
+    def engine(self) -> Engine:
         """Take the memory, and put an engine over it."""
         loaded, model = self.loaded, self.loaded.model
         memory = loaded.config.group(MemoryOptions)
-        slots = self._slots(progress)
+        slots = self._slots()
         caches = self._caches(memory.max_batch)
         chunk = self.plan.chunk
         if loaded.others is not None:
@@ -173,14 +172,19 @@ class EngineLayout:
         experts = shape.experts.num_experts
         return MoeSizes(model.num_moe_layers, experts, shape.activations, model.biases)
 
-    def _slots(self, progress: Progress | None) -> Tensor:
+    def _slots(self) -> Tensor:
         slot_bytes, device = self.residency_plan.slot_bytes, self.loaded.device.torch
         slots = allocate_aligned(self.plan.slots, slot_bytes, device)
-        # Takes the memory now: the first prompt would wait for every page of it.
-        parts = slots.split(max(TAKEN_BYTES // slot_bytes, 1))
-        for part in track("taking memory for slots", parts, len(parts), progress):
-            part.zero_()
+        # Takes memory now: the first prompt would wait for every page of it.
+        slots[: self._taken].zero_()
         return slots
+
+    @property
+    def _taken(self) -> int:
+        """Slots whose memory is taken first. The rest comes beside what runs."""
+        if not isinstance(self.loaded.device, Processor):
+            return self.plan.slots
+        return min(max(TAKEN_BYTES // self.residency_plan.slot_bytes, 2), self.plan.slots)
 
     @property
     def _reuse(self) -> str:
@@ -232,8 +236,8 @@ class EngineLayout:
         if options.host_compute == "auto" and isinstance(transfer, StreamTransfer):
             host_over = self._host_over(transfer)
         return offload_over(
-            *(slots, experts, transfer, self._sizes, policies, loaded.device, self.recorder, timed),
-            self._beside(host_over),
+            *(slots, self._taken, experts, transfer, self._sizes, policies, loaded.device),
+            *(self.recorder, timed, self._beside(host_over)),
         )
 
     def _beside(self, host_over: Callable[[ExpertLoader], HostCompute] | None) -> Beside:

@@ -189,7 +189,7 @@ class Generator:
                 check_context(context, config.context_length, opened.shape.max_context)
             loaded = load(opened, config, progress, context, remote)
             undo.callback(loaded.close)
-            generator = cls(Runtime(loaded, progress), encoder, eos_token_ids)
+            generator = cls(Runtime(loaded), encoder, eos_token_ids)
             undo.pop_all()
         return generator
 

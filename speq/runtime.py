@@ -38,7 +38,7 @@ from speq.planning.forecasts import SteadyTime, way_of
 from speq.planning.memory import Demand, MemoryPlan
 from speq.planning.run_budget import CONTEXT_STEP, check_context
 from speq.stats import Recorder, RunStats
-from speq.units import Progress, format_bytes
+from speq.units import format_bytes
 
 logger = logging.getLogger("speq")
 
@@ -50,8 +50,7 @@ class Runtime:
     plan            the memory that is laid out
     """
 
-    def __init__(self, loaded: Loaded, progress: Progress | None = None) -> None:
-        """progress: told (what, done, total) while memory is taken."""
+    def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
         self.residency_plan: ResidencyPlan = loaded.decision.residency_plan
         self.plan: MemoryPlan = loaded.decision.memory
@@ -61,7 +60,7 @@ class Runtime:
         self._steady: SteadyTime | None = SteadyTime()
         self._drop_draft(self.residency_plan, self.plan)
         self._spilled = spilled_prefixes(self.config)
-        self.engine = self._lay_out(progress)
+        self.engine = self._lay_out()
 
     @property
     def config(self) -> RunConfig:
@@ -310,12 +309,12 @@ class Runtime:
             layer.draft = None
         return True
 
-    def _lay_out(self, progress: Progress | None = None) -> Engine:
+    def _lay_out(self) -> Engine:
         """Spend the rest of the budget as planned, and put an engine over it."""
         layout = EngineLayout(
             self._loaded, self.residency_plan, self.plan, self.recorder, self._spilled
         )
-        return layout.engine(progress)
+        return layout.engine()
 
     def forget(self) -> None:
         """Clear all KV caches, and what is kept of earlier ones for this run alone."""

@@ -1,5 +1,6 @@
 """Errors of the device, of host memory and of the disk, translated into one sentence for users."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ def translate_errors() -> Iterator[None]:
     except (SpeqError, ConnectionError):
         raise
     except OSError as error:
+        if error.errno == errno.ENOMEM:  # of memory that is mapped
+            raise host_memory_error(error) from error
         raise FileError(
             f"input or output failed: {error}; check the disk, and run again"
         ) from error

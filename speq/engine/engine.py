@@ -410,6 +410,7 @@ class Engine:
     def close(self) -> None:
         """Release expert slots and KV caches, even where a traceback still holds this engine."""
         self.closed = True
+        self.offload.memory.leave()
         self.offload.loader.close()
         self.model.forget_recordings()
         # Other ones may hold an INT4 copy that is given up.

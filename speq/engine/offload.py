@@ -8,6 +8,7 @@ from torch import Tensor
 
 from speq.devices.device import Accelerator, Processor
 from speq.engine.resident_slots import ResidentSlots
+from speq.engine.slot_memory import SlotMemory
 from speq.experts.expert_store import ExpertStore
 from speq.experts.slots import SlotExperts
 from speq.files.alignment import release_pages
@@ -54,6 +55,7 @@ class Offload:
     stream: LayerStream
     loader: ExpertLoader
     slots: Tensor
+    memory: SlotMemory
     rows: RowPruner
     policy_of: Callable[[int], EvictionPolicy]
     budget: ExpertBudget | None = None
@@ -65,6 +67,7 @@ class Offload:
         """
         before, policy = self.loader.cache.policy, self.policy_of(num_slots)
         changes = policy.keeps_all != before.keeps_all
+        self.memory.leave()
         self.loader.limit(num_slots, policy if changes else None)
         release_pages(self.slots[num_slots:])
 
@@ -100,6 +103,7 @@ class MoeSizes:
 
 def offload_over(
     slots: Tensor,
+    taken: int,
     experts: SlotExperts,
     transfer: TransferEngine,
     sizes: MoeSizes,
@@ -111,6 +115,7 @@ def offload_over(
 ) -> Offload:
     """Build cache, prefetcher and both backends over an arena of slots [S, slot_bytes].
 
+    taken   slots whose memory is there
     beside  makes what computes experts on the host or on further devices
     """
     num_experts = sizes.num_layers * sizes.num_experts
@@ -175,6 +180,7 @@ def offload_over(
         stream=stream,
         loader=loader,
         slots=slots,
+        memory=SlotMemory(slots, taken, cache),
         rows=rows,
         policy_of=policy_of,
         budget=budget,

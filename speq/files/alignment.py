@@ -10,6 +10,8 @@ from torch import Tensor
 ALIGNMENT = 4096
 # A huge page of most processors.
 HUGE_PAGE = 2 << 20
+# Linux's, of 5.14, by names that Python's mmap lacks.
+ADVICE = {"MADV_POPULATE_WRITE": 23}
 
 
 def align(nbytes: int) -> int:
@@ -49,6 +51,13 @@ def prefer_huge_pages(memory: Tensor) -> None:
     _advise(memory, "MADV_HUGEPAGE")
 
 
+def populate(memory: Tensor) -> bool:
+    """Take the memory of a tensor from the system without changing what it holds, while other
+    threads may write to it. False if the system cannot: it comes as it is written.
+    """
+    return _advise(memory, "MADV_POPULATE_WRITE")
+
+
 def release_pages(memory: Tensor) -> None:
     """Give the memory of a tensor that nobody reads back to the system, in whole pages, until it is
     written again.
@@ -65,10 +74,12 @@ def free_memory(tensor: Tensor) -> None:
         release_pages(tensor)
 
 
-def _advise(memory: Tensor, advice: str) -> None:
-    """Do nothing where the system does not know the advice."""
+def _advise(memory: Tensor, advice: str) -> bool:
+    """Do nothing where the system does not know the advice; whether it was followed."""
     start = align(memory.data_ptr())
     length = (memory.data_ptr() + memory.nbytes) // ALIGNMENT * ALIGNMENT - start
-    if hasattr(mmap, advice) and length > 0:
-        libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), getattr(mmap, advice))
+    number = getattr(mmap, advice, ADVICE.get(advice))
+    if number is None or length <= 0:
+        return False
+    libc = ctypes.CDLL(None)
+    return libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), number) == 0

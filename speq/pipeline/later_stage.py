@@ -175,7 +175,7 @@ def run_stage(
             with translate_errors():
                 loaded = load(opened, config, progress)
                 stack.callback(loaded.close)
-                runtime = Runtime(loaded, progress)
+                runtime = Runtime(loaded)
         except SpeqError as error:
             # Rank 0 sends its first message when it has loaded its own layers.
             say(f"{name} cannot be loaded: {error}")

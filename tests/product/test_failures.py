@@ -56,6 +56,10 @@ OLD_DRIVER = (
             r"^input or output failed: .*Input/output error: 'model/config.json'; check the disk",
         ),
         (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            r"^the host has no memory left \(\[Errno 12\] Cannot allocate memory\); give a smaller mem",
+        ),
+        (
             MemoryError(),
             r"^the host has no memory left \(MemoryError\); give a smaller memory_b",
         ),
