@@ -57,7 +57,7 @@ OLD_DRIVER = (
         ),
         (
             OSError(errno.ENOMEM, "Cannot allocate memory"),
-            r"^the host has no memory left \(\[Errno 12\] Cannot allocate memory\); give a smaller mem",
+            r"^the host has no memory left \(\[Errno 12\] Cannot allocate memory\); give a small",
         ),
         (
             MemoryError(),
