@@ -16,7 +16,7 @@ from torch import Tensor
 from speq.errors import FileError
 from speq.experts.packed_store import Record, end_of
 from speq.experts.passes import map_in_order
-from speq.files.alignment import align, allocate_aligned
+from speq.files.alignment import align, allocate_aligned, prefer_huge_pages
 from speq.files.atomic_file import replacing
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import PACK_AGAIN
@@ -34,7 +34,7 @@ def smaller_record(words: Tensor) -> Tensor | None:
     """Pack a matrix [N, K] bfloat16 on the host losslessly into [R] uint8; None if that is not
     smaller.
     """
-    record = dense_ops.encode_dense_lossless(words)
+    record = dense_ops.encode_dense_lossless(words, prefer_huge_pages)
     return record if record.nbytes < words.nbytes else None
 
 

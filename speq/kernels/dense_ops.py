@@ -5,7 +5,7 @@
 plain copy exists for the duration of the product.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,18 +44,23 @@ class _Coded:
         return self.pair or (self.rows,)
 
 
-def encode_dense_lossless(weight: Tensor) -> Tensor:
+def encode_dense_lossless(
+    weight: Tensor, prepare: Callable[[Tensor], None] = lambda record: None
+) -> Tensor:
     """Encode a matrix losslessly into a record [R] uint8.
 
-    weight  [N, K] bfloat16, on the CPU
+    weight   [N, K] bfloat16, on the CPU
+    prepare  is given the record before it is written
 
     Raises SpeqError if it has more escapes than a record can index.
     """
     layout = _layout_of("weight", weight, lossless=True)
-    return encode_whole("encode_dense_lossless", layout, weight)
+    return encode_whole("encode_dense_lossless", layout, weight, prepare=prepare)
 
 
-def encode_dense_residual(weight: Tensor, pair: Int4Pair) -> Tensor:
+def encode_dense_residual(
+    weight: Tensor, pair: Int4Pair, prepare: Callable[[Tensor], None] = lambda record: None
+) -> Tensor:
     """Encode a matrix's residual over its codes into a record [R] uint8; otherwise as
     `encode_dense_lossless`.
 
@@ -63,7 +68,7 @@ def encode_dense_residual(weight: Tensor, pair: Int4Pair) -> Tensor:
     """
     layout = _layout_of("weight", weight, lossless=False)
     _check_pair(pair, weight.shape, weight.device)
-    return encode_whole("encode_dense_residual", layout, weight, *pair)
+    return encode_whole("encode_dense_residual", layout, weight, *pair, prepare=prepare)
 
 
 def decode_dense_lossless(record: Tensor, weight_out: Tensor) -> None:

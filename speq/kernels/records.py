@@ -1,5 +1,7 @@
 """Encoding into compact records, and checks of records."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,13 +11,26 @@ from speq.kernels.checks import check_tensor
 from speq.kernels.compact_layout import STREAMS_END, CompactLayout
 
 
-def encode_whole(op: str, layout: CompactLayout, *parts: Tensor) -> Tensor:
-    """Encode parts with an op into a record [R] uint8 of exact size."""
-    # The size is an upper bound. Unwritten pages take no memory.
-    room = torch.empty(layout.most_bytes, dtype=torch.uint8)
+def encode_whole(
+    op: str,
+    layout: CompactLayout,
+    *parts: Tensor,
+    prepare: Callable[[Tensor], None] = lambda record: None,
+) -> Tensor:
+    """Encode parts with an op into a record [R] uint8 of exact size.
+
+    prepare  is given the record before it is written
+    """
+    # To count a lossless one first takes half as long as to encode it. A copy in fresh memory may
+    # take longer than both. The streams of a residual one would be made twice: it is copied from
+    # room for the largest, whose unwritten pages take no memory.
+    room = torch.empty(0 if layout.lossless else layout.most_bytes, dtype=torch.uint8)
     record = torch.empty(encode_into(op, layout, room, *parts), dtype=torch.uint8)
-    # Torch would copy with all threads, and callers encode in several at a time.
-    record.numpy()[:] = room[: len(record)].numpy()
+    prepare(record)
+    if layout.lossless:
+        encode_into(op, layout, record, *parts)
+    else:  # torch would copy with all threads, and callers encode in several at a time
+        record.numpy()[:] = room[: len(record)].numpy()
     return record
 
 

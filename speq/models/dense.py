@@ -210,7 +210,7 @@ def pack_lossless(
     record = smaller_record(words)
     if record is None or not kernels.takes_record(record.nbytes, words.shape[1]):
         return RawMatrix(words.to(device))
-    return LosslessMatrix(copy_to_device(record, device), *words.shape)
+    return LosslessMatrix(record.to(device), *words.shape)
 
 
 def pack_residual(
@@ -218,17 +218,8 @@ def pack_residual(
 ) -> ExactMatrix:
     """Pack a matrix as a residual over codes on the device, if that makes it smaller."""
     codes, scales = (part.to(words.device) for part in pair)
-    record = dense_ops.encode_dense_residual(words, (codes, scales))
+    record = dense_ops.encode_dense_residual(words, (codes, scales), prefer_huge_pages)
     taken = kernels.takes_record(record.nbytes, words.shape[1])
     if record.nbytes >= words.nbytes or not taken:
         return RawMatrix(words.to(device))
-    return ResidualMatrix(copy_to_device(record, device), pair)
-
-
-def copy_to_device(record: Tensor, device: torch.device) -> Tensor:
-    """Copy a packed matrix to the device that keeps it."""
-    if device.type != "cpu":
-        return record.to(device)
-    held = torch.empty_like(record)
-    prefer_huge_pages(held)
-    return held.copy_(record)
+    return ResidualMatrix(record.to(device), pair)

@@ -103,16 +103,17 @@ class DenseForm:
         converted_bytes  bytes of tensors stored in another dtype, which are held twice during
                          conversion
 
-        A matrix's plain weights are held beside its packed form, which is copied once from a buffer
-        of the largest possible size. The largest matrices come first, when little is packed yet.
+        A matrix's plain weights are held beside its packed form; residuals are copied once from a
+        buffer of the largest possible size. The largest matrices come first, when little is packed.
         """
         if self.name == "raw" or self.packed:
             return converted_bytes
         order = sorted(range(len(self.sizes)), key=lambda at: -self.words_bytes[at])
         held = most = 0
+        forms = 1 if self.name == "lossless" else 2
         for turn, at in enumerate(order):
             under_way = order[turn : turn + threads]
-            taken = sum(self.words_bytes[each] + 2 * self.sizes[each] for each in under_way)
+            taken = sum(self.words_bytes[each] + forms * self.sizes[each] for each in under_way)
             most = max(most, held + taken)
             held += self.sizes[at]
         saved = sum(self.words_bytes) - self.nbytes

@@ -93,7 +93,7 @@ def test_a_gpu_that_fails_at_loading_leaves_nothing_locked(
 ) -> None:
     locked: list[dict[int, int]] = []
 
-    def fail(runtime: Runtime, progress: object) -> None:
+    def fail(runtime: Runtime) -> None:
         locked.append(dict(device.pinned))
         raise error
 
@@ -284,7 +284,7 @@ def test_a_run_without_memory_takes_it_again(
         wanted = generator.generate(short, **options).token_ids
         lay_out, failures = EngineLayout.engine, iter([OUT_OF_MEMORY] * 3)
 
-        def failing(layout: EngineLayout, progress: object = None) -> Engine:
+        def failing(layout: EngineLayout) -> Engine:
             for error in failures:
                 raise error
             return lay_out(layout)
