@@ -162,6 +162,7 @@ PeerBudget = Annotated[
 class MemoryOptions(Options):
     """Memory for a run, and the requests that it is for."""
 
+    panel = "Memory"
     memory_budget: MemoryBudget = AUTO
     host_budget: HostBudget = None
     context_length: ContextLength = None
@@ -212,6 +213,7 @@ class MemoryOptions(Options):
 class ComputeOptions(Options):
     """Device, dtype and recording of passes."""
 
+    panel = "Device and precision"
     device: Device = "auto"
     dtype: Dtype = "auto"
     sums: Annotated[
@@ -240,6 +242,7 @@ class ComputeOptions(Options):
 class ExpertOptions(Options):
     """How exact weights are held and read."""
 
+    panel = "Experts"
     codec: Annotated[
         str,
         Option(
@@ -279,6 +282,7 @@ class ExpertOptions(Options):
 class TransferOptions(Options):
     """Which experts come into slots and leave them, and by how many threads."""
 
+    panel = "Experts"
     cache_policy: Annotated[
         str, Option("Which expert leaves when its slot is needed.", Choice(registry=CACHE_POLICIES))
     ] = "lookahead"
@@ -302,6 +306,7 @@ class TransferOptions(Options):
 class ExpertBudgetOptions(Options):
     """Experts that verifications may ask for: with a budget, output is not exact."""
 
+    panel = "Not exact"
     expert_budget: Annotated[
         int | float | None,
         Option(
@@ -397,6 +402,7 @@ class ExpertBudgetOptions(Options):
 class DraftOptions(Options):
     """Who drafts, out of what, and how far."""
 
+    panel = "Drafts"
     draft: Draft = "auto"
     draft_dense: DraftDense = "auto"
     draft_experts: DraftExperts = None
@@ -494,6 +500,7 @@ TOOL_SYNTAXES = (
 class TokenizerOptions(Options):
     """What makes token ids of prompts, and reads calls of tools in answers."""
 
+    panel = "Tokenizer"
     tokenizer: Annotated[
         Path | None,
         Option("Folder with the tokenizer to use in place of the model's own.", File("a folder")),
@@ -577,6 +584,7 @@ class RunConfig(
 class SamplingParams(Options):
     """How tokens are chosen and when generation ends."""
 
+    panel = "Sampling"
     max_new_tokens: Annotated[int, Option("Tokens to generate at most.", Whole(1))] = 128
     temperature: Annotated[
         float, Option("How freely tokens are drawn; 0 is greedy.", Number(1e4))

@@ -4,7 +4,6 @@ python -m tools.options           write speq/options/typed.py and docs/options.m
 python -m tools.options --check   fail where one of them is not up to date
 """
 
-import inspect
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -161,7 +160,7 @@ def _command(name: str, purpose: str, parameters: tuple[CommandParameter, ...]) 
     own = [o for each in parameters if each.config not in SHARED for o in each.options]
     arguments = [_argument(option) for option in own if option.option.argument]
     rows = [option for option in own if option.inside is None]
-    text = f"\n### `{' '.join([name, *arguments])}`\n\n{inspect.cleandoc(purpose)}\n"
+    text = f"\n### `{' '.join([name, *arguments])}`\n\n{_wrapped(purpose)}\n"
     if rows:
         text += "\n" + option_table(rows)
     also = [_shared(config, options) for config, options in shared if config is not None]
@@ -170,6 +169,10 @@ def _command(name: str, purpose: str, parameters: tuple[CommandParameter, ...]) 
         inner = tuple(each for each in own if each.inside is not None and each.name in names)
         also += [_shared(config, inner)] if inner else []
     return text + (f"\nAnd {', '.join(also)}.\n" if also else "")
+
+
+def _wrapped(purpose: str) -> str:
+    return "\n\n".join(textwrap.fill(each, 100) for each in purpose.split("\n\n"))
 
 
 def _shared(config: type, options: tuple[Declared, ...]) -> str:

@@ -2,9 +2,11 @@
 
 import logging
 import sys
-from typing import Annotated, NoReturn
+from difflib import get_close_matches
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from speq.cli.batch import batch
 from speq.cli.bench import bench_app
@@ -29,23 +31,51 @@ from speq.cli.train_head import train_head
 from speq.cli.tune import tune
 from speq.errors import Broken, SpeqError
 
+# What other programs have as commands of their own.
+ELSEWHERE = {
+    "pull": "a command that is given a hub id downloads the model",
+    "list": "`speq cache list` shows what speq keeps on the disk",
+    "rm": "`speq cache clear` removes what speq keeps on the disk",
+}
+
+
+class Commands(TyperGroup):
+    """The commands; one that there is not is answered with the nearest."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, known = args[0], self.list_commands(ctx)
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            near = [each for each in known if each.startswith(name)]
+            near = near or get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(near)}?" if near else "--help lists the commands"
+            ctx.fail(f"there is no command {name!r:.80}; {ELSEWHERE.get(name, hint)}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="speq",
+    cls=Commands,
     help="Run Mixture-of-Experts models larger than memory, with exactly the full model's output.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (
-    *(generate, chat, batch, serve, stage, profile, report, dashboard),
-    *(check, prove, pack, quantize, train_head, plan, tune, doctor, demo),
-)
-for function in COMMANDS:
-    app.command(function.__name__.replace("_", "-"))(command(function))
+MEASURE, FILES = "Measure", "Model files"
+PANELS = {
+    "Begin": (demo, plan, doctor),
+    "Generate text": (generate, chat, serve, batch, stage),
+    "Compare with the full model": (check, prove),
+    MEASURE: (tune, profile, report, dashboard),
+    FILES: (pack, quantize, train_head),
+}
+for panel, functions in PANELS.items():
+    for function in functions:
+        name = function.__name__.replace("_", "-")
+        app.command(name, rich_help_panel=panel)(command(function))
 # As other programs that run models call it.
 app.command("run", hidden=True)(command(chat))
-app.add_typer(cache_app, name="cache")
-app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache", rich_help_panel=FILES)
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 
 
 def _show_version(wanted: bool) -> None:

@@ -25,6 +25,11 @@ LIST = "?"
 OF_ALL_MODELS = frozenset({"accuracy"})
 # Takes options that few users need.
 SET = "set"
+# Headings of options in the order of help: first what most look for.
+PANELS = (
+    *(None, "Sampling", "Memory", "Output", "Device and precision", "Experts", "Drafts"),
+    *("Tokenizer", "Not exact", "Several machines"),
+)
 SET_HELP = "Set an option that few need; `--set ?` lists them. May be given several times."
 
 
@@ -71,9 +76,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     names = [option.name for option in options]
     if len(set(names)) < len(names):
         raise TypeError(f"{function.__name__} has two options of one name among {names}")
-    # Arguments come before options, whichever dataclass they are of.
-    options.sort(key=lambda option: not option.option.argument)
     by_set = [option for option in options if option.option.by_set]
+    # Arguments come before options, whichever dataclass they are of.
+    options.sort(key=lambda each: (not each.option.argument, PANELS.index(each.panel)))
     shown = [each for option in options if not option.option.by_set for each in _parameters(option)]
     if by_set:
         shown.append(_set_parameter(by_set))
@@ -84,7 +89,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         given |= assigned(assignments, by_set)
         function(**{parameter.name: parameter.value(given) for parameter in parameters})
 
-    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    # Paragraphs, which terminals break into lines.
+    paragraphs = (function.__doc__ or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    run.__name__ = function.__name__
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in shown}
     run.parameters = parameters  # type: ignore[attr-defined]
@@ -146,7 +154,7 @@ def _parameters(option: Declared) -> list[inspect.Parameter]:
     typed: Any = list[kind.typed] if repeated else kind.typed  # type: ignore[name-defined]
     help_text = option.option.description
     default = REQUIRED if option.required else option.shown(option.default)
-    metavar = None if typed is bool else kind.metavar
+    metavar = "" if typed is bool else kind.metavar
     if option.option.argument:
         metavar = option.name.upper() if not repeated else f"{option.name.upper()}..."
         if option.name != MODEL:
@@ -161,7 +169,7 @@ def _parameters(option: Declared) -> list[inspect.Parameter]:
     if default is None or default in ([], ""):
         typed = typed | None
         default = None
-    made = typer.Option(flag, help=help_text, metavar=metavar)
+    made = typer.Option(flag, help=help_text, metavar=metavar, rich_help_panel=option.panel)
     return [_parameter(option.name, typed, made, default)]
 
 

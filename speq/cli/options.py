@@ -31,6 +31,7 @@ Force = Annotated[bool, Option("Replace files that are there.", Switch())]
 class Output(Options):
     """Destination of a command's result, beside what it shows."""
 
+    panel = "Output"
     json: Annotated[
         Path | None,
         Option(

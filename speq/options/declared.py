@@ -5,10 +5,11 @@
 From there it goes into `from_pretrained`, into every command that has it, and into the docs.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from speq.errors import OptionError
 from speq.options.kinds import OptionType
@@ -50,12 +51,15 @@ class Nested:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """An option and its field. inside: the field of `Nested` that it belongs to."""
+    """An option and its field. inside: the field of `Nested` that it belongs to; panel: see
+    `Options`
+    """
 
     name: str
     option: Option
     default: Any = REQUIRED
     inside: str | None = None
+    panel: str | None = None
 
     @property
     def required(self) -> bool:
@@ -93,7 +97,8 @@ def _read(config: type) -> tuple[Declared, ...]:
         default = REQUIRED if field.default is MISSING else field.default
         for each in _metadata(hints[field.name]):
             if isinstance(each, Option):
-                found.append(Declared(field.name, each, default))
+                owner = next(c for c in config.__mro__ if field.name in inspect.get_annotations(c))
+                found.append(Declared(field.name, each, default, panel=owner.panel))
             if isinstance(each, Nested):
                 found += [replace(inner, inside=field.name) for inner in each.options]
     return tuple(found)
@@ -105,9 +110,13 @@ _DECLARED: dict[type, tuple[Declared, ...]] = {}
 
 class Options:
     """A dataclass of options derives from this: each is checked as the object is made, and held as
-    it should be. Raises SpeqError for values that an option does not take."""
+    it should be. Raises SpeqError for values that an option does not take.
+
+    panel  heading of its options in the help of commands; None: that of all others
+    """
 
     __slots__ = ()
+    panel: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for each in declared_options(type(self)):

@@ -47,6 +47,7 @@ StageKeyFile = Annotated[
 class StagesSettings(Options):
     """Pipeline parallelism of a command, which runs rank 0."""
 
+    panel = "Several machines"
     stages: Annotated[str | None, COUNTS] = None
     rendezvous: Annotated[str | None, RENDEZVOUS] = None
     stage_wait_s: StageWait = 600.0

@@ -15,6 +15,7 @@ MOST_REPLICAS = 1000
 class RaySettings(Options):
     """How many generators there are, and where. Each has the memory budget to itself."""
 
+    panel = "Several machines"
     ray: Annotated[
         bool,
         Option(

@@ -131,6 +131,51 @@ def test_version_and_help(command: Command) -> None:
         assert option in shown.out
 
 
+def panels_of(help_text: str) -> dict[str, list[str]]:
+    """The headings of a help page in their order, and the first word of each entry below."""
+    found: dict[str, list[str]] = {}
+    for line in help_text.splitlines():
+        if line.startswith("╭"):
+            entries = found[line.strip("╭─╮ ")] = []
+        elif line.startswith("│ ") and line[2] != " ":
+            entries.append(line[2:].split()[0])
+    return found
+
+
+def test_help_is_in_groups(command: Command) -> None:
+    commands = panels_of(command("--help").out)
+    assert [*commands][1:3] == ["Begin", "Generate text"]
+    assert commands["Begin"] == ["demo", "plan", "doctor"]
+    assert {"bench", "tune"} <= set(commands["Measure"])
+    assert "Commands" not in commands  # none without a heading
+    options = panels_of(command("generate", "--help").out)
+    assert [*options][:5] == ["Arguments", "Options", "Sampling", "Memory", "Output"]
+    assert options["Options"][0] == "--prompt"
+    assert options["Memory"] == ["--memory-budget", "--host-budget", "--context-length"]
+    assert {"--temperature", "--top-p", "--stop"} <= set(options["Sampling"])
+    assert options["Not exact"] == ["--expert-budget"]
+    # Switches take no value.
+    assert not re.search(r"--(quiet|echo|stats) +<", command("generate", "--help").out)
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("chta", "did you mean chat?"),
+        ("gen", "did you mean generate?"),
+        ("list", "`speq cache list` shows"),
+        ("pull", "is given a hub id downloads the model"),
+        ("xyzzy", "--help lists the commands"),
+    ],
+)
+def test_a_wrong_command_is_told_the_right_one(command: Command, given: str, hint: str) -> None:
+    ended = command(given, "x")
+    assert ended.code == 2
+    said = " ".join(ended.err.replace("│", " ").split())
+    assert f"there is no command '{given}'; " in said
+    assert hint in said
+
+
 def generate_arguments(bundled: Path, *more: object) -> list[object]:
     options = ["--memory-budget", "40MiB", "--dtype", "float32", "--max-new-tokens", 16]
     return ["generate", "--model", bundled, "--prompt", PROMPT, *options, "--ignore-eos", *more]
