@@ -90,6 +90,11 @@ def format_bytes(size: int | float) -> str:
     return f"{size:.0f} B"
 
 
+def format_forecast(value: float) -> str:
+    """Format an expected figure: two digits say as much as a forecast knows."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
 def track(
     what: str, items: Iterable[Item], total: int, progress: Progress | None
 ) -> Iterator[Item]:

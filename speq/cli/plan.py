@@ -13,7 +13,7 @@ from speq.errors import present
 from speq.measure.settings import PlanSettings
 from speq.options.declared import Option, Options
 from speq.options.kinds import Switch
-from speq.units import format_bytes, format_rate
+from speq.units import format_bytes, format_forecast, format_rate
 
 if TYPE_CHECKING:
     from speq.measure.verdict import BudgetRow
@@ -52,17 +52,22 @@ def plan(model: Model, settings: PlanSettings, shown: ShownInstead, output: opt.
     from speq.files.cache_folder import hub_folder
     from speq.machine import machine_memory_bytes
     from speq.measure.plan import PlannedModel
-    from speq.measure.verdict import budgets_for, plans_in, rows_of, verdict_of
+    from speq.measure.verdict import budgets_for, does_not_run, plans_in, rows_of, verdict_of
+    from speq.planning.memory import BudgetTooSmall
 
     output.check()
     with output.progress() as progress:
         planned = PlannedModel.of(model, settings, progress)
-    made = planned.plan(settings.memory_budget)
+    folder = None if planned.is_here else hub_folder()
+    try:
+        made = planned.plan(settings.memory_budget)
+    except BudgetTooSmall as error:
+        raise does_not_run(planned.model_spec, error, folder) from error
 
     def ratio_of(made: "BudgetPlan") -> float:
         return made.correction if settings.of_this_machine else 1.0
 
-    folder, ratio = None if planned.is_here else hub_folder(), ratio_of(made)
+    ratio = ratio_of(made)
     verdict = verdict_of(made, planned.flops_per_s, folder, ratio)
     sizes = {settings.memory_budget, *budgets_for(made, machine_memory_bytes())}
     with opt.log_of(quiet=True):  # of each budget it would say the same
@@ -127,7 +132,6 @@ def show_rows(rows: "list[BudgetRow]", chosen: int) -> None:
     from rich.table import Table
 
     from speq.measure.console import console
-    from speq.measure.verdict import number
 
     others = dict.fromkeys(name for row in rows for name in row.instead)
     table = Table(title="speed by memory, and what would help")
@@ -138,7 +142,10 @@ def show_rows(rows: "list[BudgetRow]", chosen: int) -> None:
             format_bytes(row.budget_bytes),
             f"{row.cached:.0%}",
             *row.pace.numbers,
-            *(number(row.instead[name]) if name in row.instead else "-" for name in others),
+            *(
+                format_forecast(row.instead[name]) if name in row.instead else "-"
+                for name in others
+            ),
             style="bold" if row.budget_bytes == chosen else None,
         )
     console().print(table)

@@ -22,7 +22,8 @@ def prove(model: Model, settings: ProveSettings, output: Output) -> None:
     with output.progress() as progress:
         proof = measure.prove(model, settings, progress)
     agreement = proof.agreement and asdict(proof.agreement)
-    output.write(asdict(proof.report) | {"agreement": agreement, "sentence": proof.sentence})
+    told = {"agreement": agreement, "sentence": proof.sentence, "weights": proof.weights}
+    output.write(asdict(proof.report) | told)
     if settings.page is not None:
         write_whole(settings.page, measure.page_of(proof).encode())
     if not output.printed:

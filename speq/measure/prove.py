@@ -70,6 +70,7 @@ class Proof:
     report    a row of figures for each setting
     agreement `speq check`'s, and its sentence; None: it was not compared
     sentence  the verdict
+    weights   names the files that were read
     """
 
     report: Report
@@ -77,6 +78,7 @@ class Proof:
     passed: bool
     sentence: str
     notes: tuple[str, ...]
+    weights: str
 
 
 def prove(
@@ -131,7 +133,7 @@ def prove(
         notes.append(f"transformers: not compared ({error})")
     kept = {"dtype": settings.dtype, "max_new_tokens": settings.max_new_tokens, "seed": SEED}
     report = Report("prove", model, kept, rows, notes=notes)
-    return Proof(report, agreement, passed, sentence, tuple(notes))
+    return Proof(report, agreement, passed, sentence, tuple(notes), digest_of(model))
 
 
 def settings_of(model: str, settings: ProveSettings) -> list[Setting]:
@@ -234,7 +236,7 @@ def page_of(proof: Proof) -> str:
         lines += markdown(check.columns_of(proof.agreement), proof.agreement.rows)
     lines += ["", *(f"- {note}" for note in proof.notes)] if proof.notes else []
     lines += ["", f"speq {report.version}, commit {report.commit}; {machine}."]
-    lines += [f"Weights: {digest_of(report.model)}.", ""]
+    lines += [f"Weights: {proof.weights}.", ""]
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from speq.planning.budget_plan import BudgetPlan
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.memory import BudgetTooSmall
 from speq.planning.model_spec import ModelSpec
-from speq.units import format_bytes
+from speq.units import format_bytes, format_forecast
 
 # Tokens of the prompt whose first token is told of.
 PROMPT_TOKENS = 500
@@ -39,9 +39,9 @@ class Pace:
         return cls(*(1 / time_s / ratio for time_s in (plan.tpot_s, most_s, least_s)))
 
     @property
-    def numbers(self) -> tuple[str, str, str]:
+    def numbers(self) -> list[str]:
         """Expected, least and most, as they are shown."""
-        return number(self.tokens_per_s), number(self.least), number(self.most)
+        return [format_forecast(each) for each in (self.tokens_per_s, self.least, self.most)]
 
     def __str__(self) -> str:
         expected, least, most = self.numbers
@@ -151,6 +151,15 @@ def verdict_of(
     )
 
 
+def does_not_run(spec: ModelSpec, error: BudgetTooSmall, folder: Path | None) -> BudgetTooSmall:
+    """The verdict where memory does not do. folder: as of `verdict_of`"""
+    disk = f"its files take about {format_bytes(files_bytes(spec))} of disk"
+    if folder is not None:
+        disk += f"; {format_bytes(free_bytes(folder))} are free"
+    sentence = f"{spec.name} does not run in this memory: {error}; {disk}"
+    return BudgetTooSmall(sentence, error.needed_bytes)
+
+
 def held(spec: ModelSpec, plan: ResidencyPlan) -> int:
     """Experts in slots of all GPUs."""
     return plan.slots + spec.num_layers * sum(plan.peers)
@@ -216,10 +225,7 @@ def rows_of(
         yield BudgetRow(budget_bytes, share, Pace.of(best, ratio), others)
 
 
-def number(value: float) -> str:
-    """Two digits say as much as a forecast knows."""
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
-
-
 def time_of(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.0f} ms"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -449,7 +449,10 @@ def check_config(config: Any, num_experts: Any, top_k: Any, name: str, where: ob
     if num_experts is None:
         raise CheckpointError(f"{where} {NO_EXPERTS}")
     if not isinstance(num_experts, int) or num_experts < 1:
-        raise CheckpointError(f"{where} has {num_experts} experts a layer; it must be at least 1")
+        raise CheckpointError(
+            f"{where} has {num_experts} experts a layer; it must be at least 1: speq runs "
+            "Mixture-of-Experts models"
+        )
     if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise CheckpointError(
             f"{where} has {name} {top_k!r}; it must be from 1 to the {num_experts} "

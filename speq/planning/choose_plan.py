@@ -32,7 +32,7 @@ from speq.planning.memory import BudgetTooSmall, MemoryPlan
 from speq.planning.model_spec import ModelSpec
 from speq.planning.peers import ways_with
 from speq.planning.reader_survey import LEAST_BYTES
-from speq.units import format_bytes
+from speq.units import format_bytes, format_forecast
 
 logger = logging.getLogger("speq")
 
@@ -240,11 +240,13 @@ class PlanChooser:
         step = present(chosen.expected, "a plan that was chosen has no estimate of its step")
         tuned = isinstance(assumptions.machine, Profile)
         way = way_of(chosen, self.budget.on_cpu, tuned)
-        expected_s = step.token_s * correction(spec.name, way, self.budget.budget_bytes)
+        ratio = correction(spec.name, way, self.budget.budget_bytes)
+        least_s, most_s = step.range_s
+        paces = [1 / ratio / each_s for each_s in (step.token_s, most_s, least_s)]
         logger.info(
-            "about %g ms per token expected (%.3g tokens/s), %s%s",
-            float(f"{expected_s * 1e3:.3g}"),
-            1 / expected_s,
+            "about %s ms per token expected (%s tokens/s, %s to %s) once slots are filled, %s%s",
+            format_forecast(1e3 / paces[0]),
+            *map(format_forecast, paces),
             "with a draft" if chosen.drafts else "without a draft",
             ", though one would fit" if gives_up else "",
         )

@@ -40,6 +40,7 @@ def test_settings_and_transformers_agree(command: Any, tiny: Folder, tmp_path: P
     assert f"passed: {sentence}" in ended.out and found["sentence"].startswith(sentence)
     written = page.read_text()
     assert written.startswith("# qwen3_moe: exact\n")
+    assert f"Weights: {found['weights']}." in written
     assert f"| least budget | {EACH} | {EACH} | - |" in written
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -84,7 +85,18 @@ def test_sentences(planned: PlannedModel, tmp_path: Path) -> None:
     assert full.lacks_bytes == 3 * GIB
     assert "does not fit this disk: its files take about 29.3 GiB" in full.sentence
     assert "With 3 GiB more it would run: about" in full.sentence
-    assert [time_of(each) for each in (0.44, 9.96, 12.4)] == ["0.4 s", "10.0 s", "12 s"]
+    times = [time_of(each) for each in (0.024, 0.44, 9.96, 12.4)]
+    assert times == ["24 ms", "0.4 s", "10.0 s", "12 s"]
+
+
+def test_what_is_missing_is_a_verdict_too(command: Command) -> None:
+    rates = ("--link", "2GB/s", "--memory-bandwidth", "40GB/s")
+    ended = command("plan", DEEPSEEK, "--memory-budget", "1GiB", *rates)
+    assert ended.code == 1 and ended.out == ""
+    (said,) = ended.err.splitlines()
+    assert said.startswith(f"error: {DEEPSEEK} does not run in this memory: memory budget 1 GiB is")
+    assert re.search(r"the smallest workable budget is \d+ bytes \(\d\.\d+ GiB\)", said)
+    assert re.search(r"; its files take about 29\.3 GiB of disk; [\d.]+ [GT]iB are free$", said)
 
 
 def test_more_memory_is_never_slower(planned: PlannedModel) -> None:
@@ -200,3 +212,17 @@ def test_a_model_that_is_here_is_planned_whatever_the_cache_folders_disk(
     assert verdict_of(planned.plan(26 << 20), planned.flops_per_s, None).pace.tokens_per_s > 0
     with pytest.raises(SpeqError, match="the disk is full"):
         PlannedModel.of(DEEPSEEK, PlanSettings(12 * GIB))
+
+
+def test_a_run_says_what_it_expects_with_its_range(
+    command: Command, bundled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = ("--memory-budget", "32MiB", "--prompt", "one", "--max-new-tokens", 2)
+    assert command("generate", bundled, *arguments).code == 0
+    said = caplog.text
+    pace = r"about ([\d.,]+) ms per token expected \(([\d.,]+) tokens/s, ([\d.,]+) to ([\d.,]+)\)"
+    found = re.search(pace, said)
+    assert found is not None, said
+    ms, expected, least, most = (float(each.replace(",", "")) for each in found.groups())
+    assert least <= expected <= most
+    assert 1e3 / ms == pytest.approx(expected, rel=0.1)  # both have two digits
