@@ -47,6 +47,8 @@ from speq.units import Progress
 
 # Context of a run whose prompt has up to CONTEXT_STEP tokens.
 DEFAULT_CONTEXT = CONTEXT_STEP + SamplingParams().max_new_tokens
+# Of matrices outside the experts where none was timed: records are read as fast as words.
+UNTRIED = DenseTrial(raw_s=1.0, lossless_s=0.7, record_share=0.7)
 
 
 def plan(
@@ -168,7 +170,7 @@ class PlannedModel:
             beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
             budget = replace(budget, beside=beside, graphs=True)
         room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
-        trial = self.dense_trial
+        trial = self.dense_trial or (UNTRIED if on_cpu else None)
 
         def planned(form: ModelSpec) -> BudgetPlan:
             sized = room.with_dense(form, form.dense.name, usual=True)
