@@ -6,6 +6,7 @@ budget would take memory that others need, and would falsify every measurement.
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 from collections.abc import Iterator
@@ -82,6 +83,8 @@ class RangeFile:
             self.size = os.fstat(self._fd).st_size
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+            if hasattr(fcntl, "F_NOCACHE"):  # macOS, which has no O_DIRECT
+                fcntl.fcntl(self._fd, fcntl.F_NOCACHE, 1)
             self._direct_fd = self._open_direct()
             self._check()
         except OSError as error:

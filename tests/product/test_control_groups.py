@@ -30,6 +30,17 @@ def test_without_groups_the_machine_says_what_is_free(kernel: Kernel) -> None:
     assert available_bytes(kernel.proc) == 32 * GIB
 
 
+def test_where_nobody_says_what_is_free_all_memory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As macOS has it: neither /proc nor the number of free pages."""
+    monkeypatch.setattr(os, "sysconf_names", {})
+    asked: list[str] = []
+    monkeypatch.setattr(os, "sysconf", lambda name: asked.append(name) or 4096)
+    assert available_bytes(tmp_path) == 4096 * 4096
+    assert asked == ["SC_PHYS_PAGES", "SC_PAGE_SIZE"]
+
+
 def test_page_cache_of_version_2_is_not_taken(kernel: Kernel) -> None:
     """8 GiB, of which 7 are charged: 6 of them files, half a GiB names of files."""
     at = kernel.mount("sys", "cgroup2")

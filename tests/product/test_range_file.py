@@ -1,6 +1,7 @@
 """Reads of byte ranges, past the page cache and through it, against the file's own bytes."""
 
 import errno
+import fcntl
 import logging
 import os
 import random
@@ -250,3 +251,24 @@ def test_freed_memory_is_taken_from_its_holders(rows: tuple[int, int]) -> None:
     free_memory(made)
     # What malloc gave is gone; what is mapped has fresh pages.
     assert made.untyped_storage().nbytes() == 0 or not view.any()
+
+
+def test_without_o_direct_a_file_is_kept_out_of_the_cache(
+    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As macOS has it: no O_DIRECT, no advice, and F_NOCACHE."""
+    told: list[tuple[str, int, int]] = []
+
+    def control(descriptor: int, command: int, value: int) -> int:
+        told.append((os.readlink(f"/proc/self/fd/{descriptor}"), command, value))
+        return 0
+
+    monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.delattr(os, "posix_fadvise")
+    monkeypatch.setattr(fcntl, "F_NOCACHE", 48, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    out = allocate_aligned(1, ALIGNMENT)[0]
+    with RangeFile(path) as file:
+        assert file.read_aligned(ALIGNMENT, 50, out) >= 50
+    assert told == [(str(path), 48, 1)]
+    assert bytes(out[:50].tolist()) == content[ALIGNMENT : ALIGNMENT + 50]
