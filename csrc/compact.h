@@ -168,15 +168,16 @@ struct QuadStreams {
   std::int64_t front, back, end;
   bool has_exceptions;
 
-  // Give the position of `bytes` bytes of either stream, and go on behind them.
+  // Give the position of `bytes` bytes of either stream, and go on behind them. Without branches,
+  // which would part the steps of rows that go together.
   SPEQ_MEMBER std::int64_t take_front(std::int64_t bytes) {
-    const std::int64_t at = front;
-    front = front + bytes < end ? front + bytes : end;
+    const std::int64_t at = front, left = end - front - bytes;
+    front = end - (left & ~(left >> 63));
     return at;
   }
   SPEQ_MEMBER std::int64_t take_back(std::int64_t bytes) {
-    back = back > bytes ? back - bytes : 0;
-    return back;
+    back -= bytes;
+    return back &= ~(back >> 63);
   }
 };
 

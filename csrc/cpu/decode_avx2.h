@@ -16,9 +16,12 @@ SPEQ_MEMBER __m256i in_memory(__m256i value) {
 }
 SPEQ_MEMBER __m256i in_memory(int byte) { return in_memory(_mm256_set1_epi8(char(byte))); }
 
-// Values of three bits, each two of them in a pair of bytes: from bit 8, 6, 4 or 2 on, in turns.
-SPEQ_MEMBER __m256i classes_of_pairs(__m256i pairs, __m256i both_kept, __m256i kept) {
-  const __m256i by = _mm256_set1_epi64x(1ll << 8 | 1ll << 26 | 1ll << 44 | 1ll << 62);
+// Values of three bits, each two of them in a pair of bytes, from bit 8, 6, 4 or 2 on, in turns;
+// or from where 16 bits less the logarithm of `by` tell.
+SPEQ_MEMBER __m256i classes_of_pairs(__m256i pairs, __m256i both_kept, __m256i kept,
+                                     std::int64_t of_four = 1ll << 8 | 1ll << 26 | 1ll << 44 |
+                                                            1ll << 62) {
+  const __m256i by = _mm256_set1_epi64x(of_four);
   const __m256i both = _mm256_and_si256(_mm256_mulhi_epu16(pairs, by), both_kept);
   return _mm256_and_si256(_mm256_or_si256(both, _mm256_slli_epi16(both, 5)), kept);
 }
@@ -41,8 +44,8 @@ inline __m128i load16(const std::uint8_t *bytes) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes));
 }
 
-inline void store16(std::uint8_t *bytes, __m128i values) {
-  _mm_store_si128(reinterpret_cast<__m128i *>(bytes), values);
+inline void store32(std::uint8_t *bytes, __m256i values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(bytes), values);
 }
 
 inline std::uint64_t bits_of(__m256i low, __m256i high) {
@@ -122,6 +125,17 @@ struct LaidQuad {
         }
         sums.store(sum_of(r, n));
       }
+    }
+  }
+
+  // The words of a row, in their order.
+  SPEQ_MEMBER void store(int n, BFloat16 *words) const {
+    SPEQ_UNROLL
+    for (int i = 0; i < kSegmentVectors; ++i, words += kVectorColumns) {
+      const __m256i of = words_of(n, i);
+      _mm_store_si128(reinterpret_cast<__m128i *>(words), _mm256_castsi256_si128(of));
+      _mm_store_si128(reinterpret_cast<__m128i *>(words + kSegmentColumns),
+                      _mm256_extracti128_si256(of, 1));
     }
   }
 
@@ -220,9 +234,7 @@ public:
       const auto b = std::uint32_t(_mm256_movemask_epi8(marks[1]));
       const int all_a = __builtin_popcount(a), first_a = __builtin_popcount(a & 0xFFFF);
       const std::uint8_t **begin = lanes[n].begin;
-      const std::int64_t back = streams_.back - all_a - __builtin_popcount(b);
-      streams_.back = back & ~(back >> 63); // as take_back; a branch splits the rows' steps
-      begin[0] = stream_ + streams_.back;
+      begin[0] = stream_ + streams_.take_back(all_a + __builtin_popcount(b));
       begin[1] = begin[0] + first_a;
       begin[2] = begin[1] + __builtin_popcount(b & 0xFFFF);
       begin[3] = begin[2] + all_a - first_a;
@@ -330,9 +342,16 @@ inline __m256i codes_of_32(const std::uint8_t *qweight) {
 class Avx2Windows {
 public:
   // By code: the low byte of the window's start, and one more than the high one. By class: the high
-  // bytes of code 0. Of the scale of sixteen columns.
+  // bytes of code 0. Sixteen columns to a half, as in a LaidQuad.
   struct Tables {
-    alignas(16) std::uint8_t start_low[16], above_high[16], zero_high[16];
+    __m256i start_low, above_high, zero_high;
+
+    // The high bytes that codes tell.
+    SPEQ_MEMBER __m256i high_bytes(__m256i codes, __m256i low) const {
+      const __m256i start = _mm256_shuffle_epi8(start_low, codes);
+      const __m256i reaches = _mm256_cmpeq_epi8(_mm256_max_epu8(low, start), low);
+      return _mm256_add_epi8(_mm256_shuffle_epi8(above_high, codes), reaches);
+    }
   };
 
   // For groups of whole halves of vectors: each sixteen columns have tables of their own.
@@ -343,43 +362,48 @@ public:
 
   // codes: from the first of the rows on
   explicit Avx2Windows(const Int4Matrix &codes)
-      : codes_(codes),
-        fine_(codes.group_size < kBlockColumns && codes.group_size != codes.columns) {}
+      : scales_(codes.scales), row_groups_(codes.row_groups()) {
+    const bool fine = codes.group_size < kBlockColumns && codes.group_size != codes.columns;
+    columns_ = fine ? kBlockColumns : codes.group_size;
+    groups_ = fine ? kBlockColumns / codes.group_size : 1;
+  }
 
   // Blocks come one after the other.
   SPEQ_MEMBER void reach(std::int64_t rows, std::int64_t first) {
-    if (first == next_tables_) {
-      fill_all(rows, first);
+    if (first != next_tables_) {
+      return;
     }
+    for (std::int64_t n = 0; n < rows; ++n) {
+      const Float16 *scales = scales_ + n * row_groups_;
+      const auto scale = [&](std::int64_t group) { // of a block that ends early, the last one
+        return scales[next_group_ + group < row_groups_ ? next_group_ + group : row_groups_ - 1];
+      };
+      fill(tables_[n][0], scale(0), scale(groups_ / 2));
+      tables_[n][1] = tables_[n][0];
+      if (groups_ == 4) {
+        fill(tables_[n][1], scale(1), scale(3));
+      }
+    }
+    next_tables_ += columns_;
+    next_group_ += groups_;
   }
 
-  // The tables of the columns of half a block, as vectors look them up.
-  __m256i table(std::int64_t n, int half, std::uint8_t (Tables::*bytes)[16]) const {
-    const int first = fine_ ? 2 * half : 0, second = fine_ ? first + 1 : 0;
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(tables_[n][first].*bytes)),
-                                   load16(tables_[n][second].*bytes), 1);
-  }
+  // Of the first sixteen columns of both segments, and of the last.
+  const Tables (&of(std::int64_t n) const)[2] { return tables_[n]; }
 
-  // The high bytes that the codes of half a block tell.
-  SPEQ_MEMBER __m256i high_bytes(std::int64_t n, int half, __m256i codes, __m256i low) const {
-    const __m256i start = _mm256_shuffle_epi8(table(n, half, &Tables::start_low), codes);
-    const __m256i reaches = _mm256_cmpeq_epi8(_mm256_max_epu8(low, start), low);
-    return _mm256_add_epi8(_mm256_shuffle_epi8(table(n, half, &Tables::above_high), codes),
-                           reaches);
+  // Of the columns of half a block, in their order.
+  Tables of_half(std::int64_t n, int half) const {
+    const Tables &first = tables_[n][0], &last = tables_[n][1];
+    const auto beside = [&](__m256i Tables::*table) {
+      return half == 0 ? _mm256_permute2x128_si256(first.*table, last.*table, 0x20)
+                       : _mm256_permute2x128_si256(first.*table, last.*table, 0x31);
+    };
+    return {beside(&Tables::start_low), beside(&Tables::above_high), beside(&Tables::zero_high)};
   }
 
 private:
-  void fill_all(std::int64_t rows, std::int64_t first) {
-    next_tables_ += fine_ ? kBlockColumns : codes_.group_size;
-    for (std::int64_t n = 0; n < rows; ++n) {
-      const Float16 *scales = codes_.scales + n * codes_.row_groups();
-      for (int part = 0; part < (fine_ ? 4 : 1) && first + part * 16 < codes_.columns; ++part) {
-        fill(tables_[n][part], scales[(first + part * 16) / codes_.group_size]);
-      }
-    }
-  }
-
-  static void fill(Tables &tables, Float16 scale) {
+  // Under one scale in either half.
+  SPEQ_MEMBER static void fill(Tables &tables, Float16 first, Float16 second) {
     alignas(32) static constexpr auto starts = [] {
       struct {
         float of[16];
@@ -389,148 +413,205 @@ private:
       }
       return table;
     }();
-    const __m256 scales = _mm256_set1_ps(window_scale(scale));
-    const auto words_of_8 = [&](int code) {
-      const __m256 first = _mm256_mul_ps(_mm256_load_ps(starts.of + code), scales);
-      return _mm256_srli_epi32(_mm256_castps_si256(first), 16);
+    const __m128i both =
+        _mm_unpacklo_epi64(_mm_set1_epi16(short(first.bits)), _mm_set1_epi16(short(second.bits)));
+    const __m128i exponent = _mm_set1_epi16(0x7C00);
+    const __m128i infinite = _mm_cmpeq_epi16(_mm_and_si128(both, exponent), exponent);
+    const __m256 scales = _mm256_cvtph_ps(_mm_andnot_si128(infinite, both)); // window_scale
+    const auto words_of_4 = [&](int code) {
+      const auto *from = reinterpret_cast<const __m128 *>(starts.of + code);
+      return _mm256_srli_epi32(
+          _mm256_castps_si256(_mm256_mul_ps(_mm256_broadcast_ps(from), scales)), 16);
     };
-    constexpr int kInOrder = 0xD8; // packing takes from the halves of vectors in turn
-    const __m256i words =
-        _mm256_permute4x64_epi64(_mm256_packus_epi32(words_of_8(0), words_of_8(8)), kInOrder);
-    const __m256i bytes = _mm256_permute4x64_epi64(
-        _mm256_packus_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0xFF)),
-                            _mm256_srli_epi16(words, 8)),
-        kInOrder);
-    const __m128i high = _mm256_extracti128_si256(bytes, 1);
-    const __m128i steps = _mm_setr_epi8(0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 2, 0);
-    const __m128i kept = _mm_set1_epi64x(0x7F7F7F7F007F7F7F);
-    const __m128i signs = _mm_set1_epi64x(std::int64_t(0x8080808000000000));
-    const __m128i zero = _mm_sub_epi8(_mm_shuffle_epi8(high, _mm_set1_epi8(kInt4ZeroPoint)), steps);
-    store16(tables.start_low, _mm256_castsi256_si128(bytes));
-    store16(tables.above_high, _mm_sub_epi8(high, _mm_set1_epi8(-1)));
-    store16(tables.zero_high, _mm_or_si128(_mm_and_si128(zero, kept), signs));
+    const __m256i words[2] = {_mm256_packus_epi32(words_of_4(0), words_of_4(4)),
+                              _mm256_packus_epi32(words_of_4(8), words_of_4(12))};
+    const __m256i byte = _mm256_set1_epi16(0xFF);
+    const __m256i high =
+        _mm256_packus_epi16(_mm256_srli_epi16(words[0], 8), _mm256_srli_epi16(words[1], 8));
+    const __m256i steps = _mm256_set1_epi32(0x00020100);
+    const __m256i kept = _mm256_set1_epi64x(0x7F7F7F7F007F7F7F);
+    const __m256i signs = _mm256_set1_epi64x(std::int64_t(0x8080808000000000));
+    const __m256i zero =
+        _mm256_sub_epi8(_mm256_shuffle_epi8(high, _mm256_set1_epi8(kInt4ZeroPoint)), steps);
+    tables.start_low =
+        _mm256_packus_epi16(_mm256_and_si256(words[0], byte), _mm256_and_si256(words[1], byte));
+    tables.above_high = _mm256_sub_epi8(high, _mm256_set1_epi8(-1));
+    tables.zero_high = _mm256_or_si256(_mm256_and_si256(zero, kept), signs);
   }
   static_assert(kZeroClass == 3 && kClasses == 8);
 
-  Int4Matrix codes_;
-  bool fine_; // whether a block has several scales
-  std::int64_t next_tables_ = 0;
-  Tables tables_[kQuadRows][4];
+  const Float16 *scales_;                      // of the first row
+  std::int64_t row_groups_, columns_, groups_; // that tables are of, and groups of a row of those
+  std::int64_t next_tables_ = 0, next_group_ = 0;
+  Tables tables_[kQuadRows][2];
 };
 
 class Avx2Residual {
 public:
   using Block = WordBlock;
+  using Quad = LaidQuad;
 
   static bool takes(const Int4Matrix &codes) { return Avx2Windows::takes(codes); }
 
   Avx2Residual(const ResidualRows &matrix, std::int64_t quad)
-      : matrix_(matrix), row_(quad * kQuadRows), streams_(matrix.quad(quad)),
-        windows_(matrix.codes.from(row_)) {
+      : columns_(matrix.columns), row_bytes_(matrix.codes.row_bytes()),
+        bytes_(matrix.bytes + quad * kQuadRows * columns_),
+        qweight_(matrix.codes.qweight + quad * kQuadRows * row_bytes_), stream_(matrix.streams),
+        streams_(matrix.quad(quad)), windows_(matrix.codes.from(quad * kQuadRows)) {
     fetch_streams(matrix, streams_);
   }
 
+  SPEQ_MEMBER void next(std::int64_t first, Quad &quad) {
+    windows_.reach(kQuadRows, first);
+    fetch_plane<kBlockColumns>(bytes_, columns_, first);
+    fetch_plane<kBlockColumns / 2>(qweight_, row_bytes_, first / 2);
+    SPEQ_UNROLL
+    for (int n = 0; n < kQuadRows; ++n) {
+      rebuild(n, first, qweight_ + n * row_bytes_ + first / 2, quad);
+    }
+  }
+
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
-    windows_.reach(rows, first);
-    const Int4Matrix &codes = matrix_.codes;
-    fetch_plane<kBlockColumns>(matrix_.bytes + row_ * matrix_.columns, matrix_.columns, first);
-    fetch_plane<kBlockColumns / 2>(codes.qweight + row_ * codes.row_bytes(), codes.row_bytes(),
-                                   first / 2);
+    Quad quad;
+    if (rows == kQuadRows && present == kBlockColumns) {
+      next(first, quad);
+    } else {
+      windows_.reach(rows, first);
+      for (int n = 0; n < rows; ++n) {
+        // What lies behind the codes may not be read.
+        alignas(32) std::uint8_t codes[kBlockColumns / 2] = {};
+        std::memcpy(codes, qweight_ + n * row_bytes_ + first / 2, present / 2);
+        rebuild(n, first, codes, quad);
+      }
+    }
     for (int n = 0; n < rows; ++n) {
-      rebuild(n, first, present, blocks[n]);
+      quad.store(n, blocks[n].words);
+      clear_behind(blocks[n], present);
     }
   }
 
 private:
-  SPEQ_MEMBER void rebuild(int n, std::int64_t first, std::int64_t present, Block &block) {
-    const Int4Matrix &codes = matrix_.codes;
-    const std::uint8_t *bytes = matrix_.bytes + (row_ + n) * matrix_.columns + first;
-    const std::uint8_t *qweight = codes.qweight + (row_ + n) * codes.row_bytes() + first / 2;
-    alignas(32) std::uint8_t copy[kBlockColumns / 2] = {};
-    if (present < kBlockColumns) { // what lies behind the codes may not be read
-      std::memcpy(copy, qweight, present / 2);
-      qweight = copy;
-    }
-    __m256i low[2], high[2], zeros[2], classes[2], escaped[2];
+  using Windows = Avx2Windows::Tables[2];
+  // Places of classes in a half of a vector, of which the first is no one's; of escapes behind the
+  // high bytes of code 0.
+  static constexpr int kMostZeros = 15, kMostEscapes = 8;
+
+  // The classes of each segment are unpacked into one half. Of a column with code 0 the number of
+  // those up to it tells the place of its class there; and that where among the high bytes of
+  // classes its own is: the next escapes lie behind them.
+  SPEQ_MEMBER void rebuild(int n, std::int64_t first, const std::uint8_t *qweight, Quad &quad) {
+    const std::uint8_t *bytes = bytes_ + n * columns_ + first;
+    const Windows &windows = windows_.of(n);
+    const __m256i nibble = _mm256_set1_epi8(0xF);
+    const __m256i pairs = load32(qweight), even = _mm256_and_si256(pairs, nibble),
+                  odd = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), nibble);
+    const __m256i codes[2] = {_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd)};
+    const __m256i zero_code = _mm256_set1_epi8(kInt4ZeroPoint);
+    const __m256i zeros[2] = {_mm256_cmpeq_epi8(codes[0], zero_code),
+                              _mm256_cmpeq_epi8(codes[1], zero_code)};
+    const std::uint64_t marks = in_columns(zeros);
+    const int one = __builtin_popcount(std::uint32_t(marks)),
+              other = __builtin_popcountll(marks) - one;
+    const std::uint8_t *packed = stream_ + streams_.take_front(class_bytes(one + other));
+    const std::uint64_t listed = streams_.has_exceptions ? exceptions() : 0;
+    const __m256i classes = classes_of_segments(packed, 3 * one);
+    const __m256i escaped = _mm256_cmpeq_epi8(classes, _mm256_set1_epi8(kEscape));
+    const std::uint64_t present = ((2ull << one) - 1) | ((2ull << other) - 1) << 16;
+    const std::uint32_t escapes = std::uint32_t(_mm256_movemask_epi8(escaped)) & present;
+    const int all = __builtin_popcount(escapes);
     SPEQ_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const __m256i of = codes_of_32(qweight + 16 * half);
-      low[half] = load32(bytes + 32 * half);
-      high[half] = windows_.high_bytes(n, half, of, low[half]);
-      zeros[half] = _mm256_cmpeq_epi8(of, _mm256_set1_epi8(kInt4ZeroPoint));
+    for (int i = 0; i < 2; ++i) {
+      quad.low[n][i] = load_apart(bytes + 16 * i, bytes + 32 + 16 * i);
+      quad.high[n][i] = windows[i].high_bytes(codes[i], quad.low[n][i]);
     }
-    const std::uint64_t zero_bits = bits_of(zeros[0], zeros[1]);
-    const int count = __builtin_popcountll(zero_bits);
-    expand_classes(matrix_.streams + streams_.take_front(class_bytes(count)), count, zeros,
-                   classes);
+    if (((one | other) > kMostZeros) | (all > kMostEscapes) | (listed != 0)) [[unlikely]] {
+      QuadStreams streams = streams_; // a copy, so that ours stay in registers
+      replace(windows, packed, marks, listed, stream_, streams, quad.high[n]);
+      streams_ = streams;
+      return;
+    }
+    const std::uint8_t *next = stream_ + streams_.take_back(all);
+    const __m256i escapes_of =
+        load_apart(next - 8, next + __builtin_popcount(escapes & 0xFFFF) - 8);
+    const __m256i places = _mm256_sub_epi8(classes, _mm256_and_si256(sums_up_to(escaped), escaped));
+    // A mark of the second sixteen columns of a segment counts sixteen.
+    const __m256i up_to =
+        sums_up_to(_mm256_sub_epi8(_mm256_and_si256(zeros[1], _mm256_set1_epi8(0x10)), zeros[0]));
+    const __m256i of_first = _mm256_and_si256(up_to, nibble);
+    const __m256i of_last = _mm256_add_epi8(_mm256_and_si256(_mm256_srli_epi16(up_to, 4), nibble),
+                                            _mm256_shuffle_epi8(of_first, _mm256_set1_epi8(15)));
+    const __m256i counts[2] = {of_first, of_last};
     SPEQ_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const __m256i of_zeros = _mm256_shuffle_epi8(
-          windows_.table(n, half, &Avx2Windows::Tables::zero_high), classes[half]);
-      high[half] = _mm256_blendv_epi8(high[half], of_zeros, zeros[half]);
-      escaped[half] = _mm256_cmpeq_epi8(classes[half], _mm256_set1_epi8(kEscape));
-      store_words(block.words + 32 * half, low[half], high[half]);
-    }
-    std::uint64_t escapes = bits_of(escaped[0], escaped[1]) & zero_bits;
-    if (streams_.has_exceptions) {
-      const int listed = matrix_.streams[streams_.take_front(1)];
-      for (int i = 0; i < listed; ++i) {
-        escapes |= 1ull << (matrix_.streams[streams_.take_front(1)] % kBlockColumns);
-      }
-    }
-    escape(block, escapes, matrix_.streams + streams_.take_back(__builtin_popcountll(escapes)));
-    clear_behind(block, present);
-  }
-
-  // The classes of `count` weights of code 0, which lie one behind the other, in their columns.
-  static SPEQ_MEMBER void expand_classes(const std::uint8_t *packed, int count,
-                                         const __m256i (&zeros)[2], __m256i (&classes)[2]) {
-    // How many there are up to each column, negative, of the whole block.
-    const __m256i last = _mm256_set1_epi8(15);
-    __m256i counts[2] = {sums_up_to(zeros[0]), sums_up_to(zeros[1])};
-    const __m256i sums = _mm256_shuffle_epi8(counts[0], last);
-    const __m256i upper_sums = _mm256_shuffle_epi8(counts[1], last);
-    counts[0] = _mm256_add_epi8(counts[0], _mm256_permute2x128_si256(sums, sums, 0x08));
-    counts[1] = _mm256_add_epi8(counts[1], _mm256_permute2x128_si256(upper_sums, upper_sums, 0x08));
-    counts[1] = _mm256_add_epi8(counts[1],
-                                _mm256_add_epi8(sums, _mm256_permute2x128_si256(sums, sums, 0x01)));
-    // Sixteen classes at a time, to the columns whose place is among them: other places have their
-    // highest bit set, and so take zeros.
-    const __m256i of = classes_of_32(packed);
-    take16(_mm256_permute2x128_si256(of, of, 0x00), 0, counts, classes, true);
-    take16(_mm256_permute2x128_si256(of, of, 0x11), 16, counts, classes, false);
-    if (count > 32) {
-      const __m256i rest = classes_of_32(packed + class_bytes(32));
-      take16(_mm256_permute2x128_si256(rest, rest, 0x00), 32, counts, classes, false);
-      take16(_mm256_permute2x128_si256(rest, rest, 0x11), 48, counts, classes, false);
+    for (int i = 0; i < 2; ++i) {
+      constexpr int kUpper = 0xCC; // of each half
+      const __m256i table = _mm256_blend_epi32(windows[i].zero_high, escapes_of, kUpper);
+      const __m256i found = _mm256_shuffle_epi8(table, _mm256_shuffle_epi8(places, counts[i]));
+      quad.high[n][i] = _mm256_blendv_epi8(quad.high[n][i], found, zeros[i]);
     }
   }
 
-  static SPEQ_MEMBER void take16(__m256i sixteen, int first, const __m256i (&counts)[2],
-                                 __m256i (&classes)[2], bool begins) {
+  // Bits of laid bytes by their columns.
+  SPEQ_MEMBER static std::uint64_t in_columns(const __m256i (&bytes)[2]) {
+    const std::uint64_t first = std::uint32_t(_mm256_movemask_epi8(bytes[0]));
+    const std::uint64_t last = std::uint32_t(_mm256_movemask_epi8(bytes[1]));
+    return (first & 0xFFFF) | (last & 0xFFFF) << 16 | (first >> 16) << 32 | (last >> 16) << 48;
+  }
+
+  // Classes from either of two bits on, each from the second byte of a half on.
+  SPEQ_MEMBER static __m256i classes_of_segments(const std::uint8_t *packed, int bit) {
+    std::uint64_t one, other;
+    std::memcpy(&one, packed, sizeof one);
+    std::memcpy(&other, packed + bit / 8, sizeof other);
+    const __m256i from =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, 0, 0, 1, 1, 2, 1, 2, 2, 3, 3, 4, 4, 5, 4, 5));
+    const __m256i bits =
+        _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_cvtsi64_si128(std::int64_t(one))),
+                                _mm_cvtsi64_si128(std::int64_t(other >> bit % 8)), 1);
+    // Each pair from bit 5, 3, 1 or 7 on, in turns.
+    return classes_of_pairs(_mm256_shuffle_epi8(bits, from), _mm256_set1_epi16(0x3F),
+                            _mm256_set1_epi8(kEscape),
+                            1ll << 11 | 1ll << 29 | 1ll << 47 | 1ll << 57);
+  }
+
+  // The columns of the exceptions that are listed next.
+  SPEQ_MEMBER std::uint64_t exceptions() {
+    std::uint64_t columns = 0;
+    for (int left = stream_[streams_.take_front(1)]; left > 0; --left) {
+      columns |= 1ull << (stream_[streams_.take_front(1)] % kBlockColumns);
+    }
+    return columns;
+  }
+
+  // The high bytes of a row with more of code 0 or more escapes, one by one.
+  [[gnu::noinline]] static void replace(const Windows &windows, const std::uint8_t *packed,
+                                        std::uint64_t zeros, std::uint64_t escapes,
+                                        const std::uint8_t *stream, QuadStreams &streams,
+                                        __m256i (&high)[2]) {
+    // Of a column, in laid bytes.
+    const auto laid = [](int at) { return (at & 0xF) | (at & 0x10) << 1 | (at & 0x20) >> 1; };
+    alignas(32) std::uint8_t of[kBlockColumns], of_classes[kBlockColumns];
     SPEQ_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const __m256i places =
-          _mm256_adds_epu8(_mm256_sub_epi8(_mm256_set1_epi8(char(-1 - first)), counts[half]),
-                           _mm256_set1_epi8(0x70));
-      const __m256i taken = _mm256_shuffle_epi8(sixteen, places);
-      classes[half] = begins ? taken : _mm256_or_si256(classes[half], taken);
+    for (int i = 0; i < 2; ++i) {
+      store32(of + 32 * i, high[i]);
+      store32(of_classes + 32 * i, windows[i].zero_high);
+    }
+    for (int i = 0; zeros != 0; zeros &= zeros - 1, ++i) {
+      const int at = __builtin_ctzll(zeros), place = laid(at), of_class = class_at(packed, i);
+      escapes |= std::uint64_t(of_class == kEscape) << at;
+      of[place] = of_classes[(place & ~0xF) | of_class];
+    }
+    const std::uint8_t *next = stream + streams.take_back(__builtin_popcountll(escapes));
+    for (; escapes != 0; escapes &= escapes - 1) {
+      of[laid(__builtin_ctzll(escapes))] = *next++;
+    }
+    SPEQ_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      high[i] = load32(of + 32 * i);
     }
   }
 
-  // Replace the high bytes that a mask names by the next of a stream. Most blocks have at most one:
-  // the first is written even where there is none, for a branch would often be mistaken.
-  static SPEQ_MEMBER void escape(Block &block, std::uint64_t escapes, const std::uint8_t *next) {
-    auto *bytes = reinterpret_cast<std::uint8_t *>(block.words);
-    const auto put = [&](std::int64_t at) { bytes[2 * at + 1] = *next++; };
-    put(escapes == 0 ? kBlockColumns : __builtin_ctzll(escapes));
-    for (escapes &= escapes - 1; escapes != 0; escapes &= escapes - 1) {
-      put(__builtin_ctzll(escapes));
-    }
-  }
-
-  const ResidualRows &matrix_;
-  std::int64_t row_;
+  std::int64_t columns_, row_bytes_;
+  const std::uint8_t *bytes_, *qweight_, *stream_;
   QuadStreams streams_;
   Avx2Windows windows_;
 };

@@ -41,10 +41,6 @@ inline void pack_classes(__m256i classes, std::uint8_t *packed) {
   std::memcpy(packed + sizeof front, &back, sizeof back);
 }
 
-inline void store32(std::uint8_t *bytes, __m256i values) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(bytes), values);
-}
-
 class Avx2Split {
 public:
   explicit Avx2Split(const ClassTable &table) {
@@ -97,9 +93,9 @@ public:
       const Avx2Bytes of(words + 32 * half);
       const __m256i codes = codes_of_32(qweight + 16 * half);
       zeros[half] = _mm256_cmpeq_epi8(codes, _mm256_set1_epi8(kInt4ZeroPoint));
-      told[half] = _mm256_cmpeq_epi8(windows_.high_bytes(n, half, codes, of.low), of.high);
-      const __m256i zero_high = windows_.table(n, half, &Avx2Windows::Tables::zero_high);
-      const __m256i zero_classes = classes_of(zero_high, of.high);
+      const Avx2Windows::Tables tables = windows_.of_half(n, half);
+      told[half] = _mm256_cmpeq_epi8(tables.high_bytes(codes, of.low), of.high);
+      const __m256i zero_classes = classes_of(tables.zero_high, of.high);
       escapes[half] = _mm256_cmpeq_epi8(zero_classes, _mm256_set1_epi8(kEscape));
       store32(classes + 32 * half, zero_classes);
     }
