@@ -98,7 +98,9 @@ def _read(config: type) -> tuple[Declared, ...]:
         for each in _metadata(hints[field.name]):
             if isinstance(each, Option):
                 owner = next(c for c in config.__mro__ if field.name in inspect.get_annotations(c))
-                found.append(Declared(field.name, each, default, panel=owner.panel))
+                found.append(
+                    Declared(field.name, each, default, panel=getattr(owner, "panel", None))
+                )
             if isinstance(each, Nested):
                 found += [replace(inner, inside=field.name) for inner in each.options]
     return tuple(found)
