@@ -177,7 +177,9 @@ class Replay:
         loader = ExpertLoader(ExpertCache(scheduling.slots, policy), link, recorder)
         prefetcher = PREFETCHERS[scheduling.prefetch](loader, LookaheadBuffer(layers))
         rows = RowPruner(loader, prefetcher.lookahead, None)
-        offload = Offload(NOTHING, prefetcher, NOTHING, NOTHING, loader, NOTHING, rows, NOTHING)
+        offload = Offload(
+            NOTHING, prefetcher, NOTHING, NOTHING, loader, NOTHING, NOTHING, rows, NOTHING
+        )
         self._recorded = RecordedRoutes(clock, recorder, link, offload)
         model: Any = self._recorded
         self._engine = Engine(
