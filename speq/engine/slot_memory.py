@@ -8,8 +8,8 @@ from torch import Tensor
 from speq.files.alignment import populate
 from speq.scheduler.expert_cache import ExpertCache
 
-# At a time; who stops it waits for so much.
-STEP_BYTES = 64 << 20
+# At a time. Who stops it waits for so much, and so does a thread that maps other memory.
+STEP_BYTES = 8 << 20
 
 
 class SlotMemory:
