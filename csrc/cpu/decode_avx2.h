@@ -378,11 +378,9 @@ public:
       const auto scale = [&](std::int64_t group) { // of a block that ends early, the last one
         return scales[next_group_ + group < row_groups_ ? next_group_ + group : row_groups_ - 1];
       };
-      fill(tables_[n][0], scale(0), scale(groups_ / 2));
-      tables_[n][1] = tables_[n][0];
-      if (groups_ == 4) {
-        fill(tables_[n][1], scale(1), scale(3));
-      }
+      const Tables tables = under(scale(0), scale(groups_ / 2));
+      set(tables_[n][0], tables);
+      set(tables_[n][1], groups_ == 4 ? under(scale(1), scale(3)) : tables);
     }
     next_tables_ += columns_;
     next_group_ += groups_;
@@ -402,8 +400,15 @@ public:
   }
 
 private:
+  // By vectors: copies of other sizes would be waited for where vectors are loaded.
+  SPEQ_MEMBER static void set(Tables &to, const Tables &from) {
+    to.start_low = from.start_low;
+    to.above_high = from.above_high;
+    to.zero_high = from.zero_high;
+  }
+
   // Under one scale in either half.
-  SPEQ_MEMBER static void fill(Tables &tables, Float16 first, Float16 second) {
+  SPEQ_MEMBER static Tables under(Float16 first, Float16 second) {
     alignas(32) static constexpr auto starts = [] {
       struct {
         float of[16];
@@ -433,10 +438,9 @@ private:
     const __m256i signs = _mm256_set1_epi64x(std::int64_t(0x8080808000000000));
     const __m256i zero =
         _mm256_sub_epi8(_mm256_shuffle_epi8(high, _mm256_set1_epi8(kInt4ZeroPoint)), steps);
-    tables.start_low =
-        _mm256_packus_epi16(_mm256_and_si256(words[0], byte), _mm256_and_si256(words[1], byte));
-    tables.above_high = _mm256_sub_epi8(high, _mm256_set1_epi8(-1));
-    tables.zero_high = _mm256_or_si256(_mm256_and_si256(zero, kept), signs);
+    return {_mm256_packus_epi16(_mm256_and_si256(words[0], byte), _mm256_and_si256(words[1], byte)),
+            _mm256_sub_epi8(high, _mm256_set1_epi8(-1)),
+            _mm256_or_si256(_mm256_and_si256(zero, kept), signs)};
   }
   static_assert(kZeroClass == 3 && kClasses == 8);
 
@@ -462,26 +466,23 @@ public:
   }
 
   SPEQ_MEMBER void next(std::int64_t first, Quad &quad) {
-    windows_.reach(kQuadRows, first);
+    const std::uint8_t *qweight = qweight_ + first / 2;
     fetch_plane<kBlockColumns>(bytes_, columns_, first);
     fetch_plane<kBlockColumns / 2>(qweight_, row_bytes_, first / 2);
-    SPEQ_UNROLL
-    for (int n = 0; n < kQuadRows; ++n) {
-      rebuild(n, first, qweight_ + n * row_bytes_ + first / 2, quad);
-    }
+    windows_.reach(kQuadRows, first);
+    rebuild<kQuadRows>(0, first, qweight, quad);
   }
 
   SPEQ_MEMBER void next(int rows, std::int64_t first, std::int64_t present, Block *blocks) {
     Quad quad;
     if (rows == kQuadRows && present == kBlockColumns) {
       next(first, quad);
-    } else {
+    } else { // what lies behind the codes may not be read
       windows_.reach(rows, first);
       for (int n = 0; n < rows; ++n) {
-        // What lies behind the codes may not be read.
         alignas(32) std::uint8_t codes[kBlockColumns / 2] = {};
         std::memcpy(codes, qweight_ + n * row_bytes_ + first / 2, present / 2);
-        rebuild(n, first, codes, quad);
+        rebuild<1>(n, first, codes, quad);
       }
     }
     for (int n = 0; n < rows; ++n) {
@@ -498,63 +499,75 @@ private:
 
   // The classes of each segment are unpacked into one half. Of a column with code 0 the number of
   // those up to it tells the place of its class there; and that where among the high bytes of
-  // classes its own is: the next escapes lie behind them.
-  SPEQ_MEMBER void rebuild(int n, std::int64_t first, const std::uint8_t *qweight, Quad &quad) {
-    const std::uint8_t *bytes = bytes_ + n * columns_ + first;
-    const Windows &windows = windows_.of(n);
-    const __m256i nibble = _mm256_set1_epi8(0xF);
-    const __m256i pairs = load32(qweight), even = _mm256_and_si256(pairs, nibble),
-                  odd = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), nibble);
-    const __m256i codes[2] = {_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd)};
-    const __m256i zero_code = _mm256_set1_epi8(kInt4ZeroPoint);
-    const __m256i zeros[2] = {_mm256_cmpeq_epi8(codes[0], zero_code),
-                              _mm256_cmpeq_epi8(codes[1], zero_code)};
-    const std::uint64_t marks = in_columns(zeros);
-    const int one = __builtin_popcount(std::uint32_t(marks)),
-              other = __builtin_popcountll(marks) - one;
-    const std::uint8_t *packed = stream_ + streams_.take_front(class_bytes(one + other));
-    const std::uint64_t listed = streams_.has_exceptions ? exceptions() : 0;
-    const __m256i classes = classes_of_segments(packed, 3 * one);
-    const __m256i escaped = _mm256_cmpeq_epi8(classes, _mm256_set1_epi8(kEscape));
-    const std::uint64_t present = ((2ull << one) - 1) | ((2ull << other) - 1) << 16;
-    const std::uint32_t escapes = std::uint32_t(_mm256_movemask_epi8(escaped)) & present;
-    const int all = __builtin_popcount(escapes);
+  // classes its own is: the next escapes lie behind them. Rows go step by step together.
+  template <int kRows>
+  SPEQ_MEMBER void rebuild(int row, std::int64_t first, const std::uint8_t *qweight, Quad &quad) {
+    const __m256i nibble = _mm256_set1_epi8(0xF), zero_code = _mm256_set1_epi8(kInt4ZeroPoint);
+    __m256i zeros[kRows][2], places[kRows];
+    const std::uint8_t *packed[kRows];
+    std::uint64_t listed[kRows];
+    int one[kRows], other[kRows], all[kRows], of_one[kRows], most = 0;
     SPEQ_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      quad.low[n][i] = load_apart(bytes + 16 * i, bytes + 32 + 16 * i);
-      quad.high[n][i] = windows[i].high_bytes(codes[i], quad.low[n][i]);
+    for (int n = 0; n < kRows; ++n) {
+      const __m256i pairs = load32(qweight + n * row_bytes_),
+                    even = _mm256_and_si256(pairs, nibble),
+                    odd = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), nibble);
+      const __m256i codes[2] = {_mm256_unpacklo_epi8(even, odd), _mm256_unpackhi_epi8(even, odd)};
+      const std::uint8_t *bytes = bytes_ + (row + n) * columns_ + first;
+      SPEQ_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        zeros[n][i] = _mm256_cmpeq_epi8(codes[i], zero_code);
+        quad.low[row + n][i] = load_apart(bytes + 16 * i, bytes + 32 + 16 * i);
+        quad.high[row + n][i] = windows_.of(row + n)[i].high_bytes(codes[i], quad.low[row + n][i]);
+      }
+      one[n] = __builtin_popcount(in_columns<0x20>(zeros[n]));
+      other[n] = __builtin_popcount(in_columns<0x31>(zeros[n]));
+      packed[n] = stream_ + streams_.take_front(class_bytes(one[n] + other[n]));
+      listed[n] = streams_.has_exceptions ? exceptions() : 0;
+      most |= one[n] | other[n] | (listed[n] != 0 ? 2 * kMostZeros : 0);
     }
-    if (((one | other) > kMostZeros) | (all > kMostEscapes) | (listed != 0)) [[unlikely]] {
-      QuadStreams streams = streams_; // a copy, so that ours stay in registers
-      replace(windows, packed, marks, listed, stream_, streams, quad.high[n]);
-      streams_ = streams;
+    SPEQ_UNROLL
+    for (int n = 0; n < kRows; ++n) {
+      const __m256i classes = classes_of_segments(packed[n], 3 * one[n]);
+      const __m256i escaped = _mm256_cmpeq_epi8(classes, _mm256_set1_epi8(kEscape));
+      const auto escapes = std::uint32_t(_mm256_movemask_epi8(escaped));
+      of_one[n] = __builtin_popcount(escapes & ((2ull << one[n]) - 1));
+      all[n] = of_one[n] + __builtin_popcount((escapes >> 16) & ((2ull << other[n]) - 1));
+      most |= all[n] > kMostEscapes ? 2 * kMostZeros : 0;
+      places[n] = _mm256_sub_epi8(classes, _mm256_and_si256(sums_up_to(escaped), escaped));
+    }
+    if (most > kMostZeros) [[unlikely]] {
+      for (int n = 0; n < kRows; ++n) {
+        replace(row + n, packed[n], listed[n], zeros[n], quad.high[row + n]);
+      }
       return;
     }
-    const std::uint8_t *next = stream_ + streams_.take_back(all);
-    const __m256i escapes_of =
-        load_apart(next - 8, next + __builtin_popcount(escapes & 0xFFFF) - 8);
-    const __m256i places = _mm256_sub_epi8(classes, _mm256_and_si256(sums_up_to(escaped), escaped));
-    // A mark of the second sixteen columns of a segment counts sixteen.
-    const __m256i up_to =
-        sums_up_to(_mm256_sub_epi8(_mm256_and_si256(zeros[1], _mm256_set1_epi8(0x10)), zeros[0]));
-    const __m256i of_first = _mm256_and_si256(up_to, nibble);
-    const __m256i of_last = _mm256_add_epi8(_mm256_and_si256(_mm256_srli_epi16(up_to, 4), nibble),
-                                            _mm256_shuffle_epi8(of_first, _mm256_set1_epi8(15)));
-    const __m256i counts[2] = {of_first, of_last};
     SPEQ_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      constexpr int kUpper = 0xCC; // of each half
-      const __m256i table = _mm256_blend_epi32(windows[i].zero_high, escapes_of, kUpper);
-      const __m256i found = _mm256_shuffle_epi8(table, _mm256_shuffle_epi8(places, counts[i]));
-      quad.high[n][i] = _mm256_blendv_epi8(quad.high[n][i], found, zeros[i]);
+    for (int n = 0; n < kRows; ++n) {
+      const std::uint8_t *next = stream_ + streams_.take_back(all[n]);
+      const __m256i escapes = load_apart(next - 8, next + of_one[n] - 8);
+      // A mark of the second sixteen columns of a segment counts sixteen.
+      const __m256i up_to = sums_up_to(
+          _mm256_sub_epi8(_mm256_and_si256(zeros[n][1], _mm256_set1_epi8(0x10)), zeros[n][0]));
+      const __m256i of_first = _mm256_and_si256(up_to, nibble);
+      const __m256i counts[2] = {
+          of_first, _mm256_add_epi8(_mm256_and_si256(_mm256_srli_epi16(up_to, 4), nibble),
+                                    _mm256_shuffle_epi8(of_first, _mm256_set1_epi8(15)))};
+      SPEQ_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        constexpr int kUpper = 0xCC; // of each half
+        const __m256i table =
+            _mm256_blend_epi32(windows_.of(row + n)[i].zero_high, escapes, kUpper);
+        const __m256i found = _mm256_shuffle_epi8(table, _mm256_shuffle_epi8(places[n], counts[i]));
+        quad.high[row + n][i] = _mm256_blendv_epi8(quad.high[row + n][i], found, zeros[n][i]);
+      }
     }
   }
 
-  // Bits of laid bytes by their columns.
-  SPEQ_MEMBER static std::uint64_t in_columns(const __m256i (&bytes)[2]) {
-    const std::uint64_t first = std::uint32_t(_mm256_movemask_epi8(bytes[0]));
-    const std::uint64_t last = std::uint32_t(_mm256_movemask_epi8(bytes[1]));
-    return (first & 0xFFFF) | (last & 0xFFFF) << 16 | (first >> 16) << 32 | (last >> 16) << 48;
+  // Bits of laid bytes by their columns, of the first segment (kHalves 0x20) or the second (0x31).
+  template <int kHalves> SPEQ_MEMBER static std::uint32_t in_columns(const __m256i (&bytes)[2]) {
+    return std::uint32_t(
+        _mm256_movemask_epi8(_mm256_permute2x128_si256(bytes[0], bytes[1], kHalves)));
   }
 
   // Classes from either of two bits on, each from the second byte of a half on.
@@ -582,25 +595,25 @@ private:
     return columns;
   }
 
-  // The high bytes of a row with more of code 0 or more escapes, one by one.
-  [[gnu::noinline]] static void replace(const Windows &windows, const std::uint8_t *packed,
-                                        std::uint64_t zeros, std::uint64_t escapes,
-                                        const std::uint8_t *stream, QuadStreams &streams,
-                                        __m256i (&high)[2]) {
+  // The high bytes of a row that has more of code 0 or more escapes, one by one.
+  SPEQ_MEMBER void replace(int n, const std::uint8_t *packed, std::uint64_t escapes,
+                           const __m256i (&of_zeros)[2], __m256i (&high)[2]) {
     // Of a column, in laid bytes.
     const auto laid = [](int at) { return (at & 0xF) | (at & 0x10) << 1 | (at & 0x20) >> 1; };
     alignas(32) std::uint8_t of[kBlockColumns], of_classes[kBlockColumns];
     SPEQ_UNROLL
     for (int i = 0; i < 2; ++i) {
       store32(of + 32 * i, high[i]);
-      store32(of_classes + 32 * i, windows[i].zero_high);
+      store32(of_classes + 32 * i, windows_.of(n)[i].zero_high);
     }
+    std::uint64_t zeros = in_columns<0x20>(of_zeros) | std::uint64_t(in_columns<0x31>(of_zeros))
+                                                           << 32;
     for (int i = 0; zeros != 0; zeros &= zeros - 1, ++i) {
       const int at = __builtin_ctzll(zeros), place = laid(at), of_class = class_at(packed, i);
       escapes |= std::uint64_t(of_class == kEscape) << at;
       of[place] = of_classes[(place & ~0xF) | of_class];
     }
-    const std::uint8_t *next = stream + streams.take_back(__builtin_popcountll(escapes));
+    const std::uint8_t *next = stream_ + streams_.take_back(__builtin_popcountll(escapes));
     for (; escapes != 0; escapes &= escapes - 1) {
       of[laid(__builtin_ctzll(escapes))] = *next++;
     }
