@@ -44,7 +44,8 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, known = args[0], self.list_commands(ctx)
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
+        unknown = self.get_command(ctx, name) is None and not name.startswith("-")
+        if unknown and not ctx.resilient_parsing:  # as of completion
             near = [each for each in known if each.startswith(name)]
             near = near or get_close_matches(name, known)
             hint = f"did you mean {' or '.join(near)}?" if near else "--help lists the commands"
