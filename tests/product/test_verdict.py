@@ -104,8 +104,9 @@ def test_more_memory_is_never_slower(planned: PlannedModel) -> None:
     sizes = budgets_for(made, 64 * GIB)
     assert [size // GIB for size in sizes] == [2, 4, 6, 8, 12, 16, 24]
     assert [size // GIB for size in budgets_for(made, 20 * GIB)] == [2, 4, 6, 8, 12, 16]
-    rows = [*rows_of(plans_in(planned.plan, sizes))]
-    assert [row.budget_bytes for row in rows] == sizes[1:]  # 2 GiB are too few
+    rows = [*rows_of(plans_in(planned.plan, [GIB, *sizes]))]
+    # 1 GiB is too little: weights outside the experts take 1.7 GiB, compressed.
+    assert [row.budget_bytes for row in rows] == sizes
     for less, more in pairwise(rows):
         assert less.pace.tokens_per_s <= more.pace.tokens_per_s * 1.001
         assert less.cached <= more.cached
