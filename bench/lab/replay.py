@@ -1,7 +1,7 @@
 """Recorded routes through the engine's loop and the real scheduler, on a simulated clock."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from speq.engine.engine import Engine
 from speq.engine.offload import Offload
 from speq.engine.request import Request
 from speq.governor.batches import Governors
-from speq.governor.draft_length import FixedDraftLength, Governor
+from speq.governor.draft_length import FixedDraftLength
 from speq.measure.route_trace import Choice, RouteTrace, TraceStep
 from speq.models.moe_model import Scored
 from speq.models.packed_batch import SequenceTokens
@@ -26,10 +26,8 @@ from speq.scheduler.expert_key import ExpertKey
 from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.lookahead import LookaheadBuffer
 from speq.scheduler.row_pruning import RowPruner
-from speq.stats import Recorder, RunStats, StepStats
+from speq.stats import Recorder, RunStats
 
-# The next round, by the length of its draft.
-RoundOf = Callable[[int], TraceStep]
 # The drafted token that the exact model chooses where the draft was right: any other there is not.
 STANDS = 1
 # What an engine has besides, and no replay asks for.
@@ -82,30 +80,34 @@ class Replayed:
 class RecordedRoutes:
     """The round at hand as the engine's drafter and model: its routes, its outcome, its times.
 
-    round_of  the next round, its draft so many tokens long; times: what the machine takes in it
-    found     is added to
+    round  the next one, its draft as long as was recorded; found: is added to
     """
 
     def __init__(
-        self, clock: SimulatedClock, recorder: Recorder, link: SimulatedLink, offload: Offload
+        self,
+        times: Times,
+        clock: SimulatedClock,
+        recorder: Recorder,
+        link: SimulatedLink,
+        offload: Offload,
     ) -> None:
+        self._times = times
         self._clock = clock
         self._recorder = recorder
         self._link = link
         self._loader = offload.loader
         self._prefetcher = offload.prefetcher
-        self.round_of: RoundOf
-        self.times: Times
+        self.round: TraceStep
         self.found = Replayed(RunStats(0.0, {}))
 
     def propose(self, asked: DraftRequest) -> Draft:
         """Name the drafted routes, token by token, as far as `continue_draft` lets it."""
-        whole, drafted = self.round_of(asked.limits.length), 0
+        whole, drafted = self.round.cut(asked.limits.length), 0
         for token, layers in enumerate(whole.drafted):
             if token and not asked.continue_draft(token, whole.leads[token - 1]):
                 break
             for layer, choice in enumerate(layers):
-                self._clock.now += self.times.draft_layer_s
+                self._clock.now += self._times.draft_layer_s
                 asked.on_route(token, layer, drafted_route(choice))
             drafted += 1
         self._round = whole.cut(drafted)
@@ -140,7 +142,7 @@ class RecordedRoutes:
 
     def _verify(self, step: TraceStep, layer: int) -> None:
         nodes, found = step.used[layer], self.found
-        self._clock.now += self.times.layer_s
+        self._clock.now += self._times.layer_s
         self._arrive()
         experts = sorted({e for node in nodes for e in node})
         there = {e for e in experts if ExpertKey(layer, e) in self._loader.cache}
@@ -149,38 +151,26 @@ class RecordedRoutes:
         self._prefetcher.observe(layer, verified_route(step, layer))
         with self._recorder.timed("layer", layer):
             for wave in self._prefetcher.serve(layer, experts):
-                self._clock.now += self.times.expert_s * len(wave)
+                self._clock.now += self._times.expert_s * len(wave)
 
 
 class Replay:
-    """One scheduler over one trace, by the engine's own loop.
+    """One scheduler over one trace, by the engine's own loop."""
 
-    governor  decides in rounds that `play` is given no draft length for
-    """
-
-    def __init__(
-        self,
-        trace: RouteTrace,
-        times: Times,
-        scheduling: ReplayScheduling,
-        transfer_s: Callable[[], float] | None = None,
-        governor: Governor | None = None,
-    ) -> None:
+    def __init__(self, trace: RouteTrace, times: Times, scheduling: ReplayScheduling) -> None:
         self._trace = trace
-        self._times = times
         self._clock = clock = SimulatedClock()
         recorder = Recorder(clock)
         layers, experts = trace.num_layers, trace.num_experts
         policy = CACHE_POLICIES[scheduling.policy](scheduling.slots, layers, experts)
-        time_of = transfer_s or (lambda: times.transfer_s)
-        link = SimulatedLink(clock, recorder, time_of, times.moved_bytes, times.begun)
+        link = SimulatedLink(clock, recorder, times.transfer_s, times.moved_bytes, times.begun)
         loader = ExpertLoader(ExpertCache(scheduling.slots, policy), link, recorder)
         prefetcher = PREFETCHERS[scheduling.prefetch](loader, LookaheadBuffer(layers))
         rows = RowPruner(loader, prefetcher.lookahead, None)
         offload = Offload(
             NOTHING, prefetcher, NOTHING, NOTHING, loader, NOTHING, NOTHING, rows, NOTHING
         )
-        self._recorded = RecordedRoutes(clock, recorder, link, offload)
+        self._recorded = RecordedRoutes(times, clock, recorder, link, offload)
         model: Any = self._recorded
         self._engine = Engine(
             model=model,
@@ -188,7 +178,7 @@ class Replay:
             offload=offload,
             verification=model,
             drafters=[model],
-            governors=Governors(governor or FixedDraftLength(0), most_rows=sys.maxsize),
+            governors=Governors(FixedDraftLength(0), most_rows=sys.maxsize),
             recorder=recorder,
             chunk=0,
         )
@@ -200,14 +190,9 @@ class Replay:
         for number, step in enumerate(self._trace.steps):
             if number in (0, warm_up):
                 recorded.found = Replayed(recorder.begin_run(RunStats(self._clock.now, {})))
-            self.play(step.cut, self._times, len(step.drafted))
+            recorded.round = step
+            self._engine.step([self._request], len(step.drafted))
         return recorded.found
-
-    def play(self, round_of: RoundOf, times: Times, draft_length: int | None = None) -> StepStats:
-        """Replay one round; round_of: what it is, its draft so many tokens long."""
-        self._recorded.round_of, self._recorded.times = round_of, times
-        self._engine.step([self._request], draft_length)
-        return self._engine.recorder.step
 
 
 def drafted_route(choice: Choice) -> Route:

@@ -1,7 +1,7 @@
 """A link of given speed on a clock that moves when told to: a TransferEngine without bytes."""
 
 import heapq
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from speq.scheduler.expert_key import ExpertKey
@@ -20,7 +20,7 @@ class SimulatedClock:
 
 
 class SimulatedLink:
-    """Carries one record at a time, each in transfer_s() seconds, demand before prefetch.
+    """Carries one record at a time, each in transfer_s seconds, demand before prefetch.
 
     begun      how many may have begun at a time: those cannot be called back. As with readers, one
                of several is kept for demands.
@@ -30,7 +30,7 @@ class SimulatedLink:
         self,
         clock: SimulatedClock,
         recorder: Recorder,
-        transfer_s: Callable[[], float],
+        transfer_s: float,
         moved_bytes: int,
         begun: int,
     ) -> None:
@@ -137,6 +137,6 @@ class SimulatedLink:
             if current:
                 ticket.state = State.RUNNING
                 ticket.start_s = self._running[-1].end_s if self._running else free_s
-                ticket.end_s = ticket.start_s + self._transfer_s()
+                ticket.end_s = ticket.start_s + self._transfer_s
                 ticket.read_bytes = self._moved_bytes
                 self._running.append(ticket)
