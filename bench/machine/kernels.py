@@ -23,7 +23,7 @@ Shapes such as 5632x2048 are of dense matrices: see `speq.bench.machine.dense_ke
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -54,6 +54,13 @@ from speq.measure.picture import Axis, Picture, percent
 from speq.measure.report import Column, Report
 from speq.units import Progress, format_bytes, parse_bytes, track
 
+# Those over records published as codes with scales: the form of a layer that each reads.
+SCALED = {
+    "moe_grouped_fp8": "fp8",
+    "moe_grouped_mxfp4": "mxfp4",
+    "moe_grouped_int4": "published int4",
+    "moe_grouped_nvfp4": "nvfp4",
+}
 # The op that each kernel runs on; torch's own has none of ours.
 KERNELS: dict[str, str | None] = {
     "moe_int4": "moe_int4",
@@ -61,10 +68,7 @@ KERNELS: dict[str, str | None] = {
     "moe_grouped": "moe_grouped",
     "moe_grouped_lossless": "moe_grouped_lossless",
     "moe_grouped_residual": "moe_grouped_residual",
-    "moe_grouped_fp8": "moe_grouped_fp8",
-    "moe_grouped_mxfp4": "moe_grouped_mxfp4",
-    "moe_grouped_int4": "moe_grouped_int4",
-    "moe_grouped_nvfp4": "moe_grouped_nvfp4",
+    **{op: op for op in SCALED},
     "torch": None,
 }
 # What each reads of a layer.
@@ -74,27 +78,13 @@ FORMS: dict[str, frozenset[str]] = {
     "moe_grouped": frozenset({"exact"}),
     "moe_grouped_lossless": frozenset({"lossless"}),
     "moe_grouped_residual": frozenset({"residual", "int4"}),
-    "moe_grouped_fp8": frozenset({"fp8"}),
-    "moe_grouped_mxfp4": frozenset({"mxfp4"}),
-    "moe_grouped_int4": frozenset({"published int4"}),
-    "moe_grouped_nvfp4": frozenset({"nvfp4"}),
+    **{op: frozenset({form}) for op, form in SCALED.items()},
     "torch": frozenset({"exact"}),
 }
 # Those whose calls a CUDA graph can hold.
 CAPTURED = frozenset(
-    {
-        *("moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual"),
-        *("moe_grouped_fp8", "moe_grouped_mxfp4", "moe_grouped_int4", "moe_grouped_nvfp4"),
-    }
+    {"moe_int4", "moe_grouped", "moe_grouped_lossless", "moe_grouped_residual", *SCALED}
 )
-# Those whose records are complete in themselves: the op, and the form it reads.
-COMPLETE: dict[str, tuple[Callable[..., None], str]] = {
-    "moe_grouped_lossless": (compact_ops.moe_grouped_lossless, "lossless"),
-    "moe_grouped_fp8": (scaled_ops.moe_grouped_fp8, "fp8"),
-    "moe_grouped_mxfp4": (scaled_ops.moe_grouped_mxfp4, "mxfp4"),
-    "moe_grouped_int4": (scaled_ops.moe_grouped_int4, "published int4"),
-    "moe_grouped_nvfp4": (scaled_ops.moe_grouped_nvfp4, "nvfp4"),
-}
 # Arguments of their own; of NVFP4: matrices' scales do not divide.
 OWN: dict[str, tuple[Any, ...]] = {
     "fp8": SQUARES,
@@ -317,10 +307,15 @@ def call(
     if kernel == "moe_grouped":
         ops.moe_grouped(*rows, *layer.exact, ACTIVATION, out)
         return out
-    if kernel in COMPLETE:
-        run, form = COMPLETE[kernel]
-        own = OWN.get(form, ())
-        run(*rows, layer.slots[form], layer.shape.expert_width, *own, ACTIVATION, out)
+    if kernel == "moe_grouped_lossless":
+        held = layer.slots["lossless"], layer.shape.expert_width
+        compact_ops.moe_grouped_lossless(*rows, *held, ACTIVATION, out)
+        return out
+    if kernel in SCALED:
+        form = SCALED[kernel]
+        slots, published = layer.slots[form], kernel.removeprefix("moe_grouped_")
+        given = slots, layer.shape.expert_width, OWN.get(form, ())
+        scaled_ops.moe_grouped(published, *rows, *given, ACTIVATION, out)
         return out
     if kernel == "moe_grouped_residual":
         places = layer.places

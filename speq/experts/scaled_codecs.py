@@ -25,14 +25,8 @@ from speq.files.fp8_settings import Fp8Blocks
 from speq.files.packing import Int4Groups
 from speq.kernels import scaled_ops
 from speq.kernels.ops import PlainExpert, matrices_of
-from speq.kernels.scaled_layout import (
-    Fp8Layout,
-    Int4GroupsLayout,
-    Mxfp4Layout,
-    Nvfp4Layout,
-    ScaledLayout,
-)
-from speq.kernels.scaled_words import fp8_codes, int4_codes, mxfp4_codes, nvfp4_codes, part_of
+from speq.kernels.scaled_layout import ScaledLayout
+from speq.kernels.scaled_words import fp8_codes, int4_codes, mxfp4_codes, nvfp4_codes, tensor_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +49,13 @@ class ScaledCodec:
 
     @property
     def layout(self) -> ScaledLayout:
-        raise NotImplementedError
+        """Layout of experts. Raises ValueError for sizes that kernels do not know."""
+        shape = self.shape
+        sizes = shape.hidden_size, shape.expert_width
+        return scaled_ops.LAYOUTS[self.name](*sizes, *self.numbers, gated=shape.gated)
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def numbers(self) -> scaled_ops.Numbers:
         """Arguments of the op that other formats lack."""
         return ()
 
@@ -66,13 +63,9 @@ class ScaledCodec:
         """Nearest codes and scales of each matrix, and what else its sections are."""
         raise NotImplementedError
 
-    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-        """Decode a packed expert."""
-        raise NotImplementedError
-
     def run(self, *arguments: Any) -> None:
         """Run the op, as `SlotExperts` calls it."""
-        raise NotImplementedError
+        scaled_ops.moe_grouped(self.name, *arguments)
 
     @property
     def plain_bytes(self) -> int:
@@ -98,7 +91,7 @@ class ScaledCodec:
         layout = self.layout
         for parts, sections in zip(self.quantize(exact), layout.parts, strict=True):
             for part, section in zip(parts, sections, strict=True):
-                part_of(slot, section).copy_(part.contiguous().view(torch.uint8).flatten())
+                tensor_of(slot, section).copy_(part.view(section.dtype).view(section.shape))
         found = self.decode(slot)
         same = (
             torch.equal(ours.view(torch.int16), words.view(torch.int16))
@@ -113,17 +106,17 @@ class ScaledCodec:
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
         matrices = self.shape.empty()
-        self.words(slot, *matrices)
+        scaled_ops.decode(self.name, slot, self.numbers, *matrices)
         return matrices
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
-        held = slots, self.shape.expert_width, *self.arguments
+        held = slots, self.shape.expert_width, self.numbers
 
         def plain(layer: int) -> PlainWords:
             matrices = self.shape.empty(slots.device)
 
             def read(expert: int, slot: int) -> PlainExpert:
-                self.words(slots[slot], *matrices)
+                scaled_ops.decode(self.name, slots[slot], self.numbers, *matrices)
                 return PlainExpert(*matrices)
 
             return read
@@ -138,24 +131,11 @@ class Fp8Codec(ScaledCodec):
     takes: ClassVar[str] = "what was published in fp8"
 
     @property
-    def arguments(self) -> Fp8Blocks:
+    def numbers(self) -> Fp8Blocks:
         return self.shape.blocks
 
-    @property
-    def layout(self) -> Fp8Layout:
-        shape = self.shape
-        return scaled_ops.fp8_layout(
-            shape.hidden_size, shape.expert_width, *self.arguments, shape.gated
-        )
-
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
-        return (fp8_codes(each, *self.arguments) for each in matrices_of(*exact))
-
-    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-        scaled_ops.decode_fp8(record, *self.arguments, gate_up_proj, down_proj)
-
-    def run(self, *arguments: Any) -> None:
-        scaled_ops.moe_grouped_fp8(*arguments)
+        return (fp8_codes(each, *self.numbers) for each in matrices_of(*exact))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +146,9 @@ class Mxfp4Codec(ScaledCodec):
     op: ClassVar[str] = "moe_grouped_mxfp4"
     takes: ClassVar[str] = "what was published in mxfp4"
 
-    @property
-    def layout(self) -> Mxfp4Layout:
-        shape = self.shape
-        return scaled_ops.mxfp4_layout(shape.hidden_size, shape.expert_width, shape.gated)
-
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
         in_turns = torch.stack(exact[0].chunk(2), dim=1).flatten(0, 1)
         return map(mxfp4_codes, (in_turns, exact[1]))
-
-    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-        scaled_ops.decode_mxfp4(record, gate_up_proj, down_proj)
-
-    def run(self, *arguments: Any) -> None:
-        scaled_ops.moe_grouped_mxfp4(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,27 +162,14 @@ class Int4Codec(ScaledCodec):
     takes: ClassVar[str] = "what was published in int4"
 
     @property
-    def arguments(self) -> Int4Groups:
+    def numbers(self) -> Int4Groups:
         return present(self.shape.groups, "experts in INT4 have no groups")
 
-    @property
-    def layout(self) -> Int4GroupsLayout:
-        shape = self.shape
-        return scaled_ops.int4_layout(
-            shape.hidden_size, shape.expert_width, *self.arguments, shape.gated
-        )
-
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
-        zeros = tuple(torch.full((each.nbytes,), 0x88).byte() for each in self.layout.zeros)
+        zeros = tuple(torch.full((each.nbytes,), 0x88).byte() for each in self.layout.others)
         for at, matrix in enumerate(matrices_of(*exact)):
-            codes, scales = int4_codes(matrix, self.arguments.size)
-            yield codes, scales.to(self.arguments.dtype), *zeros[at : at + 1]
-
-    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-        scaled_ops.decode_int4(record, *self.arguments, gate_up_proj, down_proj)
-
-    def run(self, *arguments: Any) -> None:
-        scaled_ops.moe_grouped_int4(*arguments)
+            codes, scales = int4_codes(matrix, self.numbers.size)
+            yield codes, scales.to(self.numbers.dtype), *zeros[at : at + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,21 +179,10 @@ class Nvfp4Codec(ScaledCodec):
     takes: ClassVar[str] = "what was published in nvfp4"
 
     @property
-    def arguments(self) -> tuple[bool]:
+    def numbers(self) -> tuple[bool]:
         return (self.shape.divides,)
-
-    @property
-    def layout(self) -> Nvfp4Layout:
-        shape = self.shape
-        return scaled_ops.nvfp4_layout(shape.hidden_size, shape.expert_width, shape.gated)
 
     def quantize(self, exact: Matrices) -> Iterator[tuple[Tensor, ...]]:
         for matrix in matrices_of(*exact):
             codes, scales, of_matrix = nvfp4_codes(matrix)
             yield codes, scales, of_matrix.reciprocal() if self.shape.divides else of_matrix
-
-    def words(self, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-        scaled_ops.decode_nvfp4(record, *self.arguments, gate_up_proj, down_proj)
-
-    def run(self, *arguments: Any) -> None:
-        scaled_ops.moe_grouped_nvfp4(*arguments)

@@ -38,10 +38,15 @@ CUDA_LIBRARY = FOLDER / "libspeq_cuda.so"
 ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 
 
-def _with_activation_number(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a reference to take its activation as numbers: its code and its limit."""
+def _with_activation_number(
+    kernel: Callable[..., None], at: int | None = None
+) -> Callable[..., None]:
+    """Wrap a reference to take its activation, the argument `at`, as numbers: its code and its
+    limit.
+    """
     names = tuple(ACTIVATIONS)
-    at = [*inspect.signature(kernel).parameters].index("activation")
+    if at is None:
+        at = [*inspect.signature(kernel).parameters].index("activation")
 
     def run(*arguments: Any) -> None:
         code, limit, *others = arguments[at:]
@@ -115,7 +120,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, int block_rows, int block_columns, {_ACTIVATION}, Tensor(a!) out, "
         f"{_BIASES}) -> ()",
-        _with_activation_number(reference_scaled.moe_grouped_fp8_out),
+        _with_activation_number(reference_scaled.moe_grouped_fp8_out, 7),
     ),
     "decode_mxfp4": (
         "(Tensor record, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
@@ -124,7 +129,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_mxfp4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
-        _with_activation_number(reference_scaled.moe_grouped_mxfp4_out),
+        _with_activation_number(reference_scaled.moe_grouped_mxfp4_out, 5),
     ),
     "decode_int4": (
         "(Tensor record, int group_size, bool has_zeros, bool has_halves, "
@@ -135,7 +140,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, int group_size, bool has_zeros, bool has_halves, {_ACTIVATION}, "
         f"Tensor(a!) out, {_BIASES}) -> ()",
-        _with_activation_number(reference_scaled.moe_grouped_int4_out),
+        _with_activation_number(reference_scaled.moe_grouped_int4_out, 8),
     ),
     "decode_nvfp4": (
         "(Tensor record, bool divides, Tensor(a!) gate_up_proj, Tensor(b!) down_proj) -> ()",
@@ -144,7 +149,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_nvfp4": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, bool divides, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
-        _with_activation_number(reference_scaled.moe_grouped_nvfp4_out),
+        _with_activation_number(reference_scaled.moe_grouped_nvfp4_out, 6),
     ),
     "rms_norm": (
         "(Tensor inputs, Tensor? added, Tensor weight, float eps, Tensor(a!)? sums, "

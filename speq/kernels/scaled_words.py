@@ -11,9 +11,9 @@ from torch import Tensor
 
 from speq.kernels.scaled_layout import (
     FP8_BLOCK,
+    MXFP4_BLOCK,
     NVFP4_BLOCK,
     ZERO_ROWS,
-    Mxfp4Layout,
     Section,
     blocks_of,
 )
@@ -149,7 +149,7 @@ def mxfp4_codes(words: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize weights [N, K] to the nearest codes [N, K / 2] uint8 and scales [N, K / 32]
     uint8.
     """
-    values = words.float().unflatten(1, (-1, Mxfp4Layout.block))
+    values = words.float().unflatten(1, (-1, MXFP4_BLOCK))
     factors = power_of_2(values.abs().amax(2) / E2M1_MOST)
     scales = (factors.log2().round() + E8M0_BIAS).clamp(0, E8M0_MOST)
     return e2m1_codes((values / factors.unsqueeze(2)).flatten(1)), scales.to(torch.uint8)
@@ -198,3 +198,8 @@ def power_of_2(values: Tensor) -> Tensor:
 def part_of(record: Tensor, section: Section) -> Tensor:
     """View the bytes of a section."""
     return record[section.at : section.at + section.nbytes]
+
+
+def tensor_of(record: Tensor, section: Section) -> Tensor:
+    """View a section as what it is."""
+    return part_of(record, section).view(section.dtype).view(section.shape)

@@ -106,7 +106,7 @@ class Problem:
         if not self.hidden.shape[1] % 2 and not width % 2:
             yield "moe_grouped_residual_out", self.residual()
         if not self.hidden.shape[1] % 64 and not width % 64:
-            layout = Fp8Layout(self.hidden.shape[1], width, BLOCK, BLOCK, gated)
+            layout = Fp8Layout(self.hidden.shape[1], width, BLOCK, BLOCK, gated=gated)
             fp8 = self._records(layout, lambda matrix: fp8_codes(matrix, BLOCK, BLOCK))
             yield "moe_grouped_fp8_out", (fp8, width, BLOCK, BLOCK)
             if gated:
@@ -115,9 +115,9 @@ class Problem:
         if not self.hidden.shape[1] % 32 and not width % 32:
             of = self.hidden.shape[1], width
             for kind in ((32, False, False), (32, True, True)):
-                slots = self._drawn(Int4GroupsLayout(*of, *kind, gated), 16)
+                slots = self._drawn(Int4GroupsLayout(*of, *kind, gated=gated), 16)
                 yield "moe_grouped_int4_out", (slots, width, *kind)
-            slots = self._drawn(Nvfp4Layout(*of, gated), 8)
+            slots = self._drawn(Nvfp4Layout(*of, gated=gated), 8)
             yield "moe_grouped_nvfp4_out", (slots, width, False)
 
     def lossless(self) -> tuple[Tensor, int]:

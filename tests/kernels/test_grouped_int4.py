@@ -79,7 +79,7 @@ class Record:
             zeros = rng.integers(16, size=scales.shape) if has_zeros else None
             parts = [(layout.codes[at], packed_int4.packed(codes)), (layout.scales[at], scales)]
             if zeros is not None:
-                parts.append((layout.zeros[at], packed_int4.packed(zeros.T).T.copy()))
+                parts.append((layout.others[at], packed_int4.packed(zeros.T).T.copy()))
             for section, part in parts:
                 flat = torch.as_tensor(part).contiguous().flatten().view(torch.uint8)
                 part_of(record, section).copy_(flat)
@@ -111,7 +111,7 @@ def empty(shape: Shape, device: str | torch.device = "cpu") -> list[Tensor]:
 def test_words_are_those_of_the_format(isa: str, shape: Shape, any_scale: bool) -> None:
     record = Record.of(shape, SEED, any_scale)
     found = empty(shape)
-    scaled_ops.decode_int4(record.record, *shape[2:], *found)
+    scaled_ops.decode("int4", record.record, shape[2:], *found)
     check_decoded(found, record)
 
 
@@ -164,7 +164,7 @@ def test_products_are_those_of_plain_words(
     topk_ids = route(rows)
     found, wanted = (torch.zeros(rows, 3, shape[0], dtype=dtype) for _ in range(2))
     head = hidden_states, topk_ids, order
-    scaled_ops.moe_grouped_int4(*head, slots, *shape[1:], SILU, found)
+    scaled_ops.moe_grouped("int4", *head, slots, shape[1], shape[2:], SILU, found)
     ops.moe_grouped(*head, gate_up, down, SILU, wanted)
     assert torch.equal(found, wanted)
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
@@ -197,7 +197,7 @@ def test_float64_runs_the_reference() -> None:
     hidden_states = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(3)).double()
     found, wanted = (torch.zeros(2, 3, shape[0], dtype=torch.float64) for _ in range(2))
     head = hidden_states, route(2), order
-    scaled_ops.moe_grouped_int4(*head, slots, *shape[1:], SILU, found)
+    scaled_ops.moe_grouped("int4", *head, slots, shape[1], shape[2:], SILU, found)
     ops.moe_grouped(*head, gate_up, down, SILU, wanted)
     assert torch.equal(found, wanted)
 
@@ -217,7 +217,7 @@ def test_words_of_codes_have_those_codes(group: int) -> None:
 @pytest.mark.parametrize("group", [0, -32, 16, 48, 128])
 def test_groups_are_whole(group: int) -> None:
     with pytest.raises(ValueError, match=rf"experts are 64 by 96 in groups of {group}; of INT4"):
-        scaled_ops.int4_layout(64, 96, group, False, False)
+        Int4GroupsLayout(64, 96, group)
     record, found = torch.zeros(1 << 16, dtype=torch.uint8), empty((64, 96, 32, False, False))
     with pytest.raises(RuntimeError, match=r"multiples? of"):
         torch.ops.speq.decode_int4_out(record, group, False, False, *found)
@@ -227,8 +227,8 @@ def test_records_that_are_too_short() -> None:
     shape = SHAPES[0]
     record, found = Record.of(shape, SEED).record, empty(shape)
     with pytest.raises(ValueError, match=r"^record has \d+ bytes to a record"):
-        scaled_ops.decode_int4(record[:-1], *shape[2:], *found)
+        scaled_ops.decode("int4", record[:-1], shape[2:], *found)
     with pytest.raises(ValueError, match=r"^record has \d+ bytes to a record"):
-        scaled_ops.decode_int4(record, shape[2], True, False, *found)
+        scaled_ops.decode("int4", record, (shape[2], True, False), *found)
     with pytest.raises(RuntimeError, match="at least"):
         torch.ops.speq.decode_int4_out(record[:-1].clone(), *shape[2:], *found)

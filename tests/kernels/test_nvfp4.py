@@ -98,7 +98,7 @@ def test_words_are_those_of_the_format(
 ) -> None:
     """Matrices of 40,960 codes: each pair of a code and a scale occurs."""
     record, found = Record.of(SHAPES[2], divides, SEED, of_matrix), empty(SHAPES[2])
-    scaled_ops.decode_nvfp4(record.record, divides, *found)
+    scaled_ops.decode("nvfp4", record.record, (divides,), *found)
     check_decoded(found, record)
 
 
@@ -156,7 +156,7 @@ def test_products_are_those_of_plain_words(
     hidden_states = torch.randn(rows, shape[0], generator=generator).to(dtype)
     found, wanted = (torch.zeros(rows, 3, shape[0], dtype=dtype) for _ in range(2))
     head = hidden_states, route(rows), order
-    scaled_ops.moe_grouped_nvfp4(*head, slots, shape[1], divides, SILU, found)
+    scaled_ops.moe_grouped("nvfp4", *head, slots, shape[1], (divides,), SILU, found)
     ops.moe_grouped(*head, gate_up, down, SILU, wanted)
     assert torch.equal(found, wanted)
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
@@ -194,7 +194,7 @@ def test_float64_runs_the_reference() -> None:
     hidden_states = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(3)).double()
     found, wanted = (torch.zeros(2, 3, shape[0], dtype=torch.float64) for _ in range(2))
     head = hidden_states, route(2), order
-    scaled_ops.moe_grouped_nvfp4(*head, slots, shape[1], True, SILU, found)
+    scaled_ops.moe_grouped("nvfp4", *head, slots, shape[1], (True,), SILU, found)
     ops.moe_grouped(*head, gate_up, down, SILU, wanted)
     assert torch.equal(found, wanted)
 
@@ -214,7 +214,7 @@ def test_words_of_codes_have_those_codes(size: float) -> None:
 @pytest.mark.parametrize("sizes", [(64, 48), (16, 64)])
 def test_sizes_are_pairs_of_blocks(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"experts are {sizes[0]} by {sizes[1]}; of NVFP4"):
-        scaled_ops.nvfp4_layout(*sizes)
+        Nvfp4Layout(*sizes)
     record, found = torch.zeros(1 << 16, dtype=torch.uint8), empty(sizes)
     with pytest.raises(RuntimeError, match="multiples of 32"):
         torch.ops.speq.decode_nvfp4_out(record, False, *found)
@@ -223,6 +223,6 @@ def test_sizes_are_pairs_of_blocks(sizes: tuple[int, int]) -> None:
 def test_records_that_are_too_short() -> None:
     record, found = Record.of(SHAPES[0], False, SEED).record, empty(SHAPES[0])
     with pytest.raises(ValueError, match=r"^record has \d+ bytes to a record"):
-        scaled_ops.decode_nvfp4(record[:-1], False, *found)
+        scaled_ops.decode("nvfp4", record[:-1], (False,), *found)
     with pytest.raises(RuntimeError, match="at least"):
         torch.ops.speq.decode_nvfp4_out(record[:-1].clone(), False, *found)

@@ -34,6 +34,10 @@ BLOCKS = {
 FORMATS = [*BLOCKS, "mxfp4"]
 
 
+def form_of(format: str) -> str:
+    return "fp8" if format in BLOCKS else format
+
+
 def layout_of(format: str, hidden: int, width: int) -> ScaledLayout:
     if format == "mxfp4":
         return Mxfp4Layout(hidden, width)
@@ -41,25 +45,17 @@ def layout_of(format: str, hidden: int, width: int) -> ScaledLayout:
 
 
 def decode(format: str, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    if format == "mxfp4":
-        scaled_ops.decode_mxfp4(record, gate_up_proj, down_proj)
-    else:
-        scaled_ops.decode_fp8(record, *BLOCKS[format], gate_up_proj, down_proj)
+    scaled_ops.decode(form_of(format), record, BLOCKS.get(format, ()), gate_up_proj, down_proj)
 
 
 def reference(format: str, record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    if format == "mxfp4":
-        reference_scaled.decode_mxfp4_out(record, gate_up_proj, down_proj)
-    else:
-        reference_scaled.decode_fp8_out(record, *BLOCKS[format], gate_up_proj, down_proj)
+    decode = getattr(reference_scaled, f"decode_{form_of(format)}_out")
+    decode(record, *BLOCKS.get(format, ()), gate_up_proj, down_proj)
 
 
 def run(format: str, *given: Any) -> None:
     """given: rows, ids, table, slots, width, activation, out"""
-    if format == "mxfp4":
-        scaled_ops.moe_grouped_mxfp4(*given)
-    else:
-        scaled_ops.moe_grouped_fp8(*given[:5], *BLOCKS[format], *given[5:])
+    scaled_ops.moe_grouped(form_of(format), *given[:5], BLOCKS.get(format, ()), *given[5:])
 
 
 def random_bytes(*shape: int, seed: int = SEED) -> Tensor:
@@ -353,10 +349,10 @@ def test_ids_and_slots_that_do_not_exist(format: str) -> None:
 
 def test_widths_of_mxfp4_are_whole_blocks() -> None:
     with pytest.raises(ValueError, match="experts are 64 by 40; of MXFP4 both are multiples of 32"):
-        scaled_ops.mxfp4_layout(64, 40)
+        Mxfp4Layout(64, 40)
 
 
 @pytest.mark.parametrize("blocks", [(2, 0), (-4, 0), (128, 32), (1, -64)])
 def test_blocks_of_fp8_that_kernels_do_not_know(blocks: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"blocks of FP8 are {blocks[0]} by {blocks[1]}, and"):
-        scaled_ops.fp8_layout(64, 64, *blocks)
+        Fp8Layout(64, 64, *blocks)

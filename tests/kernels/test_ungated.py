@@ -19,10 +19,10 @@ from speq.experts.random_expert import random_expert
 from speq.files.alignment import allocate_aligned
 from speq.files.packing import Int4Groups
 from speq.files.published_format import FP8, INT4, MXFP4, NVFP4, WORDS
-from speq.kernels import scaled_ops
 from speq.kernels.checks import activation_numbers
 from speq.kernels.grouping import Grouping
 from speq.kernels.ops import Activation, activate
+from speq.kernels.scaled_layout import Mxfp4Layout
 from tests.helpers.backends import CPU_BACKENDS, CUDA_BACKENDS, backend_named, cuda_device
 from tests.helpers.paths import ROOT
 from tests.reference import experts
@@ -126,7 +126,7 @@ def test_mxfp4_must_have_a_gate() -> None:
     """Its rows of gate and up take turns."""
     shape = ExpertShape(64, 64, torch.bfloat16, MXFP4, gated=False)
     with pytest.raises(ValueError, match=r"^experts have no gate; those of MXFP4 must have one$"):
-        scaled_ops.mxfp4_layout(64, 64, gated=False)
+        Mxfp4Layout(64, 64, gated=False)
     with pytest.raises(UnsupportedError, match=r"without a gate in MXFP4.*give the original"):
         check_groups(shape, ROOT)
 
