@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from speq.errors import NoRoom
-from speq.kernels import library, reference_compact
+from speq.kernels import library
 from speq.kernels.checks import (
-    activation_numbers,
     check_expert,
     check_int4,
     check_rows,
@@ -22,8 +21,7 @@ from speq.kernels.ops import (
     Int4Pair,
     Int4Slots,
     gate_up_rows,
-    pair_of,
-    row_blocks,
+    run_grouped,
 )
 from speq.kernels.records import check_records, encode_into, encode_whole
 
@@ -49,7 +47,7 @@ def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) 
 def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
     """Decode a record, or a slot that holds one, into bfloat16 matrices."""
     layout = _layout(gate_up_proj, down_proj, lossless=True)
-    check_records("record", record, 1, layout)
+    check_records("record", record, 1, layout.fixed_bytes)
     library.call("decode_lossless", record, gate_up_proj, down_proj)
 
 
@@ -80,7 +78,7 @@ def decode_residual(
 ) -> None:
     """Decode a record over its codes into bfloat16 matrices."""
     layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    check_records("record", record, 1, layout)
+    check_records("record", record, 1, layout.fixed_bytes)
     library.call("decode_residual", record, *gate_up, *down, gate_up_proj, down_proj)
 
 
@@ -97,22 +95,14 @@ def moe_grouped_lossless(
     """Run `reference_compact.moe_grouped_lossless_out`, with the blocks and errors of
     `ops.moe_grouped`.
     """
-    numbers = activation_numbers(activation)
     layout = CompactLayout.of_expert(
         hidden_states.shape[1], expert_width, lossless=True, gated=activation.gated
     )
     check_rows(hidden_states, topk_ids, slot_table, out)
-    check_records("slots", slots, 2, layout)
+    check_records("slots", slots, 2, layout.fixed_bytes)
+    rows, held = (hidden_states, topk_ids, slot_table), (slots, expert_width)
     outputs = gate_up_rows(activation, expert_width)
-    added = pair_of(biases, hidden_states, slot_table, outputs)
-    held = slot_table, slots, expert_width
-    if hidden_states.dtype == torch.float64:
-        reference_compact.moe_grouped_lossless_out(
-            hidden_states, topk_ids, *held, activation, out, *added
-        )
-        return
-    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped_lossless", part, ids, *held, *numbers, target, *added)
+    run_grouped("moe_grouped_lossless", *rows, held, activation, out, biases, outputs)
 
 
 def moe_grouped_residual(
@@ -129,10 +119,9 @@ def moe_grouped_residual(
     """Run `reference_compact.moe_grouped_residual_out` over INT4 experts, otherwise as
     `ops.moe_grouped`.
     """
-    numbers, gated = activation_numbers(activation), activation.gated
     outputs = experts.gate_up_rows(activation)
     layout = CompactLayout.of_expert(
-        experts.hidden_size, experts.expert_width, lossless=False, gated=gated
+        experts.hidden_size, experts.expert_width, lossless=False, gated=activation.gated
     )
     check_rows(hidden_states, topk_ids, slot_table, out)
     if hidden_states.shape[1] != experts.hidden_size:
@@ -141,16 +130,10 @@ def moe_grouped_residual(
             f"{experts.hidden_size}"
         )
     check_tensor("base_slots", base_slots, slot_table.shape, (torch.int64,), slots.device)
-    check_records("slots", slots, 2, layout)
-    added = pair_of(biases, hidden_states, slot_table, outputs)
-    held = slot_table, slots, base_slots, *experts.gate_up, *experts.down, experts.input_perm
-    if hidden_states.dtype == torch.float64:
-        reference_compact.moe_grouped_residual_out(
-            hidden_states, topk_ids, *held, activation, out, *added
-        )
-        return
-    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped_residual", part, ids, *held, *numbers, target, *added)
+    check_records("slots", slots, 2, layout.fixed_bytes)
+    rows = hidden_states, topk_ids, slot_table
+    held = slots, base_slots, *experts.gate_up, *experts.down, experts.input_perm
+    run_grouped("moe_grouped_residual", *rows, held, activation, out, biases, outputs)
 
 
 def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactLayout:

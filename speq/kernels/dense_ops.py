@@ -181,13 +181,15 @@ def _rows(matrix: _Coded, ids: Tensor) -> Tensor:
 
 
 def _lossless(record: Tensor, rows: int, columns: int) -> _Coded:
-    check_records("record", record, 1, CompactLayout.of_matrix((rows, columns), lossless=True))
+    layout = CompactLayout.of_matrix((rows, columns), lossless=True)
+    check_records("record", record, 1, layout.fixed_bytes)
     return _Coded(rows, columns, record)
 
 
 def _residual(record: Tensor, pair: Int4Pair) -> _Coded:
     rows, columns = _shape_of(pair)
-    check_records("record", record, 1, CompactLayout.of_matrix((rows, columns), lossless=False))
+    layout = CompactLayout.of_matrix((rows, columns), lossless=False)
+    check_records("record", record, 1, layout.fixed_bytes)
     return _Coded(rows, columns, record, pair)
 
 

@@ -93,7 +93,7 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     "moe_grouped_lossless": (
         "(Tensor hidden_states, Tensor topk_ids, Tensor slot_table, Tensor slots, "
         f"int expert_width, {_ACTIVATION}, Tensor(a!) out, {_BIASES}) -> ()",
-        _with_activation_number(reference_compact.moe_grouped_lossless_out),
+        _with_activation_number(reference_compact.moe_grouped_lossless_out, 5),
     ),
     "encode_residual": (
         "(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_qweight, Tensor gate_up_scales, "

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from speq.kernels.checks import (
     FLOAT_DTYPES,
     activation_numbers,
     check_int4,
+    check_rows,
     check_tensor,
 )
 from speq.kernels.grouping import Grouping
@@ -65,6 +67,7 @@ __all__ = [
     "quantize_int4_planes",
     "read_sum",
     "row_blocks",
+    "run_grouped",
     "unpack_int4",
 ]
 
@@ -366,16 +369,12 @@ def moe_grouped(
     Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
     IndexError for ids out of range; on a GPU, which is not waited for, their rows are NaN.
     """
-    rows, hidden_size = hidden_states.shape
-    device = hidden_states.device
-    check_tensor("hidden_states", hidden_states, (None, None), FLOAT_DTYPES, device)
-    check_tensor("topk_ids", topk_ids, (rows, None), (torch.int64,), device)
-    check_tensor("slot_table", slot_table, (None,), (torch.int64,), device)
+    check_rows(hidden_states, topk_ids, slot_table, out)
+    hidden_size, device = hidden_states.shape[1], hidden_states.device
     dtypes = FLOAT_DTYPES if hidden_states.dtype == torch.float64 else EXACT_DTYPES
     check_tensor(
         "gate_up_proj", gate_up_proj, (None, None, hidden_size), dtypes, device, strided=True
     )
-    numbers = activation_numbers(activation)
     slots, rows_given = gate_up_proj.shape[:2]
     width = rows_given // 2 if activation.gated else rows_given
     check_tensor(
@@ -386,14 +385,35 @@ def moe_grouped(
         device,
         strided=True,
     )
-    check_tensor("out", out, (rows, topk_ids.shape[1], hidden_size), (hidden_states.dtype,), device)
-    added = pair_of(biases, hidden_states, slot_table, rows_given)
-    held = slot_table, gate_up_proj, down_proj
+    rows = hidden_states, topk_ids, slot_table
+    run_grouped(
+        "moe_grouped", *rows, (gate_up_proj, down_proj), activation, out, biases, rows_given
+    )
+
+
+def run_grouped(
+    op: str,
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    held: tuple[Any, ...],
+    activation: Activation,
+    out: Tensor,
+    biases: ExpertBiases | None,
+    outputs: int,
+) -> None:
+    """Run a `moe_grouped*`, whose other arguments are checked, block by block.
+
+    held  its arguments behind slot_table; outputs: of gate_up
+    """
+    numbers = activation_numbers(activation)
+    added = pair_of(biases, hidden_states, slot_table, outputs)
     if hidden_states.dtype == torch.float64:
-        reference.moe_grouped_out(hidden_states, topk_ids, *held, activation, out, *added)
+        given = hidden_states, topk_ids, slot_table
+        library.OPS[op][1](*given, *held, *numbers, out, *added)
         return
     for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call("moe_grouped", part, ids, *held, *numbers, target, *added)
+        library.call(op, part, ids, slot_table, *held, *numbers, target, *added)
 
 
 def moe_by_expert(

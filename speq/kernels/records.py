@@ -51,12 +51,12 @@ def encode_into(op: str, layout: CompactLayout, record: Tensor, *parts: Tensor) 
     return int(nbytes)
 
 
-def check_records(name: str, records: Tensor, dims: int, layout: CompactLayout) -> None:
-    """Raise ValueError unless `records`, one or slots of them, can hold such a record."""
+def check_records(name: str, records: Tensor, dims: int, least_bytes: int) -> None:
+    """Raise ValueError unless `records`, one or slots of them, can hold one of so many bytes."""
     shape = (None,) * dims
     check_tensor(name, records, shape, (torch.uint8,), records.device, strided=dims == 2)
-    if records.shape[-1] < layout.fixed_bytes:
+    if records.shape[-1] < least_bytes:
         raise ValueError(
             f"{name} has {records.shape[-1]} bytes to a record; those of this shape have at least "
-            f"{layout.fixed_bytes}"
+            f"{least_bytes}"
         )

@@ -5,7 +5,7 @@ They are the oracle of the tests, and run if there is no native kernel.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -294,18 +294,73 @@ def moe_grouped_out(
 
     Raises IndexError if an id names no expert, or its slot does not exist.
     """
+
+    def words_of(expert: int, slot: int) -> tuple[Tensor, Tensor]:
+        return gate_up_proj[slot], down_proj[slot]
+
+    places = slot_table, gate_up_proj.shape[0]
+    biases = gate_up_bias, down_bias
+    run_experts(hidden_states, topk_ids, *places, words_of, activation, out, *biases)
+
+
+def run_experts(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    slot_table: Tensor,
+    slots: int,
+    words_of: Callable[[int, int], tuple[Tensor, ...]],
+    activation: Activation,
+    out: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> None:
+    """Run the experts of a route that are in slots; see `moe_grouped_out`.
+
+    words_of  gate_up_proj and down_proj of an expert in a slot, and the order of inputs if it is
+              not that of hidden_states
+    """
     check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
     for expert in topk_ids.unique().tolist():
         slot = int(slot_table[expert])
         if slot < 0:
             continue
-        check_ids("slot_table", slot_table[expert], gate_up_proj.shape[0], "slots")
+        check_ids("slot_table", slot_table[expert], slots, "slots")
         rows, ranks = torch.where(topk_ids == expert)
+        gate_up, down, *order = words_of(expert, slot)
         inputs = hidden_states[rows]
-        gate_up = gate_up_proj[slot].to(inputs.dtype)
-        down = down_proj[slot].to(inputs.dtype)
+        for columns in order:
+            inputs = inputs[:, columns.long()]
+        words = gate_up.to(inputs.dtype), down.to(inputs.dtype)
         biases = expert, gate_up_bias, down_bias
-        out[rows, ranks] = swiglu(inputs, gate_up, down, activation, *biases)
+        out[rows, ranks] = swiglu(inputs, *words, activation, *biases)
+
+
+def grouped_records(decode: Callable[..., None], numbers: int) -> Callable[..., None]:
+    """Make a `moe_grouped_*`: `moe_grouped_out` over records in slots [S, slot_bytes] uint8.
+
+    decode   decodes one, behind so many numbers of its format
+    numbers  which the op takes behind expert_width
+    """
+
+    def run(
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        slot_table: Tensor,
+        slots: Tensor,
+        expert_width: int,
+        *arguments: Any,
+    ) -> None:
+        own, (activation, *others) = arguments[:numbers], arguments[numbers:]
+
+        def words_of(expert: int, slot: int) -> tuple[Tensor, Tensor]:
+            words = empty_expert(hidden_states.shape[1], expert_width, activation, slots.device)
+            decode(slots[slot], *own, *words)
+            return words
+
+        places = slot_table, len(slots)
+        run_experts(hidden_states, topk_ids, *places, words_of, activation, *others)
+
+    return run
 
 
 def combine(outputs: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,14 @@ from speq.kernels.compact_layout import (
     SLACK_BYTES,
     CompactLayout,
 )
-from speq.kernels.reference import Activation, check_ids, empty_expert, matrices_of, moe_grouped_out
+from speq.kernels.reference import (
+    Activation,
+    check_ids,
+    empty_expert,
+    grouped_records,
+    matrices_of,
+    run_experts,
+)
 
 CLASSES = 8
 ESCAPE = 7
@@ -56,7 +63,7 @@ def encode_lossless_matrices(
         bytes_.append(words & 0xFF)
         escapes = _blocks(classes, -1) == ESCAPE
         quads += _streams_of(len(matrix), escapes, _blocks(high, 0))
-    _write(layout, [torch.cat(head)], planes + bytes_, quads, record, nbytes)
+    _write([torch.cat(head)], planes + bytes_, quads, record, nbytes)
 
 
 def decode_lossless_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -131,7 +138,7 @@ def encode_residual_matrices(
             _blocks(values == 0, 0) == 1,
             _blocks(windows.zero_classes(words, scales), 0),
         )
-    _write(layout, [], bytes_, quads, record, nbytes)
+    _write([], bytes_, quads, record, nbytes)
 
 
 def decode_residual_out(
@@ -181,26 +188,7 @@ def decode_residual_matrices(
         _store(matrix, _unblock(blocks, matrix.shape) << 8 | low.long())
 
 
-def moe_grouped_lossless_out(
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    slot_table: Tensor,
-    slots: Tensor,
-    expert_width: int,
-    activation: Activation,
-    out: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> None:
-    """Run `moe_grouped_out` over lossless records in `slots` [S, slot_bytes] uint8."""
-    hidden_size = hidden_states.shape[1]
-    biases = gate_up_bias, down_bias
-    for expert, slot in _experts_in_slots(topk_ids, slot_table, len(slots)):
-        gate_up_proj, down_proj = empty_expert(hidden_size, expert_width, activation, slots.device)
-        decode_lossless_out(slots[slot], gate_up_proj, down_proj)
-        _run_expert(
-            hidden_states, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases
-        )
+moe_grouped_lossless_out = grouped_records(decode_lossless_out, 0)
 
 
 def moe_grouped_residual_out(
@@ -227,54 +215,18 @@ def moe_grouped_residual_out(
     input_perm.
     """
     hidden_size, width = down_qweight.shape[1], down_qweight.shape[2] * 2
-    biases = gate_up_bias, down_bias
-    for expert, slot in _experts_in_slots(topk_ids, slot_table, len(slots)):
+
+    def words_of(expert: int, slot: int) -> tuple[Tensor, ...]:
         base = int(base_slots[expert])
         check_ids("base_slots", base_slots[expert], len(down_qweight), "base slots")
-        gate_up_proj, down_proj = empty_expert(hidden_size, width, activation, slots.device)
+        words = empty_expert(hidden_size, width, activation, slots.device)
         codes = gate_up_qweight[base], gate_up_scales[base], down_qweight[base], down_scales[base]
-        decode_residual_out(slots[slot], *codes, gate_up_proj, down_proj)
-        rows = hidden_states if input_perm is None else hidden_states[:, input_perm[base].long()]
-        _run_expert(rows, topk_ids, expert, gate_up_proj, down_proj, activation, out, *biases)
+        decode_residual_out(slots[slot], *codes, *words)
+        return words if input_perm is None else (*words, input_perm[base])
 
-
-def _experts_in_slots(topk_ids: Tensor, slot_table: Tensor, count: int) -> list[tuple[int, int]]:
-    """Find the experts of a route that are in slots, with their slots."""
-    check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
-    chosen = []
-    for expert in topk_ids.unique().tolist():
-        slot = int(slot_table[expert])
-        if slot >= 0:
-            check_ids("slot_table", slot_table[expert], count, "slots")
-            chosen.append((expert, slot))
-    return chosen
-
-
-def _run_expert(
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    expert: int,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    activation: Activation,
-    out: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> None:
-    """Run the rows of one expert with plain weights."""
-    only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
-    only[expert] = 0
-    moe_grouped_out(
-        hidden_states,
-        topk_ids,
-        only,
-        gate_up_proj.unsqueeze(0),
-        down_proj.unsqueeze(0),
-        activation,
-        out,
-        gate_up_bias,
-        down_bias,
-    )
+    places = slot_table, len(slots)
+    biases = gate_up_bias, down_bias
+    run_experts(hidden_states, topk_ids, *places, words_of, activation, out, *biases)
 
 
 class _Sections:
@@ -380,7 +332,6 @@ def _front_of(classes: Tensor, exceptions: Tensor | None) -> bytes:
 
 
 def _write(
-    layout: CompactLayout,
     head: list[Tensor],
     planes: list[Tensor],
     quads: list[tuple[bytes, bool]],

@@ -4,12 +4,11 @@ csrc/scaled.h has the layout of records, speq/kernels/scaled_layout.py their siz
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from speq.kernels.reference import Activation, check_ids, empty_expert, matrices_of, moe_grouped_out
+from speq.kernels.reference import grouped_records, matrices_of
 from speq.kernels.scaled_layout import (
     Fp8Layout,
     Int4GroupsLayout,
@@ -76,59 +75,7 @@ def _decode(
         target.copy_(words_of(*(tensor_of(record, section) for section in sections)))
 
 
-def _moe_grouped(decode: Callable[..., None], numbers: int) -> Callable[..., None]:
-    """Make the `moe_grouped_*` of a format: `moe_grouped_out` over its records in slots
-    [S, slot_bytes] uint8. numbers: how many numbers of the format there are behind expert_width
-    """
-
-    def run(
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        slot_table: Tensor,
-        slots: Tensor,
-        expert_width: int,
-        *arguments: Any,
-    ) -> None:
-        own, (activation, out, *biases) = arguments[:numbers], arguments[numbers:]
-        for expert, slot in _experts_in_slots(topk_ids, slot_table, slots):
-            words = empty_expert(hidden_states.shape[1], expert_width, activation, slots.device)
-            decode(slots[slot], *own, *words)
-            _run_expert(hidden_states, topk_ids, expert, words, activation, out, *biases)
-
-    return run
-
-
-moe_grouped_fp8_out = _moe_grouped(decode_fp8_out, 2)
-moe_grouped_mxfp4_out = _moe_grouped(decode_mxfp4_out, 0)
-moe_grouped_int4_out = _moe_grouped(decode_int4_out, 3)
-moe_grouped_nvfp4_out = _moe_grouped(decode_nvfp4_out, 1)
-
-
-def _experts_in_slots(topk_ids: Tensor, slot_table: Tensor, slots: Tensor) -> list[tuple[int, int]]:
-    """Find the experts of a route that are in slots, with their slots."""
-    check_ids("topk_ids", topk_ids, slot_table.shape[0], "experts of slot_table")
-    held = []
-    for expert in topk_ids.unique().tolist():
-        slot = int(slot_table[expert])
-        if slot >= 0:
-            check_ids("slot_table", slot_table[expert], slots.shape[0], "slots")
-            held.append((expert, slot))
-    return held
-
-
-def _run_expert(
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    expert: int,
-    words: tuple[Tensor, Tensor],
-    activation: Activation,
-    out: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> None:
-    only = torch.full((int(topk_ids.max()) + 1,), -1, device=topk_ids.device)
-    only[expert] = 0
-    gate_up, down = (matrix.unsqueeze(0) for matrix in words)
-    held = only, gate_up, down
-    biases = gate_up_bias, down_bias
-    moe_grouped_out(hidden_states, topk_ids, *held, activation, out, *biases)
+moe_grouped_fp8_out = grouped_records(decode_fp8_out, 2)
+moe_grouped_mxfp4_out = grouped_records(decode_mxfp4_out, 0)
+moe_grouped_int4_out = grouped_records(decode_int4_out, 3)
+moe_grouped_nvfp4_out = grouped_records(decode_nvfp4_out, 1)

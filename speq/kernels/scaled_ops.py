@@ -5,12 +5,12 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from speq.kernels import library, reference_scaled
-from speq.kernels.checks import activation_numbers, check_expert, check_rows, check_tensor
-from speq.kernels.ops import Activation, ExpertBiases, gate_up_rows, pair_of, row_blocks
+from speq.kernels import library
+from speq.kernels.checks import check_expert, check_rows
+from speq.kernels.ops import Activation, ExpertBiases, gate_up_rows, run_grouped
+from speq.kernels.records import check_records
 from speq.kernels.scaled_layout import (
     Fp8Layout,
     Int4GroupsLayout,
@@ -31,12 +31,6 @@ LAYOUTS: dict[str, Callable[..., ScaledLayout]] = {
     "int4": Int4GroupsLayout,
     "nvfp4": lambda hidden_size, width, _, gated: Nvfp4Layout(hidden_size, width, gated=gated),
 }
-REFERENCES: dict[str, Callable[..., None]] = {
-    "fp8": reference_scaled.moe_grouped_fp8_out,
-    "mxfp4": reference_scaled.moe_grouped_mxfp4_out,
-    "int4": reference_scaled.moe_grouped_int4_out,
-    "nvfp4": reference_scaled.moe_grouped_nvfp4_out,
-}
 
 
 def decode(
@@ -48,7 +42,8 @@ def decode(
             gate and up are interleaved
     """
     hidden_size, width, gated = check_expert(gate_up_proj, down_proj)
-    _check_records("record", record, 1, LAYOUTS[form](hidden_size, width, *numbers, gated=gated))
+    layout = LAYOUTS[form](hidden_size, width, *numbers, gated=gated)
+    check_records("record", record, 1, layout.nbytes)
     library.call(f"decode_{form}", record, *numbers, gate_up_proj, down_proj)
 
 
@@ -70,24 +65,7 @@ def moe_grouped(
     gated = activation.gated
     layout = LAYOUTS[form](hidden_states.shape[-1], expert_width, *numbers, gated=gated)
     check_rows(hidden_states, topk_ids, slot_table, out)
-    _check_records("slots", slots, 2, layout)
-    limit = activation_numbers(activation)
+    check_records("slots", slots, 2, layout.nbytes)
+    rows, held = (hidden_states, topk_ids, slot_table), (slots, expert_width, *numbers)
     outputs = gate_up_rows(activation, expert_width)
-    added = pair_of(biases, hidden_states, slot_table, outputs)
-    held = slot_table, slots, expert_width, *numbers
-    if hidden_states.dtype == torch.float64:
-        REFERENCES[form](hidden_states, topk_ids, *held, activation, out, *added)
-        return
-    for part, ids, target in row_blocks(topk_ids.shape[1], hidden_states, topk_ids, out):
-        library.call(f"moe_grouped_{form}", part, ids, *held, *limit, target, *added)
-
-
-def _check_records(name: str, records: Tensor, dims: int, layout: ScaledLayout) -> None:
-    """Raise ValueError unless `records`, one or slots of them, can hold such a record."""
-    shape = (None,) * dims
-    check_tensor(name, records, shape, (torch.uint8,), records.device, strided=dims == 2)
-    if records.shape[-1] < layout.nbytes:
-        raise ValueError(
-            f"{name} has {records.shape[-1]} bytes to a record; those of this shape have "
-            f"{layout.nbytes}"
-        )
+    run_grouped(f"moe_grouped_{form}", *rows, held, activation, out, biases, outputs)
