@@ -12,11 +12,10 @@ from pathlib import Path
 GPU_TESTS = (
     *("tests/product/test_gpu.py", "tests/product/test_gpu_transfer.py"),
     *("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py"),
-    *("tests/kernels/test_dense_cuda.py", "tests/kernels/test_scaled_cuda.py"),
+    *("tests/kernels/test_dense_cuda.py", "tests/kernels/test_scaled.py"),
     *("tests/kernels/test_grouped_int4.py", "tests/kernels/test_many_rows.py"),
     *("tests/kernels/test_nvfp4.py", "tests/kernels/test_sum_order.py"),
-    *("tests/kernels/test_ungated.py", "tests/bench/test_lab.py"),
-    "tests/bench/test_bench_kernels.py",
+    *("tests/kernels/test_ungated.py", "tests/bench/test_bench_kernels.py"),
 )
 KERNEL_TESTS = ("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py")
 # A call of each op.

@@ -3,7 +3,6 @@ format's word, and products are those of plain words, on every instruction set a
 kernels.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor
 
 from speq.kernels import ops, reference_scaled, scaled_ops
-from speq.kernels.checks import activation_numbers
 from speq.kernels.scaled_layout import Int4GroupsLayout
 from speq.kernels.scaled_words import int4_codes, int4_words, part_of
-from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
 from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 from tests.helpers.words import same_words
@@ -35,11 +32,6 @@ SHAPES: tuple[Shape, ...] = (
     (160, 32, 32, False, False),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(params=CUDA_BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    yield from backend_named(request)
 
 
 # The least and the largest of all kinds of bfloat16 and of float16, and some that are no numbers.
@@ -108,11 +100,11 @@ def empty(shape: Shape, device: str | torch.device = "cpu") -> list[Tensor]:
 
 @pytest.mark.parametrize("any_scale", [False, True], ids=["usual scales", "any scale"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_words_are_those_of_the_format(isa: str, shape: Shape, any_scale: bool) -> None:
+def test_words_are_those_of_the_format(device: torch.device, shape: Shape, any_scale: bool) -> None:
     record = Record.of(shape, SEED, any_scale)
-    found = empty(shape)
-    scaled_ops.decode("int4", record.record, shape[2:], *found)
-    check_decoded(found, record)
+    found = empty(shape, device)
+    scaled_ops.decode("int4", record.record.to(device), shape[2:], *found)
+    check_decoded([matrix.cpu() for matrix in found], record)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -121,15 +113,6 @@ def test_words_of_the_reference(shape: Shape) -> None:
     found = empty(shape)
     reference_scaled.decode_int4_out(record.record, *shape[2:], *found)
     check_decoded(found, record)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_words_of_the_cuda_kernels(backend: Backend, shape: Shape) -> None:
-    record = Record.of(shape, SEED, any_scale=True)
-    found = empty(shape, backend.device)
-    op = getattr(torch.ops, backend.namespace).decode_int4_out.default
-    op(record.record.to(backend.device), *shape[2:], *found)
-    check_decoded([matrix.cpu() for matrix in found], record)
 
 
 @cache
@@ -153,41 +136,23 @@ def route(rows: int, top_k: int = 3) -> Tensor:
     return torch.rand(rows, EXPERTS, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
 
 
-@pytest.mark.parametrize(("shape", "dtype", "rows"), covering(SHAPES, DTYPES, (1, 3, 8, 40)))
-def test_products_are_those_of_plain_words(
-    isa: str, shape: Shape, dtype: torch.dtype, rows: int
-) -> None:
-    generator = torch.Generator().manual_seed(SEED)
-    order = torch.randperm(EXPERTS, generator=generator)
-    slots, gate_up, down = slots_of(shape, order, 64)
-    hidden_states = torch.randn(rows, shape[0], generator=generator).to(dtype)
-    topk_ids = route(rows)
-    found, wanted = (torch.zeros(rows, 3, shape[0], dtype=dtype) for _ in range(2))
-    head = hidden_states, topk_ids, order
-    scaled_ops.moe_grouped("int4", *head, slots, shape[1], shape[2:], SILU, found)
-    ops.moe_grouped(*head, gate_up, down, SILU, wanted)
-    assert torch.equal(found, wanted)
-    assert bool(found.isfinite().all()) and bool(found.any(2).all())
-
-
 @pytest.mark.parametrize(
-    ("shape", "dtype", "rows", "gap"), covering(SHAPES, DTYPES, (1, 2, 3, 9), (64, 4))
+    ("shape", "dtype", "rows", "gap"), covering(SHAPES, DTYPES, (1, 2, 3, 9, 40), (64, 4))
 )
-def test_products_of_the_cuda_kernels(
-    backend: Backend, shape: Shape, dtype: torch.dtype, rows: int, gap: int
+def test_products_are_those_of_plain_words(
+    device: torch.device, shape: Shape, dtype: torch.dtype, rows: int, gap: int
 ) -> None:
     """gap: slots that keep vectors aligned, and slots that do not."""
     generator = torch.Generator().manual_seed(SEED)
     order = torch.randperm(EXPERTS, generator=generator)
-    slots, gate_up, down = slots_of(shape, order, gap)
+    slots, *words = (each.to(device) for each in slots_of(shape, order, gap))
     hidden_states = torch.randn(rows, shape[0], generator=generator).to(dtype)
-    found, wanted = (torch.zeros(rows, 2, shape[0], dtype=dtype) for _ in range(2))
-    head = hidden_states, route(rows, 2), order
-    numbers = activation_numbers(SILU)
-    backend.run("moe_grouped", *head, gate_up, down, *numbers, wanted)
-    backend.run("moe_grouped_int4", *head, slots, *shape[1:], *numbers, found)
+    head = [each.to(device) for each in (hidden_states, route(rows), order)]
+    found, wanted = torch.zeros(2, rows, 3, shape[0], dtype=dtype, device=device)
+    scaled_ops.moe_grouped("int4", *head, slots, shape[1], shape[2:], SILU, found)
+    ops.moe_grouped(*head, *words, SILU, wanted)
     assert torch.equal(found, wanted)
-    assert bool(found.float().isfinite().all())
+    assert bool(found.isfinite().all()) and bool(found.any(2).all())
 
 
 def test_float64_runs_the_reference() -> None:

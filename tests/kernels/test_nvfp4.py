@@ -3,7 +3,6 @@ kinds, is the format's word, and products are those of plain words, on every ins
 the CUDA kernels.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,10 +12,8 @@ import torch
 from torch import Tensor
 
 from speq.kernels import ops, reference_scaled, scaled_ops
-from speq.kernels.checks import activation_numbers
 from speq.kernels.scaled_layout import Nvfp4Layout
 from speq.kernels.scaled_words import nvfp4_codes, nvfp4_words, part_of
-from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
 from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 from tests.helpers.words import same_words
@@ -30,11 +27,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of matrices: usual ones as ModelOpt writes them and as compressed-tensors does, the least and the
 # largest, and no numbers.
 OF_MATRIX = (2.3e-5, 8123.0, 1.0, 1 / 3, 1e-38, 1e-44, 3e38, -0.01, 0.0, float("inf"), float("nan"))
-
-
-@pytest.fixture(params=CUDA_BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    yield from backend_named(request)
 
 
 @dataclass(frozen=True)
@@ -94,12 +86,12 @@ KINDS = [OF_MATRIX[at : at + 3] for at in range(0, len(OF_MATRIX) - 2, 2)]
 @pytest.mark.parametrize("of_matrix", KINDS)
 @pytest.mark.parametrize("divides", [False, True])
 def test_words_are_those_of_the_format(
-    isa: str, divides: bool, of_matrix: tuple[float, ...]
+    device: torch.device, divides: bool, of_matrix: tuple[float, ...]
 ) -> None:
     """Matrices of 40,960 codes: each pair of a code and a scale occurs."""
-    record, found = Record.of(SHAPES[2], divides, SEED, of_matrix), empty(SHAPES[2])
-    scaled_ops.decode("nvfp4", record.record, (divides,), *found)
-    check_decoded(found, record)
+    record, found = Record.of(SHAPES[2], divides, SEED, of_matrix), empty(SHAPES[2], device)
+    scaled_ops.decode("nvfp4", record.record.to(device), (divides,), *found)
+    check_decoded([matrix.cpu() for matrix in found], record)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -108,17 +100,6 @@ def test_words_of_the_reference(shape: tuple[int, int], divides: bool) -> None:
     record, found = Record.of(shape, divides, SEED, OF_MATRIX[:3]), empty(shape)
     reference_scaled.decode_nvfp4_out(record.record, divides, *found)
     check_decoded(found, record)
-
-
-@pytest.mark.parametrize("of_matrix", KINDS)
-@pytest.mark.parametrize("divides", [False, True])
-def test_words_of_the_cuda_kernels(
-    backend: Backend, divides: bool, of_matrix: tuple[float, ...]
-) -> None:
-    record, found = Record.of(SHAPES[2], divides, SEED, of_matrix), empty(SHAPES[2], backend.device)
-    op = getattr(torch.ops, backend.namespace).decode_nvfp4_out.default
-    op(record.record.to(backend.device), divides, *found)
-    check_decoded([matrix.cpu() for matrix in found], record)
 
 
 @cache
@@ -145,29 +126,11 @@ def route(rows: int, top_k: int = 3) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("shape", "divides", "dtype", "rows"), covering(SHAPES, (False, True), DTYPES, (1, 3, 8, 40))
+    ("shape", "divides", "dtype", "rows", "gap"),
+    covering(SHAPES, (False, True), DTYPES, (1, 2, 3, 9, 40), (64, 4)),
 )
 def test_products_are_those_of_plain_words(
-    isa: str, shape: tuple[int, int], divides: bool, dtype: torch.dtype, rows: int
-) -> None:
-    generator = torch.Generator().manual_seed(SEED)
-    order = torch.randperm(EXPERTS, generator=generator)
-    slots, gate_up, down = slots_of(shape, divides, order, 64)
-    hidden_states = torch.randn(rows, shape[0], generator=generator).to(dtype)
-    found, wanted = (torch.zeros(rows, 3, shape[0], dtype=dtype) for _ in range(2))
-    head = hidden_states, route(rows), order
-    scaled_ops.moe_grouped("nvfp4", *head, slots, shape[1], (divides,), SILU, found)
-    ops.moe_grouped(*head, gate_up, down, SILU, wanted)
-    assert torch.equal(found, wanted)
-    assert bool(found.isfinite().all()) and bool(found.any(2).all())
-
-
-@pytest.mark.parametrize(
-    ("shape", "divides", "dtype", "rows", "gap"),
-    covering(SHAPES, (False, True), DTYPES, (1, 2, 3, 9), (64, 4)),
-)
-def test_products_of_the_cuda_kernels(
-    backend: Backend,
+    device: torch.device,
     shape: tuple[int, int],
     divides: bool,
     dtype: torch.dtype,
@@ -177,15 +140,14 @@ def test_products_of_the_cuda_kernels(
     """gap: slots that keep vectors aligned, and slots that do not."""
     generator = torch.Generator().manual_seed(SEED)
     order = torch.randperm(EXPERTS, generator=generator)
-    slots, gate_up, down = slots_of(shape, divides, order, gap)
+    slots, *words = (each.to(device) for each in slots_of(shape, divides, order, gap))
     hidden_states = torch.randn(rows, shape[0], generator=generator).to(dtype)
-    found, wanted = (torch.zeros(rows, 2, shape[0], dtype=dtype) for _ in range(2))
-    head = hidden_states, route(rows, 2), order
-    numbers = activation_numbers(SILU)
-    backend.run("moe_grouped", *head, gate_up, down, *numbers, wanted)
-    backend.run("moe_grouped_nvfp4", *head, slots, shape[1], divides, *numbers, found)
+    head = [each.to(device) for each in (hidden_states, route(rows), order)]
+    found, wanted = torch.zeros(2, rows, 3, shape[0], dtype=dtype, device=device)
+    scaled_ops.moe_grouped("nvfp4", *head, slots, shape[1], (divides,), SILU, found)
+    ops.moe_grouped(*head, *words, SILU, wanted)
     assert torch.equal(found, wanted)
-    assert bool(found.float().isfinite().all())
+    assert bool(found.isfinite().all()) and bool(found.any(2).all())
 
 
 def test_float64_runs_the_reference() -> None:

@@ -2,7 +2,7 @@
 products are those of plain words.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from speq.kernels import ops, reference_scaled, scaled_ops
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words, part_of
+from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
 from tests.helpers.expert_problems import SILU
 from tests.helpers.fp8_files import words_of
 from tests.helpers.pairwise import covering
@@ -32,6 +33,11 @@ BLOCKS = {
     "fp8 blocks of 64": (64, 64),
 }
 FORMATS = [*BLOCKS, "mxfp4"]
+
+
+@pytest.fixture(params=CUDA_BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    yield from backend_named(request)
 
 
 def form_of(format: str) -> str:
@@ -79,11 +85,17 @@ def record_of(layout: ScaledLayout, codes: list[Tensor], scales: list[Tensor]) -
     return record
 
 
-def decoded(format: str, record: Tensor, hidden: int, width: int) -> tuple[Tensor, Tensor]:
-    gate_up = torch.empty(2 * width, hidden, dtype=torch.bfloat16)
-    down = torch.empty(hidden, width, dtype=torch.bfloat16)
-    decode(format, record, gate_up, down)
-    return gate_up, down
+def decoded(
+    format: str, record: Tensor, hidden: int, width: int, device: torch.device | None = None
+) -> list[Tensor]:
+    """Words by the reference, or by kernels on a device."""
+    shapes = (2 * width, hidden), (hidden, width)
+    words = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    if device is None:
+        reference(format, record, *words)
+    else:
+        decode(format, record.to(device), *words)
+    return [each.cpu() for each in words]
 
 
 # The least and the largest of all kinds of float32, those at which a word of FP8 becomes subnormal
@@ -104,7 +116,7 @@ def fp8_scales() -> list[float]:
     return [*SCALES, *usual.tolist(), *bits.view(torch.float32).tolist()]
 
 
-def test_every_code_of_fp8_under_scales_of_all_kinds(isa: str) -> None:
+def test_every_code_of_fp8_under_scales_of_all_kinds(device: torch.device) -> None:
     """Blocks of 256 scales, each with all codes: gate and up have 128 blocks each."""
     hidden, width = 1024, 2048
     layout = Fp8Layout(hidden, width)
@@ -125,7 +137,7 @@ def test_every_code_of_fp8_under_scales_of_all_kinds(isa: str) -> None:
                 (down_codes, down_scales),
             )
         )
-    found = decoded("fp8", record, hidden, width)
+    found = decoded("fp8", record, hidden, width, device)
     assert same_words(found[0], torch.cat([gate, up]))
     assert same_words(found[1], down)
 
@@ -138,7 +150,7 @@ def test_words_of_fp8_are_those_of_transformers() -> None:
         assert same_words(fp8_words(codes, stored), theirs)
 
 
-def test_every_code_of_mxfp4_under_every_scale(isa: str) -> None:
+def test_every_code_of_mxfp4_under_every_scale(device: torch.device) -> None:
     """transformers' own words, of experts as gpt_oss has them."""
     hidden, width = 256, 256
     blocks, exponents = hidden // 32, torch.arange(256)
@@ -153,7 +165,7 @@ def test_every_code_of_mxfp4_under_every_scale(isa: str) -> None:
         for each, factors in ((codes, scales), (down_codes, down_scales))
     )
     record = record_of(Mxfp4Layout(hidden, width), [codes, down_codes], [scales, down_scales])
-    found = decoded("mxfp4", record, hidden, width)
+    found = decoded("mxfp4", record, hidden, width, device)
     assert same_words(found[0], torch.cat([gate_up[0::2], gate_up[1::2]]))
     assert same_words(found[1], down)
     assert same_words(mxfp4_words(codes.flatten(1), scales), gate_up)
@@ -189,16 +201,17 @@ class Experts:
     records: Tensor
 
     @classmethod
-    def of(cls, format: str, hidden: int, width: int, times: float = 1.0) -> "Experts":
+    def of(
+        cls, format: str, hidden: int, width: int, times: float = 1.0, gap: int = 64
+    ) -> "Experts":
+        """gap: bytes behind a record."""
         order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(SEED))
         records = [random_record(format, hidden, width, seed, times) for seed in range(EXPERTS)]
-        slots = torch.full((EXPERTS, len(records[0]) + 64), 0xA5, dtype=torch.uint8)
-        words = [None] * EXPERTS
+        slots = torch.full((EXPERTS, len(records[0]) + gap), 0xA5, dtype=torch.uint8)
+        words: list[Any] = [None] * EXPERTS
         for expert, slot in enumerate(order.tolist()):
             slots[slot, : len(records[expert])] = records[expert]
-            matrices = torch.empty(2 * width, hidden).bfloat16(), torch.empty(hidden, width)
-            words[slot] = matrices[0], matrices[1].bfloat16()
-            reference(format, records[expert], *words[slot])
+            words[slot] = decoded(format, records[expert], hidden, width)
         return cls(
             width,
             order,
@@ -207,35 +220,43 @@ class Experts:
             slots,
         )
 
-    def run(self, format: str, hidden_states: Tensor, topk_ids: Tensor) -> Tensor:
-        out = torch.zeros(*topk_ids.shape, hidden_states.shape[1], dtype=hidden_states.dtype)
-        rows = hidden_states, topk_ids, self.order
+    def run(
+        self, format: str, hidden_states: Tensor, topk_ids: Tensor, device: torch.device
+    ) -> Tensor:
+        shape, dtype = (*topk_ids.shape, hidden_states.shape[1]), hidden_states.dtype
+        out = torch.zeros(shape, dtype=dtype, device=device)
+        rows = [each.to(device) for each in (hidden_states, topk_ids, self.order)]
         if format == "words":
-            ops.moe_grouped(*rows, self.gate_up, self.down, SILU, out)
+            ops.moe_grouped(*rows, self.gate_up.to(device), self.down.to(device), SILU, out)
         else:
-            run(format, *rows, self.records, self.width, SILU, out)
+            run(format, *rows, self.records.to(device), self.width, SILU, out)
         return out
 
 
 experts_of = cache(Experts.of)
-# Hidden size and expert width: blocks, parts of blocks, rows that are no whole quads.
+# Hidden size and expert width: blocks, parts of blocks, rows that are no whole quads, more than the
+# 256 columns of a step of a GPU.
 SHAPES = {
-    "fp8 rows": ((64, 64), (40, 24), (130, 70), (66, 66), (8, 6), (192, 320), (3, 5)),
-    "fp8 matrix": ((64, 64), (130, 70), (8, 6), (256, 192)),
-    "fp8 strips": ((256, 192), (130, 70)),
-    "fp8": ((64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6), (192, 320)),
-    "mxfp4": ((64, 64), (32, 96), (256, 64), (160, 32)),
+    "fp8 rows": ((64, 64), (40, 24), (130, 70), (66, 33), (8, 6), (192, 320), (3, 5)),
+    "fp8 matrix": ((64, 64), (130, 70), (66, 33), (8, 6), (256, 192), (320, 160)),
+    "fp8 strips": ((256, 192), (130, 70), (320, 160)),
+    "fp8": ((64, 64), (40, 24), (130, 70), (256, 64), (66, 33), (8, 6), (320, 160), (192, 320)),
+    "mxfp4": ((64, 64), (32, 96), (256, 64), (160, 32), (320, 160)),
 }
 ALL_SHAPES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
 
 
+@pytest.mark.parametrize("any_scale", [False, True], ids=["usual scales", "any scale"])
 @pytest.mark.parametrize(("format", "shape"), ALL_SHAPES)
-def test_words_of_records_of_all_shapes(isa: str, format: str, shape: tuple[int, int]) -> None:
-    experts = experts_of(format, *shape)
-    for slot in range(EXPERTS):
-        gate_up, down = decoded(format, experts.records[slot], *shape)
-        assert torch.equal(gate_up.view(torch.int16), experts.gate_up[slot].view(torch.int16))
-        assert torch.equal(down.view(torch.int16), experts.down[slot].view(torch.int16))
+def test_words_of_records_of_all_shapes(
+    device: torch.device, format: str, shape: tuple[int, int], any_scale: bool
+) -> None:
+    record = random_record(format, *shape, seed=SEED)
+    if any_scale:
+        record = random_bytes(len(record))
+    found, wanted = (decoded(format, record, *shape, on) for on in (device, None))
+    for ours, exact in zip(found, wanted, strict=True):
+        assert same_words(ours, exact)
 
 
 def route(rows: int, top_k: int = 3) -> Tensor:
@@ -248,30 +269,36 @@ ROWS = (1, 3, 8, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(("each", "dtype", "rows"), covering(ALL_SHAPES, DTYPES, ROWS))
+@pytest.mark.parametrize(
+    ("each", "dtype", "rows", "gap"), covering(ALL_SHAPES, DTYPES, ROWS, (64, 4))
+)
 def test_products_are_those_of_plain_words(
-    isa: str, each: tuple[str, tuple[int, int]], dtype: torch.dtype, rows: int
+    device: torch.device, each: tuple[str, tuple[int, int]], dtype: torch.dtype, rows: int, gap: int
 ) -> None:
+    """gap: slots that keep vectors aligned, and slots that do not."""
     format, (hidden, width) = each
-    experts = experts_of(format, hidden, width)
+    experts = experts_of(format, hidden, width, gap=gap)
     generator = torch.Generator().manual_seed(SEED)
     hidden_states = torch.randn(rows, hidden, generator=generator).to(dtype)
     topk_ids = route(rows)
-    found = experts.run(format, hidden_states, topk_ids)
-    assert torch.equal(found, experts.run("words", hidden_states, topk_ids))
+    found = experts.run(format, hidden_states, topk_ids, device)
+    assert torch.equal(found, experts.run("words", hidden_states, topk_ids, device))
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
     # A row does not depend on others of the call.
-    assert torch.equal(found[-1:], experts.run(format, hidden_states[-1:], topk_ids[-1:]))
+    alone = experts.run(format, hidden_states[-1:], topk_ids[-1:], device)
+    assert torch.equal(found[-1:], alone)
 
 
 @pytest.mark.parametrize("times", [2.0**-104, 2.0**101])
 @pytest.mark.parametrize("format", list(BLOCKS))
-def test_products_under_scales_far_from_one(isa: str, format: str, times: float) -> None:
+def test_products_under_scales_far_from_one(
+    device: torch.device, format: str, times: float
+) -> None:
     """Where words of an octave are not those of another, shifted."""
     experts = experts_of(format, 256, 192, times)
     hidden_states = torch.randn(2, 256, generator=torch.Generator().manual_seed(SEED)) / times
-    found = experts.run(format, hidden_states, route(2))
-    assert torch.equal(found, experts.run("words", hidden_states, route(2)))
+    found = experts.run(format, hidden_states, route(2), device)
+    assert torch.equal(found, experts.run("words", hidden_states, route(2), device))
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
 
 
@@ -356,3 +383,19 @@ def test_widths_of_mxfp4_are_whole_blocks() -> None:
 def test_blocks_of_fp8_that_kernels_do_not_know(blocks: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"blocks of FP8 are {blocks[0]} by {blocks[1]}, and"):
         Fp8Layout(64, 64, *blocks)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_cuda_kernels_refuse_what_is_too_short_or_not_aligned(
+    backend: Backend, format: str
+) -> None:
+    """Called around the checks of the wrappers."""
+    record = random_record(format, 64, 64, SEED).to(backend.device)
+    words = [each.to(backend.device) for each in decoded(format, record.cpu(), 64, 64)]
+    given = *BLOCKS.get(format, ()), *words
+    op = getattr(getattr(torch.ops, backend.namespace), f"decode_{form_of(format)}_out").default
+    with pytest.raises(RuntimeError, match="records must have at least"):
+        op(record[:-1].contiguous(), *given)
+    shifted = torch.cat([record[:1], record])[1:]
+    with pytest.raises(RuntimeError, match="aligned to four"):
+        op(shifted, *given)
