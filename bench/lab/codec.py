@@ -194,14 +194,10 @@ class MeasuredDense:
         """Encode a matrix, over codes or without them. Raises SpeqError where a bit is lost."""
         found, copy = torch.empty_like(matrix), torch.empty_like(matrix)
         marks = [clock()]
-        if self.codec == "residual":
-            record = dense_ops.encode_dense_residual(matrix, pair)
-            marks.append(clock())
-            dense_ops.decode_dense_residual(record, pair, found)
-        else:
-            record = dense_ops.encode_dense_lossless(matrix)
-            marks.append(clock())
-            dense_ops.decode_dense_lossless(record, found)
+        codes = pair if self.codec == "residual" else None
+        record = dense_ops.encode_dense(matrix, codes)
+        marks.append(clock())
+        dense_ops.RecordMatrix(record, *matrix.shape, codes).decode(found)
         marks.append(clock())
         copy.copy_(matrix)
         marks.append(clock())

@@ -27,7 +27,7 @@ from speq.errors import NoRoom, OptionError, checked_choice
 from speq.files.alignment import align
 from speq.kernels import dense_ops
 from speq.kernels.ops import Int4Weight, quantize_int4
-from speq.layers.dense_matrix import DenseMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
+from speq.layers.dense_matrix import DenseMatrix, RawMatrix
 from speq.layers.int4_matrix import Int4Matrix
 from speq.measure.memory_read import READ_BYTES, Clock, MemoryRead, step_times
 from speq.measure.report import Column, Report
@@ -93,9 +93,9 @@ class Matrices:
             self.nbytes += wide.nbytes
             parts.insert(0, wide)
         elif kernel == "linear_lossless":
-            parts.insert(0, self._recorded(dense_ops.encode_dense_lossless(weight)))
+            parts.insert(0, self._recorded(dense_ops.encode_dense(weight)))
         elif kernel == "linear_residual":
-            parts.insert(0, self._recorded(dense_ops.encode_dense_residual(weight, (*pair,))))
+            parts.insert(0, self._recorded(dense_ops.encode_dense(weight, (*pair,))))
         self.calls = min(max(read // self.nbytes, MIN_CALLS), MAX_CALLS)
         held = [copies(part, self.calls, device) for part in parts]
         self._copies = [_matrix_of(kernel, shape, each) for each in zip(*held, strict=True)]
@@ -115,11 +115,10 @@ def _matrix_of(kernel: str, shape: MatrixShape, parts: tuple[Tensor, ...]) -> De
     """A matrix as the engine holds it, over its parts."""
     if kernel == "linear":
         return RawMatrix(parts[0])
-    if kernel == "linear_lossless":
-        return LosslessMatrix(parts[0], shape.outputs, shape.columns)
-    if kernel == "linear_residual":
+    if kernel in ("linear_lossless", "linear_residual"):
         record, *pair = parts
-        return ResidualMatrix(record, (pair[0], pair[1]))
+        codes = (pair[0], pair[1]) if pair else None
+        return dense_ops.RecordMatrix(record, shape.outputs, shape.columns, codes)
     return Int4Matrix(Int4Weight(*parts))
 
 

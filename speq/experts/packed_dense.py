@@ -34,7 +34,7 @@ def smaller_record(words: Tensor) -> Tensor | None:
     """Pack a matrix [N, K] bfloat16 on the host losslessly into [R] uint8; None if that is not
     smaller.
     """
-    record = dense_ops.encode_dense_lossless(words, prefer_huge_pages)
+    record = dense_ops.encode_dense(words, prepare=prefer_huge_pages)
     return record if record.nbytes < words.nbytes else None
 
 

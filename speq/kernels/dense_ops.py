@@ -21,104 +21,115 @@ WORD = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class _Coded:
-    """A matrix [rows, columns] in a record, over the codes in `pair`, if any."""
+class RecordMatrix:
+    """A matrix [outputs, columns] in a record [R] uint8: without codes lossless, about 11 bits a
+    weight; over codes its residual, under 9 bits.
 
-    rows: int
-    columns: int
+    pair  qweight [N, K / 2] uint8 and scales [N, K / group_size] float16, in the order of weights;
+          their bytes are counted for the draft's matrix
+
+    Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
+    """
+
     record: Tensor
+    outputs: int
+    columns: int
     pair: Int4Pair | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.outputs, self.columns
+        if self.pair is not None:
+            _check_pair(self.pair, shape, self.record.device)
+        layout = CompactLayout.of_matrix(shape, lossless=self.pair is None)
+        check_records("record", self.record, 1, layout.fixed_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.record.nbytes
 
     @property
     def codec(self) -> str:
         return "lossless" if self.pair is None else "residual"
 
     @property
-    def codes(self) -> tuple[Tensor, ...]:
-        """Arguments of ops after the record."""
-        return self.pair or ()
-
-    @property
     def sized(self) -> tuple[Tensor | int, ...]:
-        """Arguments of ops that need the number of rows as well."""
-        return self.pair or (self.rows,)
+        """Arguments of ops that need the number of rows as well as codes."""
+        return self.pair or (self.outputs,)
+
+    def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply inputs [..., columns] by the matrix and add bias [outputs]: [..., outputs].
+
+        inputs  float32, float64, bfloat16 or float16, also the dtype of bias and result
+
+        More than `linear_rows` rows, and float64, take `product_scratch_bytes` while they run.
+        Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
+        """
+        rows, most = inputs.numel() // self.columns, linear_rows(inputs)
+        if not 0 < rows <= most or inputs.dtype != WORD:  # the op checks what drafts give it
+            self._check(inputs, bias)
+        if rows > most or inputs.dtype not in EXACT_DTYPES:
+            dtype = _product_dtype(inputs.dtype)
+            added = None if bias is None else bias.to(dtype)
+            words = self.words().to(dtype)
+            return many_rows.linear(inputs.to(dtype), words, added).to(inputs.dtype)
+        out = inputs.new_empty(*inputs.shape[:-1], self.outputs)
+        if rows:
+            # Slices of states may not be contiguous.
+            flat, target = inputs.contiguous().view(rows, -1), out.view(rows, -1)
+            library.call(
+                f"linear_{self.codec}", flat, self.record, *(self.pair or ()), bias, target
+            )
+        return out
+
+    def _check(self, inputs: Tensor, bias: Tensor | None) -> None:
+        device = self.record.device
+        shape = (*(None,) * (inputs.dim() - 1), self.columns)
+        check_tensor("inputs", inputs.contiguous(), shape, FLOAT_DTYPES, device)
+        if bias is not None:
+            check_tensor("bias", bias, (self.outputs,), (inputs.dtype,), device)
+
+    def words(self) -> Tensor:
+        """Decode the matrix to bfloat16."""
+        words = self.record.new_empty(self.outputs, self.columns, dtype=WORD)
+        self.decode(words)
+        return words
+
+    def decode(self, words: Tensor) -> None:
+        """Decode the matrix into `words`, bfloat16."""
+        check_tensor("words", words, (self.outputs, self.columns), (WORD,), self.record.device)
+        library.call(f"decode_dense_{self.codec}", self.record, *self.sized, 0, words)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows [..., columns] bfloat16 by their ids [...] int64.
+
+        Raises IndexError for an id out of range; on a GPU, which is not waited for, its row is NaN.
+        """
+        device = self.record.device
+        check_tensor("ids", ids, (None,) * ids.dim(), (torch.int64,), device)
+        out = torch.empty(*ids.shape, self.columns, dtype=WORD, device=device)
+        flat, target = ids.flatten(), out.view(-1, self.columns)
+        library.call(f"rows_{self.codec}", self.record, *self.sized, flat, target)
+        return out
 
 
-def encode_dense_lossless(
-    weight: Tensor, prepare: Callable[[Tensor], None] = lambda record: None
+def encode_dense(
+    weight: Tensor,
+    pair: Int4Pair | None = None,
+    prepare: Callable[[Tensor], None] = lambda record: None,
 ) -> Tensor:
-    """Encode a matrix losslessly into a record [R] uint8.
+    """Encode a matrix losslessly, or its residual over codes, into a record [R] uint8.
 
-    weight   [N, K] bfloat16, on the CPU
+    weight   [N, K] bfloat16, on the CPU; pair: see `RecordMatrix`
     prepare  is given the record before it is written
 
     Raises SpeqError if it has more escapes than a record can index.
     """
-    layout = _layout_of("weight", weight, lossless=True)
-    return encode_whole("encode_dense_lossless", layout, weight, prepare=prepare)
-
-
-def encode_dense_residual(
-    weight: Tensor, pair: Int4Pair, prepare: Callable[[Tensor], None] = lambda record: None
-) -> Tensor:
-    """Encode a matrix's residual over its codes into a record [R] uint8; otherwise as
-    `encode_dense_lossless`.
-
-    pair  qweight [N, K / 2] uint8 and scales [N, K / group_size] float16, in the order of weight
-    """
-    layout = _layout_of("weight", weight, lossless=False)
+    check_tensor("weight", weight, (None, None), (WORD,), weight.device)
+    layout = CompactLayout.of_matrix(weight.shape, lossless=pair is None)
+    if pair is None:
+        return encode_whole("encode_dense_lossless", layout, weight, prepare=prepare)
     _check_pair(pair, weight.shape, weight.device)
     return encode_whole("encode_dense_residual", layout, weight, *pair, prepare=prepare)
-
-
-def decode_dense_lossless(record: Tensor, weight_out: Tensor) -> None:
-    """Decode a record into a matrix [N, K] of bfloat16."""
-    _layout_of("weight_out", weight_out, lossless=True)
-    rows, columns = weight_out.shape
-    _decode(_lossless(record, rows, columns), weight_out)
-
-
-def decode_dense_residual(record: Tensor, pair: Int4Pair, weight_out: Tensor) -> None:
-    """Decode a record over its codes into a matrix [N, K] of bfloat16."""
-    _layout_of("weight_out", weight_out, lossless=False)
-    _check_pair(pair, weight_out.shape, record.device)
-    _decode(_residual(record, pair), weight_out)
-
-
-def linear_lossless(
-    inputs: Tensor, record: Tensor, outputs: int, bias: Tensor | None = None
-) -> Tensor:
-    """Multiply inputs [..., K] by the matrix [outputs, K] of a record and add bias: [..., outputs].
-
-    inputs  float32, float64, bfloat16 or float16, also the dtype of bias and result
-
-    More than `linear_rows` rows, and float64, take `product_scratch_bytes` while they run. Raises
-    ValueError, naming the argument, for any other dtype, shape, device or layout.
-    """
-    return _linear(inputs, _lossless(record, outputs, _columns(inputs)), bias)
-
-
-def linear_residual(
-    inputs: Tensor, record: Tensor, pair: Int4Pair, bias: Tensor | None = None
-) -> Tensor:
-    """Run `linear_lossless` over a residual record and its codes, whose rows are the outputs."""
-    _check_pair(pair, (pair[0].shape[0], _columns(inputs)), record.device)
-    return _linear(inputs, _residual(record, pair), bias)
-
-
-def rows_lossless(record: Tensor, rows: int, columns: int, ids: Tensor) -> Tensor:
-    """Look up rows ids [...], int64, of the matrix [rows, columns] of a record: [..., columns]
-    bfloat16.
-
-    Raises IndexError for an id out of range; on a GPU, which is not waited for, its row is NaN.
-    """
-    return _rows(_lossless(record, rows, columns), ids)
-
-
-def rows_residual(record: Tensor, pair: Int4Pair, ids: Tensor) -> Tensor:
-    """Run `rows_lossless` over a residual record and its codes."""
-    _check_pair(pair, _shape_of(pair), record.device)
-    return _rows(_residual(record, pair), ids)
 
 
 def product_scratch_bytes(outputs: int, columns: int, dtype: torch.dtype) -> int:
@@ -131,75 +142,9 @@ def product_scratch_bytes(outputs: int, columns: int, dtype: torch.dtype) -> int
     return outputs * columns * (WORD.itemsize + wide)
 
 
-def _columns(inputs: Tensor) -> int:
-    if inputs.dim() == 0:
-        raise ValueError("inputs has shape []; it must be [..., K]")
-    return inputs.shape[-1]
-
-
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of a product by bfloat16 weights, which are widened and never rounded."""
     return dtype if dtype == WORD else torch.promote_types(dtype, torch.float32)
-
-
-def _linear(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
-    device = matrix.record.device
-    any_shape = (None,) * (inputs.dim() - 1)
-    inputs = inputs.contiguous()  # slices of states may not be contiguous
-    check_tensor("inputs", inputs, (*any_shape, matrix.columns), FLOAT_DTYPES, device)
-    if bias is not None:
-        check_tensor("bias", bias, (matrix.rows,), (inputs.dtype,), device)
-    rows = inputs.numel() // matrix.columns
-    if rows > linear_rows(inputs) or inputs.dtype not in EXACT_DTYPES:
-        return _product_of_many(inputs, matrix, bias)
-    out = inputs.new_empty(*inputs.shape[:-1], matrix.rows)
-    if rows:
-        flat, target = inputs.view(rows, -1), out.view(rows, -1)
-        library.call(f"linear_{matrix.codec}", flat, matrix.record, *matrix.codes, bias, target)
-    return out
-
-
-def _product_of_many(inputs: Tensor, matrix: _Coded, bias: Tensor | None) -> Tensor:
-    words = inputs.new_empty(matrix.rows, matrix.columns, dtype=WORD)
-    _decode(matrix, words)
-    dtype = _product_dtype(inputs.dtype)
-    added = None if bias is None else bias.to(dtype)
-    return many_rows.linear(inputs.to(dtype), words.to(dtype), added).to(inputs.dtype)
-
-
-def _decode(matrix: _Coded, weight: Tensor) -> None:
-    library.call(f"decode_dense_{matrix.codec}", matrix.record, *matrix.sized, 0, weight)
-
-
-def _rows(matrix: _Coded, ids: Tensor) -> Tensor:
-    device = matrix.record.device
-    check_tensor("ids", ids, (None,) * ids.dim(), (torch.int64,), device)
-    out = torch.empty(*ids.shape, matrix.columns, dtype=WORD, device=device)
-    flat, target = ids.flatten(), out.view(-1, matrix.columns)
-    library.call(f"rows_{matrix.codec}", matrix.record, *matrix.sized, flat, target)
-    return out
-
-
-def _lossless(record: Tensor, rows: int, columns: int) -> _Coded:
-    layout = CompactLayout.of_matrix((rows, columns), lossless=True)
-    check_records("record", record, 1, layout.fixed_bytes)
-    return _Coded(rows, columns, record)
-
-
-def _residual(record: Tensor, pair: Int4Pair) -> _Coded:
-    rows, columns = _shape_of(pair)
-    layout = CompactLayout.of_matrix((rows, columns), lossless=False)
-    check_records("record", record, 1, layout.fixed_bytes)
-    return _Coded(rows, columns, record, pair)
-
-
-def _layout_of(name: str, weight: Tensor, lossless: bool) -> CompactLayout:
-    check_tensor(name, weight, (None, None), (WORD,), weight.device)
-    return CompactLayout.of_matrix(weight.shape, lossless)
-
-
-def _shape_of(pair: Int4Pair) -> tuple[int, int]:
-    return pair[0].shape[0], pair[0].shape[1] * 2
 
 
 def _check_pair(pair: Int4Pair, shape: Sequence[int], device: torch.device) -> None:

@@ -11,10 +11,11 @@ from speq.experts.packed_dense import PackedDense, smaller_record
 from speq.experts.passes import for_each_key
 from speq.files.alignment import prefer_huge_pages
 from speq.kernels import dense_ops
+from speq.kernels.dense_ops import RecordMatrix
 from speq.kernels.library import KERNELS, Kernels
 from speq.kernels.ops import Int4Pair
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
-from speq.layers.dense_matrix import ExactMatrix, LosslessMatrix, RawMatrix, ResidualMatrix
+from speq.layers.dense_matrix import ExactMatrix, RawMatrix
 from speq.layers.offloaded_experts import ActiveBackend
 from speq.models.dense_parts import EXPANDING, WEIGHING
 from speq.models.resident import MappedWeights
@@ -176,7 +177,7 @@ def encode_dense(
 
 def move_to_device(matrix: ExactMatrix, device: torch.device) -> ExactMatrix:
     """Copy a matrix from the host to a device."""
-    if isinstance(matrix, LosslessMatrix):
+    if isinstance(matrix, RecordMatrix):
         return replace(matrix, record=matrix.record.to(device))
     return RawMatrix(matrix.words().to(device))
 
@@ -197,7 +198,7 @@ def load_packed(
     if record is None:
         return RawMatrix(mapped.words(given).to(device))
     mapped.leave(given)
-    return LosslessMatrix(record.to(device), *given.shape)
+    return RecordMatrix(record.to(device), *given.shape)
 
 
 def pack_lossless(
@@ -210,7 +211,7 @@ def pack_lossless(
     record = smaller_record(words)
     if record is None or not kernels.takes_record(record.nbytes, words.shape[1]):
         return RawMatrix(words.to(device))
-    return LosslessMatrix(record.to(device), *words.shape)
+    return RecordMatrix(record.to(device), *words.shape)
 
 
 def pack_residual(
@@ -218,8 +219,8 @@ def pack_residual(
 ) -> ExactMatrix:
     """Pack a matrix as a residual over codes on the device, if that makes it smaller."""
     codes, scales = (part.to(words.device) for part in pair)
-    record = dense_ops.encode_dense_residual(words, (codes, scales), prefer_huge_pages)
+    record = dense_ops.encode_dense(words, (codes, scales), prefer_huge_pages)
     taken = kernels.takes_record(record.nbytes, words.shape[1])
     if record.nbytes >= words.nbytes or not taken:
         return RawMatrix(words.to(device))
-    return ResidualMatrix(record.to(device), pair)
+    return RecordMatrix(record.to(device), *words.shape, pair)

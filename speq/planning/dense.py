@@ -65,12 +65,12 @@ class DenseTrial:
         limit_bytes  that the copies may take of memory, words and records together
         """
         words = some_matrix(checkpoint, expert)
-        record = dense_ops.encode_dense_lossless(words)
+        record = dense_ops.encode_dense(words)
         limit_bytes = min(limit_bytes, 2 * TIMED_BYTES)
         count = max(1, min(limit_bytes // (words.nbytes + record.nbytes), MOST_COPIES))
         matrices = [words.clone() for _ in range(count)]
-        records = [record.clone() for _ in range(count)]
-        row, outputs = torch.ones(1, words.shape[1], dtype=words.dtype), words.shape[0]
+        records = [dense_ops.RecordMatrix(record.clone(), *words.shape) for _ in range(count)]
+        row = torch.ones(1, words.shape[1], dtype=words.dtype)
         raw_s = lossless_s = float("inf")
         for _ in range(ROUNDS):
             start_s = clock()
@@ -78,7 +78,7 @@ class DenseTrial:
                 ops.linear(row, matrix)
             between_s = clock()
             for each in records:
-                dense_ops.linear_lossless(row, each, outputs)
+                each.product(row, None)
             raw_s = min(raw_s, between_s - start_s)
             lossless_s = min(lossless_s, clock() - between_s)
         return cls(raw_s / count, lossless_s / count, record.nbytes / words.nbytes)

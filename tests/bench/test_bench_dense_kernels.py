@@ -14,7 +14,7 @@ from speq.bench.machine import kernels as bench
 from speq.bench.machine.kernels import Settings
 from speq.errors import SpeqError
 from speq.kernels import library
-from speq.layers.dense_matrix import LosslessMatrix
+from speq.kernels.dense_ops import RecordMatrix
 from tests.helpers.command import Command
 
 SETTINGS = Settings(
@@ -96,13 +96,13 @@ def test_without_raw_there_is_no_time_to_it() -> None:
 
 def test_copies_are_multiplied_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = LosslessMatrix.product
+    plain = RecordMatrix.product
 
-    def watched(matrix: LosslessMatrix, inputs: Any, bias: Any) -> Any:
+    def watched(matrix: RecordMatrix, inputs: Any, bias: Any) -> Any:
         seen.append((tuple(inputs.shape), matrix.record.data_ptr(), matrix.outputs))
         return plain(matrix, inputs, bias)
 
-    monkeypatch.setattr(LosslessMatrix, "product", watched)
+    monkeypatch.setattr(RecordMatrix, "product", watched)
     run(replace(SETTINGS, rows=(3,), kernels=("linear_lossless",), rounds=1))
     calls = len(seen) // 2  # once to begin with, once in the round
     assert calls > dense.MIN_CALLS

@@ -14,6 +14,7 @@ from torch import Tensor
 from speq.errors import SpeqError
 from speq.kernels import dense_ops, library, ops, reference_dense
 from speq.kernels.compact_layout import STREAMS_END, CompactLayout
+from speq.kernels.dense_ops import RecordMatrix, encode_dense
 from speq.kernels.ops import Int4Pair, quantize_int4
 from tests.helpers.backends import poisoned_memory
 from tests.helpers.pairwise import covering
@@ -59,37 +60,16 @@ class Matrix:
             pair = codes, steps.half()
         else:
             pair = quantize_int4(weight_of(rows, columns, "normal"), group)
-        return cls(weight, codec, pair, encoded(codec, weight, pair))
+        return cls(weight, codec, pair, encode_dense(weight, None if codec == "lossless" else pair))
 
     @property
     def layout(self) -> CompactLayout:
         return CompactLayout.of_matrix(self.weight.shape, self.codec == "lossless")
 
-    def decoded(self, record: Tensor) -> Tensor:
-        out = torch.empty_like(self.weight)
-        if self.codec == "lossless":
-            dense_ops.decode_dense_lossless(record, out)
-        else:
-            dense_ops.decode_dense_residual(record, self.pair, out)
-        return out
-
-    def linear(self, inputs: Tensor, bias: Tensor | None, record: Tensor | None = None) -> Tensor:
-        record = self.record if record is None else record
-        if self.codec == "lossless":
-            return dense_ops.linear_lossless(inputs, record, len(self.weight), bias)
-        return dense_ops.linear_residual(inputs, record, self.pair, bias)
-
-    def rows(self, ids: Tensor, record: Tensor | None = None) -> Tensor:
-        record = self.record if record is None else record
-        if self.codec == "lossless":
-            return dense_ops.rows_lossless(record, *self.weight.shape, ids)
-        return dense_ops.rows_residual(record, self.pair, ids)
-
-
-def encoded(codec: str, weight: Tensor, pair: Int4Pair) -> Tensor:
-    if codec == "lossless":
-        return dense_ops.encode_dense_lossless(weight)
-    return dense_ops.encode_dense_residual(weight, pair)
+    def held(self, record: Tensor | None = None) -> RecordMatrix:
+        """The record as the product has it, or another of the matrix."""
+        pair = None if self.codec == "lossless" else self.pair
+        return RecordMatrix(self.record if record is None else record, *self.weight.shape, pair)
 
 
 def bits_of(matrix: Tensor) -> Tensor:
@@ -128,7 +108,7 @@ def test_every_bit_comes_back(codec: str, shape: tuple[int, int], kind: str) -> 
     try:
         for name in library.supported_isas():
             library.limit_isa(name)
-            assert torch.equal(bits_of(matrix.decoded(matrix.record)), bits_of(matrix.weight))
+            assert torch.equal(bits_of(matrix.held().words()), bits_of(matrix.weight))
     finally:
         library.limit_isa(best)
     whole = (
@@ -167,13 +147,13 @@ def test_products_are_those_of_plain_words(
     matrix = Matrix.made(codec, *shape, "planted")
     inputs = inputs_of(rows, shape[1], dtype)
     for bias in (None, inputs_of(1, shape[0], dtype)[0]):
-        found = matrix.linear(inputs, bias)
+        found = matrix.held().product(inputs, bias)
         wanted = plain_product(inputs, matrix.weight, bias)
         assert torch.equal(found, wanted)
         assert found.dtype == dtype and bool(found.isfinite().all()) and bool(found.any())
     if rows <= ops.MAX_LINEAR_ROWS and dtype != torch.float64:
         # A row does not depend on others of the call.
-        assert torch.equal(matrix.linear(inputs[-1:], bias), found[-1:])
+        assert torch.equal(matrix.held().product(inputs[-1:], bias), found[-1:])
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -182,7 +162,7 @@ def test_products_of_words_that_are_no_numbers(isa: str, codec: str, dtype: torc
     """NaN and infinities come out where plain words have them come out, and nowhere else."""
     matrix = Matrix.made(codec, 130, 66, "any bits")
     inputs = inputs_of(3, 66, dtype)
-    found = matrix.linear(inputs, None)
+    found = matrix.held().product(inputs, None)
     wanted = plain_product(inputs, matrix.weight, None)
     assert bool(wanted.isnan().any())
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
@@ -194,7 +174,7 @@ def test_products_agree_with_double_precision(codec: str) -> None:
     inputs, bias = inputs_of(4, 130, torch.float32), inputs_of(1, 33, torch.float32)[0]
     wanted = inputs.double().numpy() @ matrix.weight.double().numpy().T + bias.double().numpy()
     torch.testing.assert_close(
-        matrix.linear(inputs, bias), torch.from_numpy(wanted).float(), rtol=1e-4, atol=1e-5
+        matrix.held().product(inputs, bias), torch.from_numpy(wanted).float(), rtol=1e-4, atol=1e-5
     )
     out = torch.empty(4, 33)
     parts = (matrix.record,) if codec == "lossless" else (matrix.record, *matrix.pair)
@@ -208,7 +188,7 @@ def test_inputs_of_any_shape(codec: str, shape: tuple[int, ...]) -> None:
     matrix = Matrix.made(codec, 130, 66, "normal")
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).bfloat16()
     with poisoned_memory():
-        found = matrix.linear(inputs, None)
+        found = matrix.held().product(inputs, None)
     assert found.shape == (*shape[:-1], 130)
     assert torch.equal(found, ops.linear(inputs, matrix.weight))
 
@@ -217,16 +197,18 @@ def test_inputs_of_any_shape(codec: str, shape: tuple[int, ...]) -> None:
 def test_inputs_that_lie_apart(codec: str) -> None:
     matrix = Matrix.made(codec, 130, 66, "normal")
     inputs = inputs_of(4, 132, torch.bfloat16)[:, :66]
-    assert torch.equal(matrix.linear(inputs, None), ops.linear(inputs.clone(), matrix.weight))
+    assert torch.equal(
+        matrix.held().product(inputs, None), ops.linear(inputs.clone(), matrix.weight)
+    )
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_rows_by_their_ids(isa: str, codec: str) -> None:
     matrix = Matrix.made(codec, 33, 130, "planted")
     for ids in (torch.arange(33), torch.tensor([[32, 0], [0, 31]]), torch.tensor(5)):
-        found = matrix.rows(ids)
+        found = matrix.held().rows(ids)
         assert torch.equal(bits_of(found), bits_of(matrix.weight[ids]))
-    assert matrix.rows(torch.zeros(2, 0).long()).shape == (2, 0, 130)
+    assert matrix.held().rows(torch.zeros(2, 0).long()).shape == (2, 0, 130)
     parts = (matrix.record, 33) if codec == "lossless" else (matrix.record, *matrix.pair)
     out = torch.empty(3, 130).bfloat16()
     getattr(reference_dense, f"rows_{codec}_out")(*parts, torch.tensor([4, 32, 4]), out)
@@ -238,7 +220,7 @@ def test_rows_by_their_ids(isa: str, codec: str) -> None:
 def test_ids_of_no_row_are_refused(codec: str, wrong: int) -> None:
     matrix = Matrix.made(codec, 33, 130, "normal")
     with pytest.raises(IndexError, match=f"^ids holds {wrong}; there are 33 rows$"):
-        matrix.rows(torch.tensor([0, wrong]))
+        matrix.held().rows(torch.tensor([0, wrong]))
     parts = (matrix.record, 33) if codec == "lossless" else (matrix.record, *matrix.pair)
     with pytest.raises(IndexError, match=f"^ids holds {wrong}; there are 33 rows$"):
         getattr(reference_dense, f"rows_{codec}_out")(
@@ -264,11 +246,11 @@ def test_damage_stays_inside_a_record(isa: str, codec: str) -> None:
         damaged[hit] = noise[hit]
         if turn % 2:  # cut off as short as a record may be
             damaged = damaged[: matrix.layout.fixed_bytes + turn].clone()
-        found = matrix.decoded(damaged)
+        found = matrix.held(damaged).words()
         assert torch.equal(bits_of(found).int() & 0xFF, bits_of(matrix.weight).int() & 0xFF)
-        assert torch.equal(bits_of(matrix.rows(ids, damaged)), bits_of(found))
+        assert torch.equal(bits_of(matrix.held(damaged).rows(ids)), bits_of(found))
         inputs = inputs_of(1 + turn % 6, 130, torch.bfloat16)
-        product = matrix.linear(inputs, None, damaged)
+        product = matrix.held(damaged).product(inputs, None)
         wanted = plain_product(inputs, found, None)
         torch.testing.assert_close(product, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -295,67 +277,44 @@ def test_streams_that_no_index_can_tell_are_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(library, "call", call)
     with pytest.raises(SpeqError, match=rf"^escapes of \[4, 64\] take {STREAMS_END} bytes.*raw$"):
-        dense_ops.encode_dense_lossless(weight)
+        encode_dense(weight)
 
 
 MATRIX = weight_of(16, 64, "normal")
 PAIR = quantize_int4(MATRIX, 32)
-LOSSLESS = dense_ops.encode_dense_lossless(MATRIX)
-RESIDUAL = dense_ops.encode_dense_residual(MATRIX, PAIR)
-CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "encode_residual": (dense_ops.encode_dense_residual, {"weight": MATRIX, "pair": PAIR}),
-    "decode_lossless": (
-        dense_ops.decode_dense_lossless,
-        {"record": LOSSLESS, "weight_out": MATRIX.clone()},
-    ),
-    "decode_residual": (
-        dense_ops.decode_dense_residual,
-        {"record": RESIDUAL, "pair": PAIR, "weight_out": MATRIX.clone()},
-    ),
-    "linear_lossless": (
-        dense_ops.linear_lossless,
-        {"inputs": torch.zeros(3, 64), "record": LOSSLESS, "outputs": 16, "bias": torch.zeros(16)},
-    ),
-    "linear_residual": (
-        dense_ops.linear_residual,
-        {"inputs": torch.zeros(3, 64), "record": RESIDUAL, "pair": PAIR, "bias": None},
-    ),
-    "rows_lossless": (
-        dense_ops.rows_lossless,
-        {"record": LOSSLESS, "rows": 16, "columns": 64, "ids": torch.zeros(2).long()},
-    ),
-    "rows_residual": (
-        dense_ops.rows_residual,
-        {"record": RESIDUAL, "pair": PAIR, "ids": torch.zeros(2).long()},
-    ),
-}
+LOSSLESS = RecordMatrix(encode_dense(MATRIX), 16, 64)
+RESIDUAL = RecordMatrix(encode_dense(MATRIX, PAIR), 16, 64, PAIR)
 
 
 @pytest.mark.parametrize(
-    ("op", "name", "value", "message"),
+    ("call", "message"),
     [
-        ("encode_residual", "weight", MATRIX.float(), "weight is torch.float32; it must be"),
-        ("encode_residual", "pair", (PAIR[0][:8], PAIR[1]), r"qweight has shape \[8, 32\]"),
-        ("encode_residual", "pair", (PAIR[0], PAIR[1].float()), "scales is torch.float32"),
-        ("decode_lossless", "record", LOSSLESS[:64], "record has 64 bytes to a record"),
-        ("decode_lossless", "record", LOSSLESS.float(), "record is torch.float32"),
-        ("decode_lossless", "weight_out", MATRIX.half(), "weight_out is torch.float16"),
-        ("decode_lossless", "weight_out", MATRIX[:, ::2], "weight_out has strides"),
-        ("decode_residual", "weight_out", MATRIX[:8].clone(), r"qweight .* matrix \[8, 64\]"),
-        ("linear_lossless", "inputs", torch.zeros(3, 64).long(), "inputs is torch.int64"),
-        ("linear_lossless", "inputs", torch.zeros(()), r"inputs has shape \[\]"),
-        ("linear_lossless", "outputs", 1600, "record has .* at least"),
-        ("linear_lossless", "bias", torch.zeros(15), r"bias has shape \[15\]"),
-        ("linear_lossless", "bias", torch.zeros(16).half(), "bias is torch.float16"),
-        ("linear_residual", "inputs", torch.zeros(3, 62), r"qweight .* matrix \[16, 62\]"),
-        ("linear_residual", "record", RESIDUAL[:64], "record has 64 bytes"),
-        ("rows_lossless", "ids", torch.zeros(2).int(), "ids is torch.int32"),
-        ("rows_lossless", "rows", 1600, "record has .* at least"),
-        ("rows_residual", "pair", (PAIR[0], PAIR[1][:, :0]), "scales has shape"),
+        (lambda: encode_dense(MATRIX.float()), "weight is torch.float32; it must be"),
+        (lambda: encode_dense(MATRIX, (PAIR[0][:8], PAIR[1])), r"qweight has shape \[8, 32\]"),
+        (lambda: encode_dense(MATRIX, (PAIR[0], PAIR[1].float())), "scales is torch.float32"),
+        (lambda: RecordMatrix(LOSSLESS.record[:64], 16, 64), "record has 64 bytes to a record"),
+        (lambda: RecordMatrix(LOSSLESS.record.float(), 16, 64), "record is torch.float32"),
+        (lambda: RecordMatrix(LOSSLESS.record, 1600, 64), "record has .* at least"),
+        (lambda: RecordMatrix(RESIDUAL.record[:64], 16, 64, PAIR), "record has 64 bytes"),
+        (lambda: RecordMatrix(RESIDUAL.record, 8, 64, PAIR), r"qweight .* matrix \[8, 64\]"),
+        (
+            lambda: RecordMatrix(RESIDUAL.record, 16, 64, (PAIR[0], PAIR[1][:, :0])),
+            "scales has shape",
+        ),
+        (lambda: LOSSLESS.decode(MATRIX.half()), "words is torch.float16"),
+        (lambda: LOSSLESS.decode(MATRIX[:, ::2]), r"words has shape \[16, 32\]"),
+        (lambda: LOSSLESS.decode(MATRIX.T.contiguous().T), "words has strides"),
+        (lambda: LOSSLESS.product(torch.zeros(3, 64).long(), None), "inputs is torch.int64"),
+        (lambda: LOSSLESS.product(torch.zeros(()), None), r"inputs has shape \[\]"),
+        (lambda: RESIDUAL.product(torch.zeros(3, 62), None), r"inputs has shape \[3, 62\]"),
+        (lambda: LOSSLESS.product(torch.zeros(3, 64), torch.zeros(15)), r"bias has shape \[15\]"),
+        (
+            lambda: LOSSLESS.product(torch.zeros(3, 64), torch.zeros(16).half()),
+            "bias is torch.float16",
+        ),
+        (lambda: LOSSLESS.rows(torch.zeros(2).int()), "ids is torch.int32"),
     ],
 )
-def test_errors_name_the_argument(op: str, name: str, value: Any, message: str) -> None:
-    call, arguments = CALLS[op]
-    call(**arguments)
+def test_errors_name_the_argument(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        call(**(arguments | {name: value}))
+        call()

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.kernels import dense_ops, reference_dense
+from speq.kernels import reference_dense
 from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.dense_ops import RecordMatrix, encode_dense
 from speq.kernels.ops import Int4Pair, quantize_int4
 from tests.helpers.backends import (
     CUDA_BACKENDS,
@@ -58,9 +59,7 @@ class Matrix:
         anything = torch.randint(256, qweight.shape, generator=generator).byte()
         moved = torch.rand(qweight.shape, generator=generator) < 0.1
         pair = torch.where(moved, anything, qweight), scales
-        if codec == "lossless":
-            return cls(weight, codec, pair, dense_ops.encode_dense_lossless(weight))
-        return cls(weight, codec, pair, dense_ops.encode_dense_residual(weight, pair))
+        return cls(weight, codec, pair, encode_dense(weight, None if codec == "lossless" else pair))
 
     @property
     def codes(self) -> tuple[Tensor, ...]:
@@ -199,14 +198,11 @@ def test_wrappers_take_any_number_of_rows(device: torch.device, codec: str, rows
     """Few rows by the kernel, many through a plain copy: whole numbers, so that both are exact."""
     matrix = Matrix.of(codec, small_whole(33, 320, 100).bfloat16())
     inputs = small_whole(rows, 320, 8).bfloat16().to(device)
-    record, pair = matrix.record.to(device), (matrix.pair[0].to(device), matrix.pair[1].to(device))
+    pair = (matrix.pair[0].to(device), matrix.pair[1].to(device)) if matrix.codes else None
+    held = RecordMatrix(matrix.record.to(device), 33, 320, pair)
     with poisoned_memory():
-        if codec == "lossless":
-            found = dense_ops.linear_lossless(inputs, record, 33)
-            chosen = dense_ops.rows_lossless(record, 33, 320, torch.tensor([4, 32], device=device))
-        else:
-            found = dense_ops.linear_residual(inputs, record, pair)
-            chosen = dense_ops.rows_residual(record, pair, torch.tensor([4, 32], device=device))
+        found = held.product(inputs, None)
+        chosen = held.rows(torch.tensor([4, 32], device=device))
     wanted = inputs.cpu().double() @ matrix.weight.double().T
     assert torch.equal(found.cpu(), wanted.bfloat16())
     assert torch.equal(bits_of(chosen.cpu()), bits_of(matrix.weight[[4, 32]]))

@@ -81,14 +81,14 @@ def of_reference(shape: torch.Size, lossless: bool, *parts: Tensor) -> Tensor:
 def test_lossless_records(isa: str, shape: tuple[int, int], kind: Callable[..., Tensor]) -> None:
     weight = kind(shape, torch.Generator().manual_seed(5))
     wanted = of_reference(weight.shape, True, weight)
-    assert torch.equal(dense_ops.encode_dense_lossless(weight), wanted)
+    assert torch.equal(dense_ops.encode_dense(weight), wanted)
 
 
 def test_seven_high_bytes_have_no_escapes_and_more_have() -> None:
     generator = torch.Generator().manual_seed(5)
     layout = CompactLayout.of_matrix((16, 256), lossless=True)
-    assert len(dense_ops.encode_dense_lossless(few((16, 256), generator))) == layout.fixed_bytes
-    found = len(dense_ops.encode_dense_lossless(ties((16, 256), generator)))
+    assert len(dense_ops.encode_dense(few((16, 256), generator))) == layout.fixed_bytes
+    found = len(dense_ops.encode_dense(ties((16, 256), generator)))
     assert found == layout.fixed_bytes + 16 * 256 * 249 // 256
 
 
@@ -118,10 +118,10 @@ def test_residual_records(isa: str, seed: int) -> None:
     group = rng.choice([each for each in (*GROUPS, columns) if columns % each == 0])
     pair = codes_of(weight, group, rng)
     wanted = of_reference(weight.shape, False, weight, *pair)
-    record = dense_ops.encode_dense_residual(weight, pair)
+    record = dense_ops.encode_dense(weight, pair)
     assert torch.equal(record, wanted)
     found = torch.empty_like(weight)
-    dense_ops.decode_dense_residual(record, pair, found)
+    dense_ops.RecordMatrix(record, *found.shape, pair).decode(found)
     assert torch.equal(found.view(torch.int16), weight.view(torch.int16))
 
 
@@ -129,6 +129,6 @@ def test_one_row_of_a_quad_has_exceptions(isa: str) -> None:
     weight = normal((8, 192), torch.Generator().manual_seed(5))
     pair = quantize_int4(weight, 32)
     weight[5, 70:75] *= 1e4
-    record = dense_ops.encode_dense_residual(weight, pair)
+    record = dense_ops.encode_dense(weight, pair)
     assert torch.equal(record, of_reference(weight.shape, False, weight, *pair))
     assert record[:12].view(torch.int32).lt(0).tolist() == [False, True, False]

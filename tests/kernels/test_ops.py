@@ -322,8 +322,8 @@ SCALED_ARGUMENTS: dict[str, list[Any]] = {
 }
 WEIGHT, PAIR = WORDS[0], (CODES[0], CODES[1])
 DENSE = {
-    "lossless": dense_ops.encode_dense_lossless(WEIGHT),
-    "residual": dense_ops.encode_dense_residual(WEIGHT, PAIR),
+    "lossless": dense_ops.encode_dense(WEIGHT),
+    "residual": dense_ops.encode_dense(WEIGHT, PAIR),
 }
 PRODUCT = [torch.zeros(16), torch.zeros(3, 16)]
 CHOSEN = [torch.tensor([3, 15, 3]), torch.zeros(3, 64).bfloat16()]

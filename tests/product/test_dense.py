@@ -15,9 +15,10 @@ from speq.config import RunConfig
 from speq.devices.device import Processor
 from speq.drafts.dense_draft import DenseDraft
 from speq.kernels import dense_ops, library, ops
+from speq.kernels.dense_ops import RecordMatrix
 from speq.kernels.library import KERNELS
 from speq.layers.dense_linear import DenseEmbedding, DenseLinear
-from speq.layers.dense_matrix import LosslessMatrix, RawMatrix, ResidualMatrix
+from speq.layers.dense_matrix import RawMatrix
 from speq.layers.offloaded_experts import ActiveBackend
 from speq.load import load
 from speq.measure.plan import plan
@@ -94,8 +95,8 @@ def test_products_by_records_are_those_by_words(rows: int) -> None:
     ids = torch.tensor([[0, 23], [7, 7]])
     pair = ops.quantize_int4(words.float(), 32)
     records = (
-        LosslessMatrix(dense_ops.encode_dense_lossless(words), *words.shape),
-        ResidualMatrix(dense_ops.encode_dense_residual(words, pair), pair),
+        RecordMatrix(dense_ops.encode_dense(words), *words.shape),
+        RecordMatrix(dense_ops.encode_dense(words, pair), *words.shape, pair),
     )
     raw = RawMatrix(words)
     for matrix in records:
@@ -139,7 +140,7 @@ def test_every_matrix_of_a_family_is_held_as_what_takes_less(
         module = "model.embed_tokens" if tied else name
         words = stored[f"{module}.weight"]
         assert torch.equal(layer.exact.words(), words)
-        record = dense_ops.encode_dense_lossless(words)
+        record = dense_ops.encode_dense(words)
         # Latent attention multiplies parts of it by other rows than a dense layer's, or files have
         # parts of it.
         plain = name.endswith(("kv_b_proj", "gate_up_proj"))
@@ -160,7 +161,7 @@ def test_a_tied_head_shares_the_record_of_the_embedding(tmp_path: Path) -> None:
     opened = open_model(path)
     model = loaded_lossless(opened)
     head, embedding = model.dense["lm_head"], model.body.embed_tokens
-    assert isinstance(embedding, DenseEmbedding) and isinstance(head.exact, LosslessMatrix)
+    assert isinstance(embedding, DenseEmbedding) and isinstance(head.exact, RecordMatrix)
     assert embedding.table is head.exact
     assert len(model.dense_sizes) == len(opened.shape.dense) == 1 + 3 * 4
     assert opened.shape.tied
@@ -176,13 +177,13 @@ def test_words_and_records_that_lie_beside_one_another_are_counted(
     """By one thread: every matrix is asked for once, and the largest first."""
     opened = open_model(tiny_bfloat16("qwen2_moe"))
     asked: list[int] = []
-    encode = dense_ops.encode_dense_lossless
+    encode = dense_ops.encode_dense
 
     def watched(words: Tensor, prepare: Callable[[Tensor], None]) -> Tensor:
         asked.append(words.nbytes)
         return encode(words, prepare)
 
-    monkeypatch.setattr(dense_ops, "encode_dense_lossless", watched)
+    monkeypatch.setattr(dense_ops, "encode_dense", watched)
     sizes = loaded_lossless(opened, threads=1).dense_sizes
     words = [2 * rows * columns for rows, columns in opened.shape.dense]
     assert asked == sorted(words, reverse=True)

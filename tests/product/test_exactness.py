@@ -24,7 +24,7 @@ from speq.engine.offload import fetch_from
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.heads.head_file import head_path
-from speq.layers.dense_matrix import LosslessMatrix
+from speq.kernels.dense_ops import RecordMatrix
 from speq.measure.report import read_prompts
 from speq.registries import CACHE_POLICIES, PREFETCHERS
 from speq.scheduler.prefetch import ThreePhase
@@ -699,7 +699,7 @@ def test_compact_dense_layers_give_the_tokens_of_words(family: str, folders: Fol
             of_form = replace(cell, dense=dense)
             generator, _ = loaded(of_form, model, draft, "bfloat16", len(prompt) + 40)
             kinds = {type(layer.exact) for layer in generator.runtime.model.dense.values()}
-            assert (LosslessMatrix in kinds) == (dense == "lossless")
+            assert (RecordMatrix in kinds) == (dense == "lossless")
             memory = generator.runtime.plan.items["non_expert_weights"]
             assert memory == generator.runtime.model.nbytes
             result = generator.generate(prompt, max_new_tokens=40, ignore_eos=True)

@@ -15,7 +15,7 @@ from tools import gpu, rehearse
 from tools.gpu import Run, run_command
 from tools.gpu_steps import GPU_TESTS, SHARES, GpuStep, steps
 
-# As decorator or in a list of them, as the backends that a fixture goes through, or as that fixture.
+# As decorator or in a list of them, as the backends that a fixture goes through, or that fixture.
 MARKED = re.compile(
     r"^(@|    |pytestmark = )pytest\.mark\.gpu|CUDA_BACKENDS[,)\]]|\bdevice: torch\.device,",
     re.MULTILINE,
