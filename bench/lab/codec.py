@@ -195,9 +195,10 @@ class MeasuredDense:
         found, copy = torch.empty_like(matrix), torch.empty_like(matrix)
         marks = [clock()]
         codes = pair if self.codec == "residual" else None
+        outputs, columns = matrix.shape
         record = dense_ops.encode_dense(matrix, codes)
         marks.append(clock())
-        dense_ops.RecordMatrix(record, *matrix.shape, codes).decode(found)
+        dense_ops.RecordMatrix(record, outputs, columns, codes).decode(found)
         marks.append(clock())
         copy.copy_(matrix)
         marks.append(clock())

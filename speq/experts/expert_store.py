@@ -487,7 +487,8 @@ def layout_of(shape: ExpertShape) -> ScaledLayout:
     """Layout of experts published as codes."""
     sizes = shape.hidden_size, shape.expert_width
     if shape.groups is not None:
-        return Int4GroupsLayout(*sizes, *shape.groups, gated=shape.gated)
+        size, zeros, halves = shape.groups
+        return Int4GroupsLayout(*sizes, size, zeros, halves, gated=shape.gated)
     if shape.published == FP8:
         return Fp8Layout(*sizes, *shape.blocks, gated=shape.gated)
     return (Mxfp4Layout if shape.published == MXFP4 else Nvfp4Layout)(*sizes, gated=shape.gated)

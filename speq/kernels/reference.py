@@ -330,9 +330,9 @@ def run_experts(
         inputs = hidden_states[rows]
         for columns in order:
             inputs = inputs[:, columns.long()]
-        words = gate_up.to(inputs.dtype), down.to(inputs.dtype)
-        biases = expert, gate_up_bias, down_bias
-        out[rows, ranks] = swiglu(inputs, *words, activation, *biases)
+        gate_up, down = gate_up.to(inputs.dtype), down.to(inputs.dtype)
+        biases = gate_up_bias, down_bias
+        out[rows, ranks] = swiglu(inputs, gate_up, down, activation, expert, *biases)
 
 
 def grouped_records(decode: Callable[..., None], numbers: int) -> Callable[..., None]:

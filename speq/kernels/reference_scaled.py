@@ -3,7 +3,8 @@
 csrc/scaled.h has the layout of records, speq/kernels/scaled_layout.py their sizes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ def decode_fp8_out(
     """Decode an FP8 record of blocks of that size into gate_up_proj [2F, H] and down_proj [H, F],
     bfloat16.
     """
-    blocks, words = (block_rows, block_columns), (gate_up_proj, down_proj)
-    layout = Fp8Layout(*down_proj.shape, *blocks, gated=is_gated(*words))
-    _decode(record, layout, lambda *parts: fp8_words(*parts, *blocks), matrices_of(*words))
+    hidden_size, width = down_proj.shape
+    words, gated = (gate_up_proj, down_proj), is_gated(gate_up_proj, down_proj)
+    layout = Fp8Layout(hidden_size, width, block_rows, block_columns, gated=gated)
+    words_of = partial(fp8_words, block_rows=block_rows, block_columns=block_columns)
+    _decode(record, layout, words_of, matrices_of(*words))
 
 
 def decode_mxfp4_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
@@ -46,8 +49,10 @@ def decode_int4_out(
     down_proj: Tensor,
 ) -> None:
     """Decode an INT4 record of groups of that size; as `decode_fp8_out`."""
-    groups, words = (group_size, has_zeros, has_halves), (gate_up_proj, down_proj)
-    layout = Int4GroupsLayout(*down_proj.shape, *groups, gated=is_gated(*words))
+    hidden_size, width = down_proj.shape
+    words, gated = (gate_up_proj, down_proj), is_gated(gate_up_proj, down_proj)
+    groups = group_size, has_zeros, has_halves
+    layout = Int4GroupsLayout(hidden_size, width, *groups, gated=gated)
     _decode(record, layout, int4_words, matrices_of(*words))
 
 
@@ -57,7 +62,7 @@ def decode_nvfp4_out(
     """Decode an NVFP4 record; as `decode_fp8_out`. divides: whether matrices' scales do"""
     words = gate_up_proj, down_proj
     layout = Nvfp4Layout(*down_proj.shape, gated=is_gated(*words))
-    _decode(record, layout, lambda *parts: nvfp4_words(*parts, divides), matrices_of(*words))
+    _decode(record, layout, partial(nvfp4_words, divides=divides), matrices_of(*words))
 
 
 def is_gated(gate_up_proj: Tensor, down_proj: Tensor) -> bool:
@@ -69,7 +74,7 @@ def _decode(
     record: Tensor,
     layout: ScaledLayout,
     words_of: Callable[..., Tensor],
-    targets: tuple[Tensor, ...],
+    targets: Sequence[Tensor],
 ) -> None:
     for target, sections in zip(targets, layout.parts, strict=True):
         target.copy_(words_of(*(tensor_of(record, section) for section in sections)))

@@ -223,4 +223,5 @@ def pack_residual(
     taken = kernels.takes_record(record.nbytes, words.shape[1])
     if record.nbytes >= words.nbytes or not taken:
         return RawMatrix(words.to(device))
-    return RecordMatrix(record.to(device), *words.shape, pair)
+    outputs, columns = words.shape
+    return RecordMatrix(record.to(device), outputs, columns, pair)
