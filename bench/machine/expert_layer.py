@@ -137,9 +137,9 @@ class Layer:
             repeat_layer(weights, (exact, hidden, width), device),
         )
         if "lossless" in forms:
-            self._records["lossless"] = compact_ops.encode_lossless(*one)
+            self._records["lossless"] = compact_ops.encode(*one)
         if "residual" in forms:
-            self._records["residual"] = compact_ops.encode_residual(*one, *codes)
+            self._records["residual"] = compact_ops.encode(*one, *codes)
         for form in SCALED.keys() & forms:
             self._records[form] = scaled_record(form, shape, generator)
         self.slots = {form: self._slots(form, held, device) for form in self._records}

@@ -11,6 +11,7 @@ of `speq.registries.CODECS`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, Self, TypeVar
 
@@ -252,25 +253,16 @@ class LosslessCodec(CompactCodec):
     op: ClassVar[str] = "moe_grouped_lossless"
 
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        return compact_ops.encode_lossless_into(*exact, slot)
+        return compact_ops.encode_into(*exact, slot)
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
-        gate_up_proj, down_proj = self.shape.empty()
-        compact_ops.decode_lossless(slot, gate_up_proj, down_proj)
-        return gate_up_proj, down_proj
+        matrices = self.shape.empty()
+        compact_ops.decode(slot, *matrices)
+        return matrices
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
         held = slots, self.shape.expert_width
-
-        def plain(layer: int) -> PlainWords:
-            words = self.shape.empty(slots.device)
-
-            def read(expert: int, slot: int) -> PlainExpert:
-                compact_ops.decode_lossless(slots[slot], *words)
-                return PlainExpert(*words)
-
-            return read
-
+        plain = plain_in(slots, self.shape, compact_ops.decode)
         return SlotExperts(compact_ops.moe_grouped_lossless, lambda layer: held, plain)
 
 
@@ -287,13 +279,13 @@ class ResidualCodec(CompactCodec):
     def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
         base = require_base(base)
         ordered = base.in_order(*exact)
-        return compact_ops.encode_residual_into(*ordered, base.gate_up, base.down, slot)
+        return compact_ops.encode_into(*ordered, slot, base.gate_up, base.down)
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
         base = require_base(base)
-        gate_up_proj, down_proj = self.shape.empty()
-        compact_ops.decode_residual(slot, base.gate_up, base.down, gate_up_proj, down_proj)
-        return gate_up_proj, down_proj
+        matrices = self.shape.empty()
+        compact_ops.decode(slot, *matrices, base.gate_up, base.down)
+        return matrices
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
         base = require_base(base)
@@ -306,12 +298,29 @@ class ResidualCodec(CompactCodec):
 
             def read(expert: int, slot: int) -> PlainExpert:
                 gate_up, down, input_perm = codes.expert(on_host[layer][expert])
-                compact_ops.decode_residual(slots[slot], gate_up, down, *words)
+                compact_ops.decode(slots[slot], *words, gate_up, down)
                 return PlainExpert(*words, input_perm)
 
             return read
 
         return SlotExperts(compact_ops.moe_grouped_residual, held.__getitem__, plain)
+
+
+def plain_in(
+    slots: Tensor, shape: ExpertShape, decode: Callable[..., None]
+) -> Callable[[int], PlainWords]:
+    """Plain experts of any layer out of slots, each decoded where the one before it was."""
+
+    def plain(layer: int) -> PlainWords:
+        matrices = shape.empty(slots.device)
+
+        def read(expert: int, slot: int) -> PlainExpert:
+            decode(slots[slot], *matrices)
+            return PlainExpert(*matrices)
+
+        return read
+
+    return plain
 
 
 def require_base(base: Base | None) -> Base:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from speq.errors import OptionError, present
-from speq.experts.codec import ExpertShape, Matrices
+from speq.experts.codec import ExpertShape, Matrices, plain_in
 from speq.experts.int4 import Int4Arena, Int4Expert
-from speq.experts.slots import PlainWords, SlotExperts
+from speq.experts.slots import SlotExperts
 from speq.files.alignment import align
 from speq.files.fp8_settings import Fp8Blocks
 from speq.files.packing import Int4Groups
 from speq.kernels import scaled_ops
-from speq.kernels.ops import PlainExpert, matrices_of
+from speq.kernels.ops import matrices_of
 from speq.kernels.scaled_layout import ScaledLayout
 from speq.kernels.scaled_words import fp8_codes, int4_codes, mxfp4_codes, nvfp4_codes, tensor_of
 
@@ -106,21 +106,15 @@ class ScaledCodec:
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
         matrices = self.shape.empty()
-        scaled_ops.decode(self.name, slot, self.numbers, *matrices)
+        self._decode(slot, *matrices)
         return matrices
+
+    def _decode(self, slot: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+        scaled_ops.decode(self.name, slot, self.numbers, gate_up_proj, down_proj)
 
     def experts(self, slots: Tensor, base: Int4Arena | None) -> SlotExperts:
         held = slots, self.shape.expert_width, self.numbers
-
-        def plain(layer: int) -> PlainWords:
-            matrices = self.shape.empty(slots.device)
-
-            def read(expert: int, slot: int) -> PlainExpert:
-                scaled_ops.decode(self.name, slots[slot], self.numbers, *matrices)
-                return PlainExpert(*matrices)
-
-            return read
-
+        plain = plain_in(slots, self.shape, self._decode)
         return SlotExperts(self.run, lambda layer: held, plain)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import NoRoom
-from speq.kernels import library
+from speq.kernels import library, records
 from speq.kernels.checks import (
     check_expert,
     check_int4,
@@ -23,63 +23,41 @@ from speq.kernels.ops import (
     gate_up_rows,
     run_grouped,
 )
-from speq.kernels.records import check_records, encode_into, encode_whole
+from speq.kernels.records import check_records, encode_whole
 
 
-def encode_lossless(gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
-    """Encode one expert losslessly into a record [R] uint8.
+def encode(gate_up_proj: Tensor, down_proj: Tensor, *codes: Int4Pair) -> Tensor:
+    """Encode one expert losslessly, or its residual over codes, into a record [R] uint8.
 
-    gate_up_proj  [2F, H], or [F, H] without a gate, and down_proj [H, F], bfloat16, on the CPU
+    gate_up_proj  [2F, H], or [F, H] without a gate, and down_proj [H, F], bfloat16, on the CPU, in
+                  the order of the codes
+    codes         none, or codes and scales of both matrices
     """
-    layout = _layout(gate_up_proj, down_proj, lossless=True)
-    return encode_whole("encode_lossless", layout, gate_up_proj, down_proj)
+    op, layout, parts = _encoding(gate_up_proj, down_proj, codes)
+    return encode_whole(op, layout, *parts)
 
 
-def encode_lossless_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor) -> int:
+def encode_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor, *codes: Int4Pair) -> int:
     """Encode into a slot [slot_bytes] uint8 and return the record's bytes.
 
     Raises SpeqError if the slot is too small. Nothing is then written to it.
     """
-    layout = _layout(gate_up_proj, down_proj, lossless=True)
-    return _encode_into_slot("encode_lossless", layout, slot, gate_up_proj, down_proj)
+    op, layout, parts = _encoding(gate_up_proj, down_proj, codes)
+    nbytes = records.encode_into(op, layout, slot, *parts)
+    if nbytes > len(slot):
+        raise NoRoom(
+            f"an expert takes {nbytes} bytes encoded, and slots were made for {len(slot)}; pack "
+            "the model with `speq pack`, which measures every expert"
+        )
+    return nbytes
 
 
-def decode_lossless(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
-    """Decode a record, or a slot that holds one, into bfloat16 matrices."""
-    layout = _layout(gate_up_proj, down_proj, lossless=True)
+def decode(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *codes: Int4Pair) -> None:
+    """Decode a record over its codes, or a slot that holds one, into bfloat16 matrices."""
+    layout = _layout(gate_up_proj, down_proj, codes)
     check_records("record", record, 1, layout.fixed_bytes)
-    library.call("decode_lossless", record, gate_up_proj, down_proj)
-
-
-def encode_residual(
-    gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair
-) -> Tensor:
-    """Encode one expert's residual over its codes into a record [R] uint8.
-
-    gate_up_proj  [2F, H] and down_proj [H, F], bfloat16, on the CPU, in the order of the codes
-    gate_up, down codes and scales of the same matrices
-    """
-    layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    return encode_whole("encode_residual", layout, gate_up_proj, down_proj, *gate_up, *down)
-
-
-def encode_residual_into(
-    gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair, slot: Tensor
-) -> int:
-    """Encode into a slot [slot_bytes] uint8, as `encode_lossless_into` does."""
-    layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    return _encode_into_slot(
-        "encode_residual", layout, slot, gate_up_proj, down_proj, *gate_up, *down
-    )
-
-
-def decode_residual(
-    record: Tensor, gate_up: Int4Pair, down: Int4Pair, gate_up_proj: Tensor, down_proj: Tensor
-) -> None:
-    """Decode a record over its codes into bfloat16 matrices."""
-    layout = _residual_layout(gate_up_proj, down_proj, gate_up, down)
-    check_records("record", record, 1, layout.fixed_bytes)
-    library.call("decode_residual", record, *gate_up, *down, gate_up_proj, down_proj)
+    parts = [part for pair in codes for part in pair]
+    library.call(f"decode_{codec_over(codes)}", record, *parts, gate_up_proj, down_proj)
 
 
 def moe_grouped_lossless(
@@ -136,30 +114,24 @@ def moe_grouped_residual(
     run_grouped("moe_grouped_residual", *rows, held, activation, out, biases, outputs)
 
 
-def _layout(gate_up_proj: Tensor, down_proj: Tensor, lossless: bool) -> CompactLayout:
+def codec_over(codes: tuple[Int4Pair, ...]) -> str:
+    return "residual" if codes else "lossless"
+
+
+def _encoding(
+    gate_up_proj: Tensor, down_proj: Tensor, codes: tuple[Int4Pair, ...]
+) -> tuple[str, CompactLayout, list[Tensor]]:
+    """The op that encodes, what it makes and what it takes."""
+    layout = _layout(gate_up_proj, down_proj, codes)
+    parts = [gate_up_proj, down_proj, *(part for pair in codes for part in pair)]
+    return f"encode_{codec_over(codes)}", layout, parts
+
+
+def _layout(gate_up_proj: Tensor, down_proj: Tensor, codes: tuple[Int4Pair, ...]) -> CompactLayout:
     hidden_size, width, gated = check_expert(gate_up_proj, down_proj)
-    return CompactLayout.of_expert(hidden_size, width, lossless, gated)
-
-
-def _residual_layout(
-    gate_up_proj: Tensor, down_proj: Tensor, gate_up: Int4Pair, down: Int4Pair
-) -> CompactLayout:
-    layout = _layout(gate_up_proj, down_proj, lossless=False)
-    for name, (qweight, scales), matrix in (
-        ("gate_up", gate_up, gate_up_proj),
-        ("down", down, down_proj),
-    ):
+    matrices = (("gate_up", gate_up_proj), ("down", down_proj))
+    for (name, matrix), (qweight, scales) in zip(matrices, codes, strict=bool(codes)):
         check_tensor(f"{name}_qweight", qweight, (None, None), (torch.uint8,), matrix.device)
         check_tensor(f"{name}_scales", scales, (None, None), (torch.float16,), matrix.device)
         check_int4(name, qweight, scales, *matrix.shape)
-    return layout
-
-
-def _encode_into_slot(op: str, layout: CompactLayout, slot: Tensor, *parts: Tensor) -> int:
-    nbytes = encode_into(op, layout, slot, *parts)
-    if nbytes > len(slot):
-        raise NoRoom(
-            f"an expert takes {nbytes} bytes encoded, and slots were made for {len(slot)}; pack "
-            "the model with `speq pack`, which measures every expert"
-        )
-    return nbytes
+    return CompactLayout.of_expert(hidden_size, width, not codes, gated)

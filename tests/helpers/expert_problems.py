@@ -122,7 +122,7 @@ class Problem:
 
     def lossless(self) -> tuple[Tensor, int]:
         experts = zip(self.gate_up, self.down, strict=True)
-        slots = slots_of([compact_ops.encode_lossless(*expert) for expert in experts])
+        slots = slots_of([compact_ops.encode(*expert) for expert in experts])
         return slots, self.down.shape[2]
 
     def residual(self) -> tuple[Any, ...]:
@@ -132,8 +132,7 @@ class Problem:
             for expert in experts
         ]
         records = [
-            compact_ops.encode_residual(*expert, *pair)
-            for expert, pair in zip(experts, pairs, strict=True)
+            compact_ops.encode(*expert, *pair) for expert, pair in zip(experts, pairs, strict=True)
         ]
         codes = [
             torch.stack([pair[of][part] for pair in pairs]) for of in (0, 1) for part in (0, 1)

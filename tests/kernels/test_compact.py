@@ -74,13 +74,13 @@ def check_decodes(decode: Any, gate_up_proj: Tensor, down_proj: Tensor) -> None:
 @pytest.mark.parametrize(("hidden", "width"), SHAPES)
 def test_lossless_gives_every_bit_back(hidden: int, width: int, make: Any) -> None:
     gate_up, down = make(2 * width, hidden), make(hidden, width)
-    record = compact_ops.encode_lossless(gate_up, down)
+    record = compact_ops.encode(gate_up, down)
     layout = CompactLayout.of_expert(hidden, width, lossless=True)
     wanted = of_reference(reference_compact.encode_lossless_out, layout, gate_up, down)
     assert torch.equal(record, wanted)
     assert layout.fixed_bytes <= len(record) <= layout.most_bytes
     for _ in on_every_isa():
-        check_decodes(lambda *out: compact_ops.decode_lossless(record, *out), gate_up, down)
+        check_decodes(lambda *out: compact_ops.decode(record, *out), gate_up, down)
     check_decodes(lambda *out: reference_compact.decode_lossless_out(record, *out), gate_up, down)
 
 
@@ -101,14 +101,14 @@ def test_residual_gives_every_bit_back(
         codes = quantize_int4(gate_up, sizes[0]), quantize_int4(down, sizes[1])
     else:
         codes = any_codes(2 * width, hidden, sizes[0]), any_codes(hidden, width, sizes[1])
-    record = compact_ops.encode_residual(gate_up, down, *codes)
+    record = compact_ops.encode(gate_up, down, *codes)
     layout = CompactLayout.of_expert(hidden, width, lossless=False)
     flat = *codes[0], *codes[1]
     wanted = of_reference(reference_compact.encode_residual_out, layout, gate_up, down, *flat)
     assert torch.equal(record, wanted)
     assert layout.fixed_bytes <= len(record) <= layout.most_bytes
     for _ in on_every_isa():
-        check_decodes(lambda *out: compact_ops.decode_residual(record, *codes, *out), gate_up, down)
+        check_decodes(lambda *out: compact_ops.decode(record, *out, *codes), gate_up, down)
     check_decodes(
         lambda *out: reference_compact.decode_residual_out(record, *flat, *out), gate_up, down
     )
@@ -131,9 +131,9 @@ def test_every_word_with_every_code(scale: int) -> None:
         quantize_int4(down, width),
     )
     exact = gate_up.view(torch.bfloat16)
-    record = compact_ops.encode_residual(exact, down, *pairs)
+    record = compact_ops.encode(exact, down, *pairs)
     for _ in on_every_isa():
-        check_decodes(lambda *out: compact_ops.decode_residual(record, *pairs, *out), exact, down)
+        check_decodes(lambda *out: compact_ops.decode(record, *out, *pairs), exact, down)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
@@ -146,9 +146,9 @@ def test_blocks_of_many_zero_codes(share: float) -> None:
     for qweight, _ in codes:
         qweight[torch.rand(qweight.shape, generator=generator) < share] = 0x88
         qweight[:8] = torch.randint(256, (8, qweight.shape[1]), generator=generator).byte()
-    record = compact_ops.encode_residual(gate_up, down, *codes)
+    record = compact_ops.encode(gate_up, down, *codes)
     for _ in on_every_isa():
-        check_decodes(lambda *out: compact_ops.decode_residual(record, *codes, *out), gate_up, down)
+        check_decodes(lambda *out: compact_ops.decode(record, *out, *codes), gate_up, down)
 
 
 def test_rounded_codes_have_no_exceptions() -> None:
@@ -156,7 +156,7 @@ def test_rounded_codes_have_no_exceptions() -> None:
     hidden, width = 256, 128
     gate_up, down = normal(2 * width, hidden), normal(hidden, width)
     codes = quantize_int4(gate_up, 128), quantize_int4(down, 128)
-    record = compact_ops.encode_residual(gate_up, down, *codes)
+    record = compact_ops.encode(gate_up, down, *codes)
     index = record[: 4 * (2 * width // 4 + hidden // 4)].view(torch.int32)
     assert bool((index >= 0).all())
     assert 8.3 < 8 * len(record) / (3 * hidden * width) < 8.9
@@ -187,12 +187,10 @@ class Experts:
         place = torch.argsort(self.order)
         self.gate_up = torch.stack([gate_up for gate_up, _ in exact])[place]
         self.down = torch.stack([down for _, down in exact])[place]
-        self.lossless = slots_of(
-            [compact_ops.encode_lossless(*matrices) for matrices in exact], self.order
-        )
+        self.lossless = slots_of([compact_ops.encode(*matrices) for matrices in exact], self.order)
         self.residual = slots_of(
             [
-                compact_ops.encode_residual(*matrices, *pairs)
+                compact_ops.encode(*matrices, *pairs)
                 for matrices, pairs in zip(exact, codes, strict=True)
             ],
             self.order,
@@ -284,7 +282,7 @@ def test_products_of_weights_without_a_class(isa: str, escapes: int, rows: int) 
         return made.reshape(count, columns)
 
     gate_up, down = matrix(2 * 64, 128), matrix(128, 64)
-    record = compact_ops.encode_lossless(gate_up, down)
+    record = compact_ops.encode(gate_up, down)
     given = inputs(rows, 128, torch.float32), torch.zeros(rows, 1).long()
     found, wanted = torch.zeros(2, rows, 1, 128)
     table = torch.zeros(1).long()
@@ -319,12 +317,10 @@ def test_damage_stays_inside_a_record(isa: str, codec: str) -> None:
     """
     hidden, width = 130, 70
     gate_up, down = any_bits(2 * width, hidden), normal(hidden, width)
-    codes = any_codes(2 * width, hidden, hidden), any_codes(hidden, width, width)
     lossless = codec == "lossless"
-    if lossless:
-        record = compact_ops.encode_lossless(gate_up, down)
-    else:
-        record = compact_ops.encode_residual(gate_up, down, *codes)
+    codes = any_codes(2 * width, hidden, hidden), any_codes(hidden, width, width)
+    codes = () if lossless else codes
+    record = compact_ops.encode(gate_up, down, *codes)
     layout = CompactLayout.of_expert(hidden, width, lossless)
     # The last of the fixed sections are the bytes of the weights, three matrices of them.
     sizes = [-(-rows * columns // 64) * 64 for rows, columns in layout.matrices]
@@ -339,10 +335,7 @@ def test_damage_stays_inside_a_record(isa: str, codec: str) -> None:
         if turn % 2:  # cut off as short as a slot may be
             damaged = damaged[: layout.fixed_bytes + turn].clone()
         found = torch.empty_like(gate_up), torch.empty_like(down)
-        if lossless:
-            compact_ops.decode_lossless(damaged, *found)
-        else:
-            compact_ops.decode_residual(damaged, *codes, *found)
+        compact_ops.decode(damaged, *found, *codes)
         for matrix, exact in zip(found, (gate_up, down), strict=True):
             kept = bits_of(matrix).int() & 0xFF
             assert torch.equal(kept, bits_of(exact).int() & 0xFF)
@@ -360,13 +353,13 @@ def test_damage_stays_inside_a_record(isa: str, codec: str) -> None:
 
 def test_too_small_a_slot_is_refused_untouched() -> None:
     gate_up, down = normal(128, 64), normal(64, 64)
-    record = compact_ops.encode_lossless(gate_up, down)
+    record = compact_ops.encode(gate_up, down)
     slot = torch.full((len(record) - 1,), 7, dtype=torch.uint8)
     with pytest.raises(SpeqError, match=f"takes {len(record)} bytes .* made for {len(slot)}"):
-        compact_ops.encode_lossless_into(gate_up, down, slot)
+        compact_ops.encode_into(gate_up, down, slot)
     assert bool((slot == 7).all())
     slot = torch.zeros(len(record), dtype=torch.uint8)
-    assert compact_ops.encode_lossless_into(gate_up, down, slot) == len(record)
+    assert compact_ops.encode_into(gate_up, down, slot) == len(record)
     assert torch.equal(slot, record)
 
 
@@ -383,10 +376,10 @@ def test_too_small_a_slot_is_refused_untouched() -> None:
 def test_errors_name_the_argument(name: str, value: Tensor, message: str) -> None:
     gate_up, down = normal(128, 64), normal(64, 64)
     arguments = {
-        "record": compact_ops.encode_lossless(gate_up, down),
+        "record": compact_ops.encode(gate_up, down),
         "gate_up_proj": gate_up,
         "down_proj": down,
     }
-    compact_ops.decode_lossless(**arguments)
+    compact_ops.decode(**arguments)
     with pytest.raises(ValueError, match=f"^{name} .*{message}"):
-        compact_ops.decode_lossless(**(arguments | {name: value}))
+        compact_ops.decode(**(arguments | {name: value}))

@@ -51,11 +51,8 @@ class Expert:
     down: tuple[Tensor, Tensor]
 
     def record(self, codec: str) -> Tensor:
-        if codec == "lossless":
-            return compact_ops.encode_lossless(self.gate_up_proj, self.down_proj)
-        return compact_ops.encode_residual(
-            self.gate_up_proj, self.down_proj, self.gate_up, self.down
-        )
+        codes = () if codec == "lossless" else (self.gate_up, self.down)
+        return compact_ops.encode(self.gate_up_proj, self.down_proj, *codes)
 
     def decoded(self, backend: Backend, codec: str, record: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, down = torch.zeros_like(self.gate_up_proj), torch.zeros_like(self.down_proj)

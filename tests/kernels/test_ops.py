@@ -259,8 +259,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 WORDS = [torch.ones(16, 64).bfloat16(), torch.ones(64, 8).bfloat16()]
 CODES = [part[0] for name, part in BANK.items() if part is not None and name != "input_perm"]
 RECORDS = {
-    "lossless": compact_ops.encode_lossless(WORDS[0], WORDS[1]),
-    "residual": compact_ops.encode_residual(*WORDS, (CODES[0], CODES[1]), (CODES[2], CODES[3])),
+    "lossless": compact_ops.encode(WORDS[0], WORDS[1]),
+    "residual": compact_ops.encode(*WORDS, (CODES[0], CODES[1]), (CODES[2], CODES[3])),
 }
 ROUTED = [torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(5).long()]
 NBYTES = torch.zeros(1, dtype=torch.int64)

@@ -136,9 +136,9 @@ def test_kernels_are_captured_in_a_graph(op: str) -> None:
         (codes[0][0].cuda(), codes[0][1].cuda()), (codes[1][0].cuda(), codes[1][1].cuda())
     )
 
-    lossless = [compact_ops.encode_lossless(*pair) for pair in zip(gate_up, down, strict=True)]
+    lossless = [compact_ops.encode(*pair) for pair in zip(gate_up, down, strict=True)]
     residual = [
-        compact_ops.encode_residual(
+        compact_ops.encode(
             *pair, (codes[0][0][e], codes[0][1][e]), (codes[1][0][e], codes[1][1][e])
         )
         for e, pair in enumerate(zip(gate_up, down, strict=True))
