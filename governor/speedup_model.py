@@ -17,11 +17,6 @@ def activated_experts(num_experts: int, top_k: float, tokens: float) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
-def tokens_per_expert(num_experts: int, top_k: int, tokens: float) -> float:
-    """Mean tokens of an activated expert: t K / N(t)."""
-    return tokens * top_k / activated_experts(num_experts, top_k, tokens)
-
-
 def target_efficiency(single_s: float, verify_s: float) -> float:
     """T_T(B, 1) / T_T(B, gamma): time of a pass over one token over that of a verification.
 
@@ -50,10 +45,6 @@ class DistinctExperts:
 
     def independent(self, tokens: int) -> float:
         return activated_experts(self.num_experts, self.top_k, tokens)
-
-    def of_routes(self, tokens: int) -> float | None:
-        """Measured number, or None if that many tokens were not measured."""
-        return dict(self.measured).get(tokens)
 
 
 def distinct_of_routes(
