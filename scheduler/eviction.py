@@ -73,7 +73,25 @@ class EvictionPolicy(Protocol):
         """
 
 
-class KeepAllPolicy:
+class UntoldPolicy:
+    """A policy to which routes, visits and hints say nothing."""
+
+    def observe(
+        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
+    ) -> None:
+        pass
+
+    def visit(self, layer: int, experts: list[int]) -> None:
+        pass
+
+    def expect(self, rows: int) -> None:
+        pass
+
+    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
+        pass
+
+
+class KeepAllPolicy(UntoldPolicy):
     """Evicts nothing: there are as many slots as experts."""
 
     keeps_all: ClassVar[bool] = True
@@ -98,25 +116,11 @@ class KeepAllPolicy:
     def clear(self) -> None:
         pass
 
-    def observe(
-        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
-    ) -> None:
-        pass
-
-    def visit(self, layer: int, experts: list[int]) -> None:
-        pass
-
-    def expect(self, rows: int) -> None:
-        pass
-
-    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
-        pass
-
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
         return ()
 
 
-class LruPolicy:
+class LruPolicy(UntoldPolicy):
     """Evicts the least recently used expert; each layer has an equal share of slots.
 
     The policy of Mixtral-Offloading (arXiv:2312.17238). One order over all layers would be useless
@@ -150,20 +154,6 @@ class LruPolicy:
 
     def forget(self, key: ExpertKey) -> None:
         del self._all[key], self._own[key.layer][key]
-
-    def observe(
-        self, layer: int, topk_ids: NDArray[np.int64], topk_weights: NDArray[np.float32]
-    ) -> None:
-        pass
-
-    def visit(self, layer: int, experts: list[int]) -> None:
-        pass
-
-    def expect(self, rows: int) -> None:
-        pass
-
-    def hint_next_use(self, layer: int, experts: Iterable[int], known: float = 0.0) -> None:
-        pass
 
     def candidates(self, layer: int | None, ahead: bool = False) -> Iterable[ExpertKey]:
         if layer is not None:

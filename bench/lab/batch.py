@@ -9,7 +9,6 @@ has all its tokens.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Annotated, Any
 
 from bench.lab.command import main
@@ -33,7 +32,7 @@ from speq.governor.speedup_model import (
 )
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.measure.picture import Axis, Picture
-from speq.measure.report import Column, Report
+from speq.measure.report import Column, Report, medians_of
 from speq.measure.settings import MaxNewTokens, Rounds
 from speq.options.declared import Nested, Option, Options
 from speq.options.kinds import Whole
@@ -325,12 +324,11 @@ def rows_of(
 
 def medians(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Over rounds, with the spread of the speed."""
-    figures: dict[str, Any] = {}
-    for name in samples[0]:
-        known = [sample[name] for sample in samples if sample[name] is not None]
-        figures[name] = median(known) if known else None
     speeds = [sample["tokens_per_s"] for sample in samples]
-    return figures | {"tokens_per_s_least": min(speeds), "tokens_per_s_most": max(speeds)}
+    return medians_of(samples, samples[0]) | {
+        "tokens_per_s_least": min(speeds),
+        "tokens_per_s_most": max(speeds),
+    }
 
 
 def fitted(rows: list[dict[str, Any]], num_experts: int, top_k: int) -> dict[str, Any]:

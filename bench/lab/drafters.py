@@ -24,7 +24,7 @@ from speq.errors import Broken, NoRoom, OptionError, SpeqError, present
 from speq.generator import Generator
 from speq.heads.head_shape import HeadShape
 from speq.measure.picture import BUDGET, LOWER_IS_FASTER, MOVED, TPOT, Axis, Picture
-from speq.measure.report import Column, Report
+from speq.measure.report import Column, Report, medians_of
 from speq.measure.settings import MaxNewTokens, NumPrompts, Rounds
 from speq.options.declared import Nested, Option, Options
 from speq.options.kinds import Choice, File, ListOf, Number, Whole
@@ -337,9 +337,7 @@ def row_of(
     if cell.name.endswith(NO_CONTRAST):
         row["contrast"] = False
     runs = [run for each in found.rounds for run in each]
-    for name in MEDIANS:
-        values = [run[name] for run in runs if run[name] is not None]
-        row[name] = median(values) if values else None
+    row |= medians_of(runs, MEDIANS)
     of_rounds = [median(run["tpot_ms"] for run in each) for each in found.rounds]
     row["round_tpot_ms"] = of_rounds
     row["tpot_spread"] = (max(of_rounds) - min(of_rounds)) / row["tpot_ms"]
