@@ -181,7 +181,7 @@ def test_words_and_records_that_lie_beside_one_another_are_counted(
 
     def watched(words: Tensor, prepare: Callable[[Tensor], None]) -> Tensor:
         asked.append(words.nbytes)
-        return encode(words, prepare)
+        return encode(words, prepare=prepare)
 
     monkeypatch.setattr(dense_ops, "encode_dense", watched)
     sizes = loaded_lossless(opened, threads=1).dense_sizes
