@@ -70,6 +70,7 @@ def steps(work: Path, shares: tuple[float, ...] = SHARES) -> Iterator[GpuStep]:
     yield tests("each op", 60, *KERNEL_TESTS, "-k", EACH_OP)
     yield tests("tests", 90, *GPU_TESTS)
     yield speq("doctor", 30, "doctor", "--device", "cuda")
+    yield lab("link", 40, "gpu_link")
     yield speq(
         *("kernels", 75, "bench", "kernels", "--device", "cuda", "--rows", "1,4,16"),
         *("--shapes", "qwen1.5-moe,qwen3-30b-a3b,mixtral-8x7b", "--rounds", "9"),

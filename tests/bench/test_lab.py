@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from bench.lab import gpu_link
 from bench.lab.command import app_of
 from speq.dashboard.report.report_page import page_of
 from tests.helpers.lab import NAMES
@@ -31,12 +33,13 @@ BENCHES: dict[str, tuple[str, ...]] = {
         "none,int4",
     ),
     "fidelity": (*ROOMY, "--max-tokens", "32"),
+    "gpu_link": (),
     "hit_rate": (*ROOMY, *SHORT),
     "split": (),
     "step": (*ROOMY, *SHORT),
 }
 # Of a machine that tests do not have.
-WITHOUT_MODEL = ("split",)
+WITHOUT_MODEL = ("gpu_link", "split")
 
 
 def test_every_bench_of_the_lab_is_named_here() -> None:
@@ -72,3 +75,14 @@ def test_rows_and_pictures_of_a_small_run(
     assert report["rows"] and report["pictures"]
     drawn = [panel.name for panel in page_of([kept]).panels if not panel.absent]
     assert drawn, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_the_link_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_link.READ_BYTES, "cuda", 1 << 26)
+    monkeypatch.setattr(gpu_link, "PIN_BYTES", 1 << 24)
+    settings = gpu_link.GpuLinkSettings(sizes=("1MiB", "4MiB"), volume="8MiB", rounds=3)
+    rows = gpu_link.run(settings).rows
+    assert len(rows) == 10
+    assert all(row["time_us"] > 0 for row in rows)
