@@ -18,6 +18,7 @@ from speq.cli.options import Output
 from speq.config import RunConfig, SamplingParams
 from speq.measure.settings import PlanSettings, TuneSettings
 from speq.options.declared import Declared, declared_options, option_names
+from speq.options.kinds import Choice
 from speq.pipeline.settings import StagesSettings
 from speq.quantizing.settings import ConversionSettings, PackSettings, QuantizeSettings
 from speq.ray.settings import RaySettings
@@ -58,18 +59,22 @@ SHARED: dict[type, tuple[str, str]] = {
         "Whether replicas of a model run on a Ray cluster ([server](server.md#replicas)), or "
         "stages of it ([pipeline](pipeline.md#placed-by-ray)).",
     ),
-    Output: ("Options of output", "Where a command's result goes, beside what it shows."),
+    Output: (
+        "Options of output",
+        "Where a command's result goes, beside what it shows. Every command has all of these "
+        "where it does not say otherwise.",
+    ),
 }
 PAGE = """# Options
 
 Written by `python -m tools.options` from the dataclasses that declare each option once.
 
-In Python the names are the same, with `_` for `-`. Every command takes the model by its place;
-`--model MODEL` does as well. A model is a folder or a hub id. Sizes are such
-as `8GiB`, `512MiB` or `20GB`, rates such as `25GB/s`.
+In Python the names are the same, with `_` for `-`. MODEL is a model's folder, or its hub id, with
+`@REVISION` behind it for a certain one; `--model MODEL` does as well. Sizes are such as `8GiB`,
+`512MiB` or `20GB`, rates such as `25GB/s`. Defaults stand in brackets.
 
-Options that few need are set by `--set NAME=VALUE` on the command line, several times if need be:
-`--set graphs=none --set expert_floor=0.03`. `--set ?` lists those of a command.
+Options that few need are set by `--set NAME=VALUE`, several times if need be. `--set ?` lists those
+of a command.
 
 Profiles of `speq tune` are kept in `~/.cache/speq/profiles`. Neither `XDG_CACHE_HOME` nor any other
 variable of the environment changes what speq does: `--out FILE` and `--profile FILE` name another
@@ -135,7 +140,7 @@ def annotation(option: Declared) -> str:
 def options_page() -> str:
     """docs/options.md."""
     shared = "".join(
-        f"\n## {title}\n\n{text}\n\n{option_table(declared_options(config))}"
+        f"\n## {title}\n\n{text}\n\n{option_list(declared_options(config))}"
         for config, (title, text) in SHARED.items()
     )
     return PAGE + shared + "\n## Commands\n" + "".join(_commands())
@@ -159,14 +164,19 @@ def _command(name: str, purpose: str, parameters: tuple[CommandParameter, ...]) 
     shared = [(each.config, each.options) for each in parameters if each.config in SHARED]
     own = [o for each in parameters if each.config not in SHARED for o in each.options]
     arguments = [_argument(option) for option in own if option.option.argument]
-    rows = [option for option in own if option.inside is None]
+    rows = [option for option in own if option.inside is None and not _told_above(option)]
     text = f"\n### `{' '.join([name, *arguments])}`\n\n{_wrapped(purpose)}\n"
     if rows:
-        text += "\n" + option_table(rows)
-    also = [_shared(config, options) for config, options in shared if config is not None]
-    for config in (RunConfig, SamplingParams):
+        text += "\n" + option_list(rows)
+    every = declared_options(Output)
+    also = [
+        _shared(config, options)
+        for config, options in shared
+        if config is not None and not (config is Output and tuple(options) == tuple(every))
+    ]
+    for config in SHARED:
         names = option_names(config)
-        inner = tuple(each for each in own if each.inside is not None and each.name in names)
+        inner = tuple(each for each in own if each not in rows and each.name in names)
         also += [_shared(config, inner)] if inner else []
     return text + (f"\nAnd {', '.join(also)}.\n" if also else "")
 
@@ -175,41 +185,65 @@ def _wrapped(purpose: str) -> str:
     return "\n\n".join(textwrap.fill(each, 100) for each in purpose.split("\n\n"))
 
 
+def _told_above(option: Declared) -> bool:
+    """Whether the page's head or a shared table says the same of an option."""
+    return option.name == "model" or any(
+        (option.name, option.default, option.option.help)
+        == (each.name, each.default, each.option.help)
+        for config in SHARED
+        for each in declared_options(config)
+    )
+
+
 def _shared(config: type, options: tuple[Declared, ...]) -> str:
-    """A shared part, with what a command leaves out of it or has otherwise."""
+    """A shared part, and either what a command takes of it or what it leaves out, the fewer of
+    both; then what it has otherwise.
+    """
     title = SHARED[config][0].lower()
     text = f"[{title}](#{title.replace(' ', '-')})"
     found = {option.name: option for option in options}
-    left_out = [_flag(each) for each in declared_options(config) if each.name not in found]
-    if left_out:
+    every = declared_options(config)
+    taken = [_flag(each) for each in every if each.name in found]
+    left_out = [_flag(each) for each in every if each.name not in found]
+    if len(taken) < len(left_out):
+        text = f"of the {text} {', '.join(taken)}"
+    elif left_out:
         text += f" without {', '.join(left_out)}"
-    changed = [
-        f"{_flag(each)} {_default(found[each.name]) or OWN}"
-        for each in declared_options(config)
-        if each.name in found and found[each.name].default != each.default
-    ]
-    return text + (f" (default {', '.join(changed)})" if changed else "")
+    changed: dict[str, list[str]] = {}
+    for each in every:
+        if each.name in found and found[each.name].default != each.default:
+            changed.setdefault(_default(found[each.name]) or OWN, []).append(_flag(each))
+    defaults = [f"{default} of {', '.join(flags)}" for default, flags in changed.items()]
+    return text + (f" (default {', '.join(defaults)})" if defaults else "")
 
 
-def option_table(options: Iterable[Declared]) -> str:
-    lines = ["| option | takes | default | |\n|---|---|---|---|\n"]
+def option_list(options: Iterable[Declared]) -> str:
+    lines = []
     for option in sorted(options, key=lambda option: option.option.by_set):
-        kind, by_set = option.option.kind, option.option.by_set
-        takes = "" if kind.typed is bool and not by_set else f"`{kind.metavar}`"
-        name = _argument(option) if option.option.argument else _flag(option)
-        text = option.option.description
-        lines.append(f"| {name} | {takes} | {_default(option)} | {text} |\n")
+        argument, choice = option.option.argument, isinstance(option.option.kind, Choice)
+        name = f"`{_argument(option)}`" if argument else _flag(option, _takes(option))
+        default = "" if argument else _default(option)
+        text = option.option.help if choice else option.option.description
+        lines.append(f"- {name}{default and f' ({default})'}: {text}\n")
     return "".join(lines)
+
+
+def _takes(option: Declared) -> str:
+    kind = option.option.kind
+    if kind.typed is bool and not option.option.by_set:
+        return ""
+    metavar = "|".join(kind.choices) if isinstance(kind, Choice) else kind.metavar
+    return ("=" if option.option.by_set else " ") + metavar
 
 
 def _argument(option: Declared) -> str:
     return option.name.upper() + ("..." if getattr(option.option.kind, "repeated", False) else "")
 
 
-def _flag(option: Declared) -> str:
+def _flag(option: Declared, takes: str = "") -> str:
     if option.option.by_set:
-        return f"`--set {option.name}`"
-    return f"`--{option.name.replace('_', '-')}`"
+        return f"`--set {option.name}{takes}`"
+    return f"`--{option.name.replace('_', '-')}{takes}`"
 
 
 def _default(option: Declared) -> str:

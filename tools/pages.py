@@ -44,16 +44,15 @@ https://ui.perfetto.dev opens:
 """
 
 
-def table(meanings: dict[str, str], head: str = "name") -> str:
-    rows = [f"| `{name}` | {meaning} |" for name, meaning in meanings.items()]
-    return "\n".join([f"| {head} | meaning |", "|---|---|", *rows])
+def entries(meanings: dict[str, str]) -> str:
+    return "\n".join(f"- `{name}`: {meaning}" for name, meaning in meanings.items())
 
 
 def pages() -> dict[str, str]:
     """Text of every generated page, by file name."""
     return {
         "statistics.md": STATISTICS.format(
-            figures=table(FIGURES), layers=table(LAYER_FIGURES), budget=table(BUDGET_FIGURES)
+            figures=entries(FIGURES), layers=entries(LAYER_FIGURES), budget=entries(BUDGET_FIGURES)
         ),
     }
 

@@ -33,7 +33,7 @@ from speq.registries import CACHE_POLICIES
 from speq.units import parse_bytes
 from tests.helpers.paths import ROOT
 from tests.helpers.told import Told
-from tools.options import TYPED, annotation, option_table, typed_module, written_files
+from tools.options import TYPED, annotation, option_list, typed_module, written_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def test_a_throwaway_option_goes_everywhere() -> None:
         assert done.exit_code == 0
     assert [(run.patience, run.memory_budget) for run in given] == [(3, 2**30), (7, 2**30)]
     assert all(run.prefetch == "three-phase" for run in given)
-    row = "| `--patience` | `N` | `3` | How long to wait. |\n"
-    assert option_table(declared_options(Throwaway)).count(row) == 1
+    row = "- `--patience N` (`3`): How long to wait.\n"
+    assert option_list(declared_options(Throwaway)).count(row) == 1
 
 
 def test_a_registered_thing_is_a_choice_at_once() -> None:
