@@ -21,6 +21,7 @@ FOREIGN = {
     *("--batch_size", "--tasks", "--model_args"),
     *("--force-reinstall", "--no-build-isolation", "--index-url"),
     *("--user", "--scope"),
+    "--help",
     *("--backend", "--constraint", "--data"),
     "--node-ip-address",
 }
