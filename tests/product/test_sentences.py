@@ -16,12 +16,12 @@ from tests.helpers.sentences import PAGES, ROOT, SOURCES, Said, literals, texts_
 SAID = [said for file in (*SOURCES, *PAGES) for said in texts_of(file)]
 APP: Any = typer.main.get_command(cli.app)
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-# Of programs that are not ours: pip, systemd-run, Ray and lm-evaluation-harness.
+# Of programs that are not ours, or of all: pip, uv, systemd-run, Ray and lm-evaluation-harness.
 FOREIGN = {
     *("--batch_size", "--tasks", "--model_args"),
     *("--force-reinstall", "--no-build-isolation", "--index-url"),
     *("--user", "--scope"),
-    "--help",
+    *("--help", "--with"),
     *("--backend", "--constraint", "--data"),
     "--node-ip-address",
 }
