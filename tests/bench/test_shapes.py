@@ -269,9 +269,9 @@ def test_the_split_of_a_gpu_and_its_host_on_a_device_that_stands_in(
     monkeypatch.setattr(split, "find_device", lambda name: machine)
     every = "speq.scheduler.host_share.HostShare.choose"
     monkeypatch.setattr(every, lambda share, missing: [*missing] if share.open else [])
-    with host_device(machine):
+    with host_device(machine), pytest.MonkeyPatch.context() as inside:
         found = {"cpu": Processor(), "cuda": machine}
-        monkeypatch.setattr("speq.load.find_device", lambda name: found[name])
+        inside.setattr("speq.load.find_device", lambda name: found[name])
         rows = split.run(settings).rows
         assert [(row["device"], row["host_compute"]) for row in rows] == [
             *(("cuda", "none"), ("cuda", "auto"), ("cpu", "all"))
@@ -280,6 +280,6 @@ def test_the_split_of_a_gpu_and_its_host_on_a_device_that_stands_in(
         assert rows[0]["host_experts"] == 0 < rows[1]["host_experts"]
         assert rows[0]["moved_bytes_per_token"] > 0
         tokens = iter([[[1]], [[2]]])
-        monkeypatch.setattr(split, "measure", lambda *given, **options: (next(tokens), {}))
+        inside.setattr(split, "measure", lambda *given, **options: (next(tokens), {}))
         with pytest.raises(Broken, match="tokens depend on the host's share, in 42MiB"):
             split.run(settings)
