@@ -243,8 +243,12 @@ class EngineLayout:
     def _beside(self, host_over: Callable[[ExpertLoader], HostCompute] | None) -> Beside:
         """What makes further devices compute the experts that they hold, and the host others."""
         loaded, sizes, device = self.loaded, self._sizes, self.loaded.device
+
+        def host_of(loader: ExpertLoader) -> HostCompute | None:
+            return None if host_over is None else host_over(loader)
+
         if not loaded.peers or isinstance(device, Processor):
-            return lambda loader: (None if host_over is None else host_over(loader), None)
+            return host_of
         codec = loaded.opened.store.codec
         peers = [
             PeerExperts(
@@ -255,11 +259,9 @@ class EngineLayout:
         ]
         devices = PeerDevices(slots_of(loaded.peers), loaded.peer_rows)
 
-        def beside(loader: ExpertLoader) -> tuple[PeerCompute, PeerCompute]:
+        def beside(loader: ExpertLoader) -> PeerCompute:
             loader.peers = devices
-            host = None if host_over is None else host_over(loader)
-            of_both = peers, devices, self.recorder
-            return PeerCompute(*of_both, host), PeerCompute(*of_both, None)
+            return PeerCompute(peers, devices, self.recorder, host_of(loader))
 
         return beside
 

@@ -6,7 +6,9 @@ from functools import partial
 
 from torch import Tensor
 
-from speq.layers.host_experts import MOST_ROWS, HostExperts
+from speq.kernels import library
+from speq.kernels.grouping import most_fused_rows
+from speq.layers.host_experts import HostExperts
 from speq.routing import Route
 from speq.scheduler.expert_loader import ExpertLoader
 from speq.scheduler.host_share import HostShare, nothing
@@ -14,7 +16,9 @@ from speq.stats import Recorder, TimeSpan
 
 
 class HostCompute:
-    """Missing experts of few rows, computed where they lie."""
+    """Missing experts computed where they lie, for as many rows as our kernels run on the device:
+    torch's products of more rows have an order of sums of their own.
+    """
 
     def __init__(
         self, experts: HostExperts, loader: ExpertLoader, share: HostShare, recorder: Recorder
@@ -26,7 +30,8 @@ class HostCompute:
     @contextmanager
     def allowed(self, hidden_states: Tensor, route: Route) -> Iterator[None]:
         """Inside the block, the layer of these rows [T, H] may have such experts."""
-        self._share.open = len(hidden_states) <= MOST_ROWS
+        most_rows = most_fused_rows(library.kernels_for(hidden_states), route.topk_ids.shape[1])
+        self._share.open = len(hidden_states) <= most_rows
         self._share.begin = partial(self._experts.begin, hidden_states)
         try:
             yield

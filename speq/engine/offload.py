@@ -34,8 +34,8 @@ from speq.scheduler.row_pruning import ExpectedValuePruning, RowPruner
 from speq.scheduler.transfer import Fetch, MovedBytes, TransferEngine
 from speq.stats import Recorder, Timed
 
-# Makes what serves experts that come into no slot, of verifications and of prompts; None: nothing.
-Beside = Callable[[ExpertLoader], tuple[HostServer | None, HostServer | None]]
+# Makes what serves experts that come into no slot; None: nothing.
+Beside = Callable[[ExpertLoader], HostServer | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def offload_over(
     device: Processor | Accelerator,
     recorder: Recorder,
     timed: Timed,
-    beside: Beside = lambda loader: (None, None),
+    beside: Beside = lambda loader: None,
 ) -> Offload:
     """Build cache, prefetcher and both backends over an arena of slots [S, slot_bytes].
 
@@ -164,7 +164,6 @@ def offload_over(
         server: ExpertServer,
         on_route: Callable[[int, Route], Route],
         resident: ResidentSlots | None = None,
-        host: HostServer | None = None,
     ) -> ExactExperts:
         table, routes = host_side(device, sizes.num_experts)
         activations, biases = sizes.activations, sizes.biases
@@ -172,11 +171,11 @@ def offload_over(
             server, experts, table, routes, activations, timed, on_route, biases, resident, host
         )
 
-    verifying, reading = beside(loader)
+    host = beside(loader)
     return Offload(
-        target=backend(prefetcher, verified, resident, verifying),
+        target=backend(prefetcher, verified, resident),
         prefetcher=prefetcher,
-        reader=backend(stream, read, host=reading),
+        reader=backend(stream, read),
         stream=stream,
         loader=loader,
         slots=slots,

@@ -20,8 +20,6 @@ from speq.kernels.ops import Activation, ExpertBiases
 from speq.layers.slot_table import HostSlotTable
 from speq.routing import Route
 
-# Rows up to which kernels add up in that order, whatever they run on.
-MOST_ROWS = 16
 # Bytes of a cache line.
 LINE = 64
 
@@ -47,7 +45,7 @@ class HostTimes(NamedTuple):
 
 
 class HostExperts:
-    """Runs experts of few rows on the host.
+    """Runs experts on the host.
 
     device   that rows come from and results go to
     codec    of the records, which need no draft
@@ -73,8 +71,8 @@ class HostExperts:
         self._clock = clock
 
     def begin(self, hidden_states: Tensor) -> None:
-        """Have a layer's rows come to the host: [T, H] on the device, at most MOST_ROWS rows. Work
-        that is queued behind this does not delay them.
+        """Have a layer's rows come to the host: [T, H] on the device. Work that is queued behind
+        this does not delay them.
         """
         self._readback.begin(hidden_states)
 

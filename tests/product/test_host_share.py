@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from speq.engine import host_compute
 from speq.errors import Broken
 from speq.layers.host_experts import HostExperts
 from speq.measure.timeline import trace_events
@@ -183,11 +184,13 @@ def test_a_rate_that_a_profile_knows_is_gone_by_at_once() -> None:
     assert share.choose(keys(1, 2, 3, 4)) == keys(1, 2)
 
 
-def run(cell: Cell, model: Path, draft: str, order: int, **options: Any) -> Any:
-    context = len(PROMPT) + NEW_TOKENS
+def run(
+    cell: Cell, model: Path, draft: str, order: int, prompt: Sequence[int] = PROMPT, **options: Any
+) -> Any:
+    context = len(prompt) + NEW_TOKENS
     with host_device(HostDevice(order)) as device:
         generator, _ = loaded(cell, model, draft, "float32", context, "cuda", **options)
-        result = generator.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        result = generator.generate([*prompt], max_new_tokens=NEW_TOKENS, ignore_eos=True)
         run = generator.last_run
         generator.close()
     assert device.pinned == {}
@@ -239,6 +242,29 @@ def test_tokens_do_not_depend_on_the_split(
     without, run_stats = run(cell, model, draft, order=at, host_compute="none")
     assert without.token_ids == result.token_ids
     assert without.stats["host_experts"] == 0
+
+
+@pytest.mark.parametrize(("length", "cell", "most_rows"), [(40, 0, 64), (150, 2, 64), (40, 0, 1)])
+def test_prompts_are_divided_as_far_as_our_kernels_run_them(
+    length: int, cell: int, most_rows: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts at random, in each layer and chunk."""
+    rng = random.Random(length)
+    prompt = [rng.randrange(1, 250) for _ in range(length)]
+    model, draft = folders.of("qwen3_moe", CELLS[cell])
+
+    def any_of(share: HostShare, missing: Sequence[ExpertKey]) -> list[ExpertKey]:
+        missing = [*missing] if share.open else []
+        return rng.sample(missing, rng.randint(0, len(missing)))
+
+    monkeypatch.setattr(HostShare, "choose", any_of)
+    monkeypatch.setattr(host_compute, "most_fused_rows", lambda kernels, top_k: most_rows)
+    result, run_stats = run(CELLS[cell], model, draft, length, prompt)
+    plain = load_plain(folders.published("qwen3_moe", CELLS[cell]))
+    assert result.token_ids == greedy_tokens(plain, prompt, NEW_TOKENS)
+    prefill = [step for step in run_stats.steps if step.phase == "prefill"]
+    assert any(step.host_experts for step in prefill) is (most_rows > 1)
+    assert result.stats["host_experts"] > 0
 
 
 @pytest.mark.wide
