@@ -35,8 +35,9 @@ bool takes_tiles() {
 // Whether the processor has VNNI for vectors of AVX2, which not all that have AVX-512 do.
 bool has_avx_vnni() {
 #ifdef SPEQ_X86
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avxvnni");
+  constexpr unsigned kAvxVnni = 1u << 4;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kAvxVnni) != 0;
 #else
   return false;
 #endif

@@ -16,8 +16,8 @@ from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 
 # Hidden size and expert width: whole blocks, parts of blocks, rows that are no whole quads.
-SHAPES = ((64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6))
-GROUPS = (2, 16, 32, 64, None)
+SHAPES = ((64, 64), (40, 24), (130, 70), (256, 64), (66, 66), (8, 6), (160, 96), (256, 128))
+GROUPS = (2, 16, 32, 64, 128, None)
 SEED = 11
 Pair = tuple[Tensor, Tensor]
 
