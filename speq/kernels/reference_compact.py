@@ -50,6 +50,8 @@ def encode_lossless_matrices(
 ) -> None:
     """Run `encode_lossless_out` on the bfloat16 matrices of a layout."""
     head, planes, bytes_, quads = [], [], [], []
+    if len(matrices) == 2:  # of a gate that is not there
+        head.append(F.pad(torch.arange(ESCAPE), (0, 1)))
     for matrix in matrices:
         words = _words(matrix)
         high = words >> 8
@@ -75,7 +77,8 @@ def decode_lossless_out(record: Tensor, gate_up_proj: Tensor, down_proj: Tensor)
 def decode_lossless_matrices(layout: CompactLayout, record: Tensor, matrices: list[Tensor]) -> None:
     """Run `decode_lossless_out` into the matrices of a layout."""
     sections = _Sections(layout, record)
-    tables = sections.take(len(matrices) * CLASSES).view(-1, CLASSES).long()
+    tables = sections.take((1 if len(matrices) == 1 else 3) * CLASSES).view(-1, CLASSES)
+    tables = tables[-len(matrices) :].long()
     index = sections.index()
     planes = [
         sections.take(rows * -(-columns // 8) * 3).view(rows, -1)
