@@ -297,12 +297,14 @@ def test_first_runs_leave_tokens_as_they_are(
         auto = replace(cell, codec="auto")
         generator, experts = loaded(auto, model, draft, "float32", len(prompt) + 40)
     assert isinstance(generator.runtime.opened.store, EncodingStore)
-    assert 2 <= generator.runtime.plan.slots < experts
+    slots = generator.runtime.plan.slots
+    assert 2 <= slots <= experts
     for _ in range(2):
         result = generator.generate(prompt, max_new_tokens=40, ignore_eos=True)
         assert result.token_ids == expected
         generator.runtime.finish_copy()
-    assert result.stats["verified_bytes"] > 0
+    # Where the buffers of the copy leave no room for the draft, all records fit in its place.
+    assert (result.stats["verified_bytes"] > 0) is (slots < experts)
     generator.close()
 
 
