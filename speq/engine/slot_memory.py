@@ -9,7 +9,7 @@ from speq.files.alignment import populate
 from speq.scheduler.expert_cache import ExpertCache
 
 # At a time. Who stops it waits for so much, and so does a thread that maps other memory.
-STEP_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
 
 
 class SlotMemory:
@@ -18,30 +18,38 @@ class SlotMemory:
 
     taken  the first slots, whose memory is there
     cache  is told how many they have become
+    left   set when no more is to be taken
     """
 
     def __init__(self, slots: Tensor, taken: int, cache: ExpertCache) -> None:
         self._count, self._cache = len(slots), cache
         self._taking = threading.Lock()
+        self.left = threading.Event()
         cache.present = taken
         if taken < self._count:
             name = "speq-slot-memory"
             threading.Thread(target=_take, args=(slots, ref(self)), name=name, daemon=True).start()
 
     def take(self, slots: Tensor) -> bool:
-        """Take the next part, over which experts may be read meanwhile; False after the last."""
+        """Take the next slot, over which an expert may be read meanwhile; False if none is left."""
         with self._taking:
-            begin = self._cache.present
-            if begin < self._count:
-                end = begin + max(STEP_BYTES // slots.shape[1], 1)
-                populated = populate(slots[begin:end])
-                self._cache.present = min(end, self._count) if populated else self._count
-            return self._cache.present < self._count
+            at = self._cache.present
+            if at == self._count:
+                return False
+            for piece in slots[at].split(PIECE_BYTES):
+                if self.left.is_set():
+                    return False
+                if not populate(piece):
+                    self._cache.present = self._count
+                    return False
+            self._cache.present = at + 1
+            return True
 
     def leave(self) -> None:
         """Take no more: the rest comes when experts are read into it. Nothing is being taken when
         this returns, so that memory can be given back.
         """
+        self.left.set()
         with self._taking:
             self._cache.present = self._count
 

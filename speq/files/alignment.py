@@ -79,7 +79,9 @@ def _advise(memory: Tensor, advice: str) -> bool:
     start = align(memory.data_ptr())
     length = (memory.data_ptr() + memory.nbytes) // ALIGNMENT * ALIGNMENT - start
     number = getattr(mmap, advice, ADVICE.get(advice))
-    if number is None or length <= 0:
+    if number is None:
         return False
+    if length <= 0:  # no whole page
+        return True
     libc = ctypes.CDLL(None)
     return libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), number) == 0

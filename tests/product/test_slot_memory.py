@@ -33,7 +33,7 @@ PROMPT = [3, 4, 5, 90, 17]
 class Host:
     """Gives memory as far as a test has let it.
 
-    asked   rows of each part that was asked for
+    asked   bytes of each part that was asked for
     answer  what it says of each
     """
 
@@ -51,11 +51,13 @@ class Host:
     def gives(self, parts: int = 1000) -> None:
         self.allowed.release(parts)
 
-    def gives_while(self, act: Callable[[], None]) -> None:
-        """Let an act wait for a part that is being taken, if it does."""
+    def gives_while(self, act: Callable[[], None], memory: SlotMemory) -> None:
+        """Give the part that is being taken once an act waits for it, and no other."""
+        self.reached.acquire()
         acting = threading.Thread(target=act)
         acting.start()
-        self.gives()
+        memory.left.wait()
+        self.gives(1)
         acting.join()
 
 
@@ -70,10 +72,9 @@ def join_takers() -> None:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """A host that gives one slot at a time, and two of a run at once."""
+    """A host of which two slots of a run are there at once."""
     made = Host()
     monkeypatch.setattr(slot_memory, "populate", made.populate)
-    monkeypatch.setattr(slot_memory, "STEP_BYTES", 1)
     monkeypatch.setattr("speq.engine_layout.TAKEN_BYTES", 1)
     yield made
     made.gives()
@@ -121,7 +122,7 @@ def test_experts_go_where_memory_is(host: Host) -> None:
     assert publish(cache, 5) == 2
     host.gives()
     join_takers()
-    assert cache.present == 5 and host.asked == [1, 1, 1]
+    assert cache.present == 5 and host.asked == [PAGE] * 3
     assert [publish(cache, expert) for expert in (6, 7)] == [3, 4]
     memory.leave()
     assert cache.present == 5
@@ -141,19 +142,39 @@ def test_a_system_that_cannot_take_memory_leaves_it_to_reads(host: Host) -> None
     memory = SlotMemory(allocate_aligned(4, PAGE), 1, cache)
     host.gives()
     join_takers()
-    assert host.asked == [1] and cache.present == 4
+    assert host.asked == [PAGE] and cache.present == 4
     assert [publish(cache, expert) for expert in range(4)] == [0, 1, 2, 3]
     memory.leave()
 
 
-def test_nothing_is_taken_after_it_was_left(host: Host) -> None:
-    cache, slots = ExpertCache(9, LruPolicy(9, 1, 16)), allocate_aligned(9, PAGE)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_nothing_is_taken_after_it_was_left(
+    parts: int, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the rest of a slot that is large."""
+    monkeypatch.setattr(slot_memory, "PIECE_BYTES", PAGE)
+    cache, slots = ExpertCache(9, LruPolicy(9, 1, 16)), allocate_aligned(9, parts * PAGE)
     memory = SlotMemory(slots, 1, cache)
-    host.reached.acquire()  # a part is being taken
-    host.gives_while(memory.leave)
-    asked = len(host.asked)
+    host.gives_while(memory.leave, memory)
     join_takers()
-    assert 1 <= len(host.asked) == asked and cache.present == 9
+    assert host.asked == [PAGE] and cache.present == 9
+
+
+def test_a_large_slot_is_there_when_all_of_its_parts_are(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_memory, "PIECE_BYTES", PAGE)
+    cache = ExpertCache(3, LruPolicy(3, 1, 16))
+    memory = SlotMemory(allocate_aligned(3, 3 * PAGE), 1, cache)
+    for parts, there in ((2, 1), (1, 2)):
+        host.gives(parts)
+        for _ in range(parts + (there == 1)):
+            host.reached.acquire()  # the last one waits: those before are there
+        assert cache.present == there
+    host.gives()
+    join_takers()
+    assert host.asked == [PAGE] * 6 and cache.present == 3
+    memory.leave()
 
 
 def test_slots_that_nobody_has_are_not_taken(host: Host) -> None:
@@ -163,7 +184,7 @@ def test_slots_that_nobody_has_are_not_taken(host: Host) -> None:
     gc.collect()
     host.gives()
     join_takers()
-    assert host.asked == [1]
+    assert host.asked == [PAGE]
 
 
 def load(model: Path, budget: str = "96MiB", **options: Any) -> Generator:
@@ -219,13 +240,11 @@ def test_a_smaller_budget_while_memory_comes(host: Host, tiny: Callable[[str], P
     wanted = greedy_tokens(load_plain(model), PROMPT, 12)
     generator = load(model)
     runtime = generator.runtime
-    slots = runtime.engine.offload.slots
-    host.reached.acquire()
-    host.gives_while(lambda: generator.resize(runtime.least_budget))
-    asked = len(host.asked)
+    slots, memory = runtime.engine.offload.slots, runtime.engine.offload.memory
+    host.gives_while(lambda: generator.resize(runtime.least_budget), memory)
     assert generator.generate(PROMPT, **ASKED).token_ids == wanted
     join_takers()
-    assert len(host.asked) == asked
+    assert len(host.asked) == 1
     assert runtime.plan.slots == 2 and slots[2:].count_nonzero() == 0
     generator.resize("96MiB")
     assert generator.generate(PROMPT, **ASKED).token_ids == wanted
@@ -235,10 +254,9 @@ def test_a_smaller_budget_while_memory_comes(host: Host, tiny: Callable[[str], P
 
 def test_closing_while_memory_comes(host: Host, tiny: Callable[[str], Path]) -> None:
     generator = load(tiny("olmoe"))
-    slots = generator.runtime.engine.offload.slots
-    host.reached.acquire()
-    host.gives_while(generator.close)
-    asked = len(host.asked)
+    offload = generator.runtime.engine.offload
+    slots = offload.slots
+    host.gives_while(generator.close, offload.memory)
     join_takers()
-    assert len(host.asked) == asked
+    assert len(host.asked) == 1
     assert slots.untyped_storage().nbytes() == 0 or slots.count_nonzero() == 0
