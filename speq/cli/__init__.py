@@ -46,7 +46,7 @@ class Commands(TyperGroup):
         name, known = args[0], self.list_commands(ctx)
         unknown = self.get_command(ctx, name) is None and not name.startswith("-")
         if unknown and not ctx.resilient_parsing:  # as of completion
-            near = [each for each in known if each.startswith(name)]
+            near = [each for each in known if name and each.startswith(name)]
             near = near or get_close_matches(name, known)
             hint = f"did you mean {' or '.join(near)}?" if near else "--help lists the commands"
             ctx.fail(f"there is no command {name!r:.80}; {ELSEWHERE.get(name, hint)}")

@@ -62,7 +62,8 @@ class RecordMatrix:
         inputs  float32, float64, bfloat16 or float16, also the dtype of bias and result
 
         More than `linear_rows` rows, and float64, take `product_scratch_bytes` while they run.
-        Raises ValueError, naming the argument, for any other dtype, shape, device or layout.
+        Raises ValueError, naming the argument, for any other dtype, shape, device or layout, and
+        the op's RuntimeError for few rows of bfloat16, which it checks itself.
         """
         rows, most = inputs.numel() // self.columns, linear_rows(inputs)
         if not 0 < rows <= most or inputs.dtype != WORD:  # the op checks what drafts give it

@@ -38,8 +38,8 @@ def decode(
 ) -> None:
     """Decode a record of a format, or a slot that holds one, into bfloat16 matrices.
 
-    record  [R] uint8; gate_up_proj [2F, H], gate over up, and down_proj [H, F]. In MXFP4 rows of
-            gate and up are interleaved
+    record  [R] uint8; gate_up_proj [2F, H], gate over up, and down_proj [H, F]. An MXFP4 record has
+            rows of gate and up in turns
     """
     hidden_size, width, gated = check_expert(gate_up_proj, down_proj)
     layout = LAYOUTS[form](hidden_size, width, *numbers, gated=gated)

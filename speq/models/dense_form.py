@@ -105,16 +105,22 @@ class DenseForm:
 
         A matrix's plain weights are held beside its packed form; residuals are copied once from a
         buffer of the largest possible size. The largest matrices come first, when little is packed.
+        Records are counted as large as usual, though `least` may have planned smaller ones.
         """
         if self.name == "raw" or self.packed:
             return converted_bytes
         order = sorted(range(len(self.sizes)), key=lambda at: -self.words_bytes[at])
         held = most = 0
         forms = 1 if self.name == "lossless" else 2
+        usual = USUAL_BITS[self.name] / 16
+        records = [
+            max(size, int(words * usual)) if size < words else size
+            for size, words in zip(self.sizes, self.words_bytes, strict=True)
+        ]
         for turn, at in enumerate(order):
             under_way = order[turn : turn + threads]
-            taken = sum(self.words_bytes[each] + forms * self.sizes[each] for each in under_way)
+            taken = sum(self.words_bytes[each] + forms * records[each] for each in under_way)
             most = max(most, held + taken)
-            held += self.sizes[at]
+            held += records[at]
         saved = sum(self.words_bytes) - self.nbytes
         return max(converted_bytes, most - self.nbytes, 0) + min(converted_bytes, saved)

@@ -9,7 +9,9 @@ from speq.files.checkpoint import Checkpoint
 
 # Names of a model's head and, in different families, of its embedding.
 HEAD = "lm_head.weight"
-EMBEDDINGS = ("model.embed_tokens.weight", "model.embeddings.weight")
+EMBEDDINGS = tuple(
+    f"model.{each}.weight" for each in ("embed_tokens", "embeddings", "word_embeddings")
+)
 # Tensors are compared by samples: number of blocks, and bytes of each.
 BLOCKS, BLOCK_BYTES = 64, 4096
 

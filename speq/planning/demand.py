@@ -113,14 +113,14 @@ def demand_of(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Dem
         taken = pass_bytes(rows, context)
         if batch_size > 1:
             taken = max(taken, pass_bytes(scored, batch_size * context))
-        if budget.on_cpu and any(len(each) > 2 for each in shape.kv_layers):
-            # Recorded passes keep what indexers choose: a byte for each row and cached token.
-            taken += MAX_IN_ALL * scored * context
-        if head is None:
-            return taken
-        taken += head.features_bytes(max(rows, scored), dtype)
-        # The head's passes come after the model's.
-        return max(taken, head.workspace_bytes(HEAD_ROWS, shape.vocab_size, context, dtype))
+        if head is not None:
+            taken += head.features_bytes(max(rows, scored), dtype)
+            # The head's passes come after the model's.
+            of_head = head.workspace_bytes(HEAD_ROWS, shape.vocab_size, context, dtype)
+            taken = max(taken, of_head)
+        # Recorded passes keep what indexers choose: a byte for each row and cached token.
+        chooses = budget.on_cpu and any(len(each) > 2 for each in shape.kv_layers)
+        return taken + (MAX_IN_ALL * scored * context if chooses else 0)
 
     def pass_bytes(rows: int, context: int) -> int:
         rows = max(rows, scored)

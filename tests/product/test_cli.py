@@ -166,6 +166,7 @@ def test_help_is_in_groups(command: Command) -> None:
         ("list", "`speq cache list` shows"),
         ("pull", "is given a hub id downloads the model"),
         ("xyzzy", "--help lists the commands"),
+        ("", "--help lists the commands"),
     ],
 )
 def test_a_wrong_command_is_told_the_right_one(command: Command, given: str, hint: str) -> None:

@@ -201,6 +201,20 @@ def test_words_and_records_that_lie_beside_one_another_are_counted(
     opened.close()
 
 
+@pytest.mark.parametrize("threads", [1, 4])
+def test_records_that_were_not_read_yet_are_loaded_in_what_is_planned(threads: int) -> None:
+    """A plan counts them without an escape, and real ones have some."""
+    shapes = [(16384, 2048), (16384, 2048), *[(2048, 2048)] * 24]
+    planned = DenseForm.least("lossless", shapes, 2)
+    weights = [rows * columns for rows, columns in shapes]
+    real = [each * 11.39 / 8 for each in weights]
+    peak = max(
+        sum(real[:at]) + sum(2 * weights[each] + real[each] for each in range(at, at + threads))
+        for at in range(len(shapes) - threads + 1)
+    )
+    assert peak <= planned.nbytes + planned.loading_bytes(threads, 0) < 1.01 * peak
+
+
 def test_memory_that_is_held_is_what_is_planned(tiny_bfloat16: Folder) -> None:
     model = tiny_bfloat16("glm4_moe_lite")
     smallest, demand = two_slot_budget(model, 64, "bfloat16", 0, draft="none")
