@@ -16,6 +16,7 @@ GPU_TESTS = (
     *("tests/kernels/test_grouped_int4.py", "tests/kernels/test_many_rows.py"),
     *("tests/kernels/test_nvfp4.py", "tests/kernels/test_sum_order.py"),
     *("tests/kernels/test_ungated.py", "tests/bench/test_bench_kernels.py"),
+    "tests/bench/test_lab.py",
 )
 KERNEL_TESTS = ("tests/kernels/test_kernels.py", "tests/kernels/test_compact_cuda.py")
 # A call of each op.

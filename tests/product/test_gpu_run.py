@@ -50,7 +50,7 @@ def test_commands_parse(tmp_path: Path) -> None:
     for step in ours:
         parse((*step.command[2:], *step.rehearsed_by))
     lab = [step for step in steps(tmp_path) if step.command[1].startswith("bench.lab.")]
-    assert len(lab) == 2
+    assert len(lab) == 3
     for step in lab:
         name = step.command[1].removeprefix("bench.lab.")
         lab_commands()[name].make_context(name, [*step.command[2:]])

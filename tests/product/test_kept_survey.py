@@ -93,7 +93,7 @@ def test_a_survey_is_kept_and_told_alike(home: Path) -> None:
 
 def test_what_is_kept_is_read_as_it_was(home: Path) -> None:
     kept = KeptSurvey(
-        replace(SURVEY, measured_at=round(time.time())), Estimate(2e9, 0.25), Estimate(1.5, 0.125)
+        replace(SURVEY, measured_at=int(time.time())), Estimate(2e9, 0.25), Estimate(1.5, 0.125)
     )
     kept.keep("key")
     read = kept_file.read("key", KeptSurvey.of)

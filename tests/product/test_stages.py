@@ -1,6 +1,7 @@
 """Layers on several machines: what passes through them, what they refuse, how they end."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -23,7 +24,6 @@ from speq.devices.device import Processor
 from speq.engine.draft import Draft
 from speq.engine.request import Request
 from speq.errors import EngineLost, SpeqError
-from speq.experts.passes import by_layer
 from speq.files import contents
 from speq.files.alignment import allocate_aligned
 from speq.files.checkpoint import Checkpoint
@@ -176,7 +176,8 @@ def test_a_stage_reads_its_own_of_a_pack(
         return bytes(slot[: store.record_bytes(layer, expert)].numpy())
 
     def records(store: Any) -> list[bytes]:
-        return [record(store, *each) for each in by_layer(store.num_layers, store.num_experts)]
+        keys = itertools.product(range(store.num_layers), range(store.num_experts))
+        return [record(store, *key) for key in keys]
 
     wanted = records(stores[0])
     assert [each for store in stores[1:] for each in records(store)] == wanted
