@@ -135,7 +135,7 @@ def measurements(
 
 
 # What a run is without fetching ahead, and without eviction by what is needed next.
-VARIANTS = ("prefetch=auto", "prefetch=none", "cache-policy=lru")
+VARIANTS = ("prefetch=three-phase", "prefetch=none", "cache-policy=lru")
 SYSTEMS = (
     *("speq", "speq-published", "lru-raw", "moe-speq", "zipmoe"),
     *("transformers", "llama.cpp"),

@@ -32,17 +32,6 @@ bool takes_tiles() {
 }
 #endif
 
-// Whether the processor has VNNI for vectors of AVX2, which not all that have AVX-512 do.
-bool has_avx_vnni() {
-#ifdef SPEQ_X86
-  constexpr unsigned kAvxVnni = 1u << 4;
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kAvxVnni) != 0;
-#else
-  return false;
-#endif
-}
-
 Isa detect() {
 #ifdef SPEQ_AARCH64
   if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) == 0) {
@@ -70,7 +59,7 @@ Isa detect() {
     return takes_tiles() ? Isa::avx512_amx : Isa::avx512_bf16;
   }
   if (avx2) {
-    return has_avx_vnni() ? Isa::avx2_vnni : Isa::avx2;
+    return Isa::avx2;
   }
 #endif
   return Isa::portable;
@@ -103,8 +92,6 @@ const MicroKernels &micro_kernels() {
     return avx512_vnni_kernels;
   case Isa::avx512:
     return avx512_kernels;
-  case Isa::avx2_vnni:
-    return avx2_vnni_kernels;
   case Isa::avx2:
     return avx2_kernels;
 #endif
@@ -134,9 +121,6 @@ extern "C" {
 __attribute__((visibility("default"))) int speq_has_isa(int isa) {
   const auto best = speq::cpu::best_isa(), of = speq::cpu::Isa(isa);
   const bool arm = best >= speq::cpu::Isa::neon_bf16 && best <= speq::cpu::Isa::neon;
-  if (of == speq::cpu::Isa::avx2_vnni && !speq::cpu::has_avx_vnni()) {
-    return false;
-  }
   return of == speq::cpu::Isa::portable || (of >= best && (arm || of <= speq::cpu::Isa::avx2));
 }
 // Sets it for this thread; says what it was.

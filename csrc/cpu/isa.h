@@ -13,7 +13,6 @@ enum class Isa : int {
   avx512_vbmi2,
   avx512_vnni,
   avx512,
-  avx2_vnni,
   avx2,
   neon_bf16,
   neon_dot,

@@ -215,7 +215,6 @@ constexpr bool takes_group(std::int64_t group_size, std::int64_t columns) {
 extern const MicroKernels portable_kernels;
 #ifdef SPEQ_X86
 extern const MicroKernels avx2_kernels;
-extern const MicroKernels avx2_vnni_kernels;
 extern const MicroKernels avx512_kernels;
 extern const MicroKernels avx512_vnni_kernels;
 extern const MicroKernels avx512_vbmi2_kernels;

@@ -403,8 +403,7 @@ def report_backends(device: str) -> None:
 
 # Instruction sets that the CPU kernels are compiled for, best first.
 ISAS = (
-    *("avx512_amx", "avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512"),
-    *("avx2_vnni", "avx2"),
+    *("avx512_amx", "avx512_bf16", "avx512_vbmi2", "avx512_vnni", "avx512", "avx2"),
     *("neon_bf16", "neon_dot", "neon", "portable"),
 )
 

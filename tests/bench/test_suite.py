@@ -16,6 +16,7 @@ from speq.bench.suite.steps import WIDENED_BYTES, SuiteStep, budgets_of, steps_o
 from speq.cli import app
 from speq.cli.bench import BENCHES, function_of
 from speq.cli.from_dataclass import command
+from speq.config import RunConfig
 from speq.errors import SpeqError
 from speq.files.checkpoint import EXPERTS_MANIFEST
 from tests.helpers.paths import BUNDLED, ROOT
@@ -188,6 +189,10 @@ def test_a_small_model_is_widened_first_and_a_large_one_is_not(
     assert [step.name for step in full][3] == "pack-residual"
     assert [step.name for step in full][-4:] == ["variants", "transfer", "kernels", "neighbours"]
     assert full[-1].command[-2:] == ["--neighbours", "1"]
+    variants = next(step for step in full if step.name == "variants").command
+    for at in (at for at, each in enumerate(variants) if each == "--variants"):
+        name, value = variants[at + 1].split("=")
+        RunConfig.of("1GiB", **{name.replace("-", "_"): value})  # or raises
 
 
 def test_every_step_is_a_command_that_speq_takes(tmp_path: Path) -> None:

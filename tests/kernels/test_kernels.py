@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.kernels import library, ops, reference
+from speq.kernels import library, reference
 from speq.kernels.checks import activation_numbers
 from speq.kernels.ops import Activation
 from tests.helpers.backends import CPU_BACKENDS, CUDA_BACKENDS, Backend, backend_named
@@ -254,21 +254,6 @@ def test_linear_int4(backend: Backend, rows: int, shape: tuple[int, int], permut
     backend.run("linear_int4", inputs, qweight[0], scales[0], perm, ours)
     reference.linear_int4_out(inputs, qweight[0], scales[0], perm, wanted)
     assert torch.equal(ours, wanted)
-
-
-@pytest.mark.parametrize("lanes", ["avx2", "avx512"])
-def test_linear_int4_the_same_with_and_without_vnni(lanes: str) -> None:
-    generator = torch.Generator().manual_seed(9)
-    qweight, scales = codes_and_scales(1, 70, 416, 32, generator)
-    inputs = torch.randn(5, 416, generator=generator)
-    best, found = library.isa(), []
-    for name in {lanes, f"{lanes}_vnni"} & set(library.supported_isas()):
-        library.limit_isa(name)
-        found.append(ops.linear_int4(inputs, qweight[0], scales[0]))
-    library.limit_isa(best)
-    if len(found) < 2:
-        pytest.skip(f"this processor has no {lanes} with VNNI")
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
