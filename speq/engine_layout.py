@@ -71,8 +71,14 @@ from speq.version import __version__, transformers_version
 
 logger = logging.getLogger("speq")
 
+# Makes what computes experts on the host; None: nothing.
+HostOver = Callable[[ExpertLoader], HostCompute | None]
 # Of slots, before the first prompt.
 TAKEN_BYTES = 256 << 20
+
+
+def no_host(loader: ExpertLoader) -> None:
+    """Compute nothing on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +238,7 @@ class EngineLayout:
             options.cache_policy, options.prefetch, drafts.prunes_rows, budget
         )
         transfer, timed = self._transfer(slots, loaded.budget.readers)
-        host_over = None
+        host_over: HostOver = no_host
         if options.host_compute == "auto" and isinstance(transfer, StreamTransfer):
             host_over = self._host_over(transfer)
         return offload_over(
@@ -240,15 +246,11 @@ class EngineLayout:
             *(self.recorder, timed, self._beside(host_over)),
         )
 
-    def _beside(self, host_over: Callable[[ExpertLoader], HostCompute] | None) -> Beside:
+    def _beside(self, host_over: HostOver) -> Beside:
         """What makes further devices compute the experts that they hold, and the host others."""
         loaded, sizes, device = self.loaded, self._sizes, self.loaded.device
-
-        def host_of(loader: ExpertLoader) -> HostCompute | None:
-            return None if host_over is None else host_over(loader)
-
         if not loaded.peers or isinstance(device, Processor):
-            return host_of
+            return host_over
         codec = loaded.opened.store.codec
         peers = [
             PeerExperts(
@@ -261,17 +263,17 @@ class EngineLayout:
 
         def beside(loader: ExpertLoader) -> PeerCompute:
             loader.peers = devices
-            return PeerCompute(peers, devices, self.recorder, host_of(loader))
+            return PeerCompute(peers, devices, self.recorder, host_over(loader))
 
         return beside
 
-    def _host_over(self, transfer: StreamTransfer) -> Callable[[ExpertLoader], HostCompute] | None:
+    def _host_over(self, transfer: StreamTransfer) -> HostOver:
         """What makes the host compute missing experts. Records over a draft's codes cannot be run
         there: the device has the codes.
         """
         codec, sizes, device = self.loaded.opened.store.codec, self._sizes, self.loaded.device
         if codec.needs_draft or not has_cpu_library() or isinstance(device, Processor):
-            return None
+            return no_host
         experts = HostExperts(
             *(device, codec, transfer, sizes.num_experts, sizes.activations, sizes.biases),
             self.recorder.clock,

@@ -1,7 +1,7 @@
 """Missing experts that the host computes for a device: how many, which, and the same tokens."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,16 @@ def run(
     return result, run
 
 
+def any_of(rng: random.Random) -> Callable[[HostShare, Sequence[ExpertKey]], list[ExpertKey]]:
+    """Any part of a layer's missing experts, where the host may compute some."""
+
+    def choose(share: HostShare, missing: Sequence[ExpertKey]) -> list[ExpertKey]:
+        there = [*missing] if share.open else []
+        return rng.sample(there, rng.randint(0, len(there)))
+
+    return choose
+
+
 CELLS = [
     Cell(0, "two slots", "own"),
     Cell(3, "half", "own", prefetch="three-phase"),
@@ -230,11 +240,7 @@ def test_tokens_do_not_depend_on_the_split(
     plain = load_plain(folders.published(family, cell))
     model, draft = folders.of(family, cell)
 
-    def any_of(share: HostShare, missing: Sequence[ExpertKey]) -> list[ExpertKey]:
-        missing = [*missing] if share.open else []
-        return rng.sample(missing, rng.randint(0, len(missing)))
-
-    monkeypatch.setattr(HostShare, "choose", any_of)
+    monkeypatch.setattr(HostShare, "choose", any_of(rng))
     result, run_stats = run(cell, model, draft, order=at)
     assert result.token_ids == greedy_tokens(plain, PROMPT, NEW_TOKENS)
     assert sum(step.host_experts for step in run_stats.decode) > 0
@@ -253,11 +259,7 @@ def test_prompts_are_divided_as_far_as_our_kernels_run_them(
     prompt = [rng.randrange(1, 250) for _ in range(length)]
     model, draft = folders.of("qwen3_moe", CELLS[cell])
 
-    def any_of(share: HostShare, missing: Sequence[ExpertKey]) -> list[ExpertKey]:
-        missing = [*missing] if share.open else []
-        return rng.sample(missing, rng.randint(0, len(missing)))
-
-    monkeypatch.setattr(HostShare, "choose", any_of)
+    monkeypatch.setattr(HostShare, "choose", any_of(rng))
     monkeypatch.setattr(host_compute, "most_fused_rows", lambda kernels, top_k: most_rows)
     result, run_stats = run(CELLS[cell], model, draft, length, prompt)
     plain = load_plain(folders.published("qwen3_moe", CELLS[cell]))
