@@ -108,8 +108,8 @@ class ExpertCache:
         return slot
 
     def count_used(self, layer: int, experts: Iterable[int]) -> None:
-        """Count a use of resident experts of a policy that keeps all."""
-        if self._unused:
+        """Count a use of resident experts."""
+        if self._unused or not self.policy.keeps_all:
             for expert in experts:
                 self.lookup(ExpertKey(layer, expert))
 

@@ -93,6 +93,13 @@ class ExpertLoader:
             self._report()
         meanwhile()
 
+    def passed(self, layer: int, experts: list[int]) -> None:
+        """Count a layer that ran over resident experts without being served."""
+        self.cache.policy.visit(layer, experts)
+        self.cache.count_used(layer, experts)
+        self._recorder.served(layer, requests=len(experts), hits=len(experts))
+        self._report()
+
     def _without_host_share(
         self, layer: int, keys: list[ExpertKey], ready: Collection[ExpertKey]
     ) -> list[ExpertKey]:

@@ -29,6 +29,10 @@ WORTH, LIGHT = 0.6, 0.5
 # A prediction costs a router's product, which is lost if all experts are resident. A layer that
 # missed nothing for this many visits is not predicted until it does.
 QUIET_VISITS = 32
+# A pass over residents asks the host nothing while fewer of the predictions than this fetch
+# something: the host takes a tenth of such a layer's time or more, and hides a part of a transfer.
+# It is a mean of late, in which each prediction has the weight RATE.
+SELDOM, RATE = 1 / 8, 1 / 256
 
 
 class Allowance(Protocol):
@@ -98,6 +102,13 @@ class Prefetcher(Protocol):
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         """Yield {expert: slot} in waves that together name each of `experts` once."""
 
+    @property
+    def rests(self) -> bool:
+        """True if layers of resident experts need not be served: `passed` is enough."""
+
+    def passed(self, layer: int, route: Route) -> None:
+        """Learn the exact route of a layer that ran over its experts in slots."""
+
 
 class OnDemand:
     """Loads a layer's missing experts when the layer needs them."""
@@ -137,6 +148,14 @@ class OnDemand:
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
         return self._loader.serve(layer, experts)
 
+    @property
+    def rests(self) -> bool:
+        return True
+
+    def passed(self, layer: int, route: Route) -> None:
+        self.observe(layer, route)
+        self._loader.passed(layer, route.experts)
+
 
 class ThreePhase:
     """Prefetches the experts that the draft names, during the draft and its verification.
@@ -156,6 +175,8 @@ class ThreePhase:
         self._predictions, self._names = PredictionRecord(), PredictionRecord()
         # By layer: visits since an expert was missing, or was predicted to be.
         self._quiet = [0] * lookahead.num_layers
+        # Mean of late: share of predictions that fetched something.
+        self._fetching = 0.0
         self._new: set[ExpertKey] = set()
         self.begin(0)
 
@@ -255,7 +276,29 @@ class ThreePhase:
         self._loader.cache.policy.observe(layer, *route.arrays)
         self._route = route
 
+    @property
+    def rests(self) -> bool:
+        return not self._unsettled and self._fetching < SELDOM
+
+    def passed(self, layer: int, route: Route) -> None:
+        experts = route.experts
+        if self._loader.cache.policy.keeps_all:
+            self.lookahead.observe(layer, route)
+            self._predicted = {}
+        else:
+            self.observe(layer, route)
+            self._route = None
+            self._enter(layer, experts)
+            self._loader.cancel_prefetch(layer)
+        self._loader.passed(layer, experts)
+
     def serve(self, layer: int, experts: list[int]) -> Generator[dict[int, int], None, None]:
+        self._enter(layer, experts)
+        yield from self._loader.serve(layer, experts, partial(self._look_ahead, layer))
+        self._loader.cancel_prefetch(layer)
+
+    def _enter(self, layer: int, experts: list[int]) -> None:
+        """Compare what was foretold of a layer with its experts."""
         self._saturated = True
         # What had come may have gone again.
         self._unsettled = {at for at in self._named if at > layer}
@@ -264,8 +307,6 @@ class ThreePhase:
         quiet = not self._predicted and not self._loader.missing(layer, experts)
         self._quiet[layer] = self._quiet[layer] + 1 if quiet else 0
         self._predicted = {}
-        yield from self._loader.serve(layer, experts, partial(self._look_ahead, layer))
-        self._loader.cancel_prefetch(layer)
 
     def _look_ahead(self, layer: int) -> None:
         """Predict and load experts of later layers while a layer waits or computes."""
@@ -296,11 +337,12 @@ class ThreePhase:
             for expert, margin in predicted.items()
             if expert not in named and not self._loader.has(ExpertKey(layer, expert))
         }
-        for expert in probable:
-            if expert in self._predicted:
-                named[expert] = 1.0
-                self._named.add(layer)
-                self._unsettled.add(layer)
+        fetched = [expert for expert in probable if expert in self._predicted]
+        self._fetching += RATE * (bool(fetched) - self._fetching)
+        for expert in fetched:
+            named[expert] = 1.0
+            self._named.add(layer)
+            self._unsettled.add(layer)
 
     def _load(self) -> None:
         """Load missing experts by layer, those that most tokens use first.

@@ -111,7 +111,7 @@ class EngineLayout:
             experts = store.experts(slots, loaded.arena, self.recorder)
         offload = self._offload(slots, experts)
         if loaded.draft_backend is not None:
-            loaded.draft_backend.idle = straight_over(offload)
+            loaded.draft_backend.idle = idle_over(offload)
         approximation = None
         if offload.budget is not None:
             share = loaded.config.expert_audit
@@ -301,15 +301,15 @@ class EngineLayout:
         return "the draft does not fit the budget" if asked else "no draft asked for"
 
 
-def straight_over(offload: Offload) -> Callable[[], bool]:
-    """A function that tells whether passes may run straight: see `IssuedExperts`.
+def idle_over(offload: Offload) -> Callable[[], bool]:
+    """A function that tells whether a draft has nothing to have fetched.
 
     It does not keep the slots from being freed: the INT4 copy outlives them.
     """
     found = None if offload.resident is None else ref(offload.resident)
 
-    def straight() -> bool:
+    def idle() -> bool:
         resident = None if found is None else found()
-        return resident is not None and resident.straight
+        return resident is not None and resident.keeps_all and resident.straight
 
-    return straight
+    return idle

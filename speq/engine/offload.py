@@ -119,7 +119,6 @@ def offload_over(
     beside  makes what computes experts on the host or on further devices
     """
     num_experts = sizes.num_layers * sizes.num_experts
-    all_fit = len(slots) >= num_experts
 
     def policy_of(num_slots: int) -> EvictionPolicy:
         evicting = CACHE_POLICIES[scheduling.cache_policy]
@@ -127,8 +126,7 @@ def offload_over(
         return policy_class(num_slots, sizes.num_layers, sizes.num_experts)
 
     table = torch.full((sizes.num_layers, sizes.num_experts), -1)
-    kept = table.numpy() if all_fit else None
-    cache = ExpertCache(len(slots), policy_of(len(slots)), kept, experts.has)
+    cache = ExpertCache(len(slots), policy_of(len(slots)), table.numpy(), experts.has)
     loader = ExpertLoader(cache, transfer, recorder)
     prefetcher: Prefetcher = PREFETCHERS[scheduling.prefetch](
         loader, LookaheadBuffer(sizes.num_layers)
@@ -150,8 +148,8 @@ def offload_over(
         return route
 
     resident = None
-    if all_fit and budget is None and isinstance(device, Processor):
-        resident = ResidentSlots(loader, prefetcher.lookahead, rows, recorder, table)
+    if budget is None and isinstance(device, Processor):
+        resident = ResidentSlots(loader, prefetcher, rows, recorder, table)
 
     history = RouteHistory(sizes.num_layers, sizes.num_experts)
     stream = LayerStream(loader, history, sizes.num_layers)

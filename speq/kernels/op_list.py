@@ -82,13 +82,14 @@ class OpList:
         """Seconds that ops have run, in all runs."""
         return float(_functions().speq_op_list_ran_s(self._list))
 
-    def passed(self) -> list[tuple[int, float, float]]:
-        """The gates that the last run passed: the index of what follows each, and when its part
-        began and ended, in seconds of perf_counter.
+    def passed(self, first: int = 0) -> list[tuple[int, float, float]]:
+        """The gates that the last run passed, from number `first` on: the index of what follows
+        each, and when its part began and ended, in seconds of perf_counter.
         """
         count = ctypes.c_int64()
-        first = _functions().speq_op_list_passed(self._list, ctypes.byref(count))
-        return [(first[n].following, first[n].start_s, first[n].end_s) for n in range(count.value)]
+        held = _functions().speq_op_list_passed(self._list, ctypes.byref(count))
+        gates = (held[number] for number in range(first, count.value))
+        return [(gate.following, gate.start_s, gate.end_s) for gate in gates]
 
 
 def starts_of(positions: Sequence[int]) -> Starts:

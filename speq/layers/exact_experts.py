@@ -43,8 +43,8 @@ class HostServer(Protocol):
         """Write the outputs of some experts of a route [T, K, H], at their places."""
 
 
-class FixedSlots(Protocol):
-    """Slots that experts never leave.
+class FoundSlots(Protocol):
+    """Slots that a pass finds its experts in by itself.
 
     straight  whether the host decides nothing but what to do about missing experts
     tables    by layer, the slot of each expert [E] int64, negative for missing ones
@@ -69,7 +69,7 @@ class ExactExperts:
     routes      brings routes to the host
     timed       timer of a layer's experts
     biases      biases of each layer's experts; empty if they have none
-    resident    the slots, if experts never leave them; None: they may
+    resident    where passes find experts by themselves; None: the host tells each layer
     on_route    called with each layer's exact route; returns the route to serve, which may drop
                 rows, or have other experts under an expert budget
     host        computes experts where they lie; None: all go through slots
@@ -87,7 +87,7 @@ class ExactExperts:
         timed: Timed,
         on_route: Callable[[int, Route], Route],
         biases: Sequence[ExpertBiases] = (),
-        resident: FixedSlots | None = None,
+        resident: FoundSlots | None = None,
         host: HostServer | None = None,
     ) -> None:
         self._server = server
@@ -166,4 +166,4 @@ class ExactExperts:
         return decoder_ops.combine(outputs, route.topk_weights, hidden_states.dtype)
 
     def passed(self, layers: Sequence[PassedLayer]) -> None:
-        present(self._resident, "experts that may leave their slots ran straight").passed(layers)
+        present(self._resident, "experts ran straight that the host has to serve").passed(layers)

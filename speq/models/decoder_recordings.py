@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speq.kernels.decoder_ops import Positions
+from speq.kernels.op_list import OpList
 from speq.layers.cut_backend import CutBackend, IssuedExperts, PassedLayer, again
 from speq.layers.offloaded_experts import ActiveBackend, ExpertBackend
 from speq.models.fused_decoder import FusedDecoder, LocatedSequence
@@ -95,9 +96,9 @@ class PassRecording:
                 if buffer.parents is not None and given.parents is not None:
                     buffer.parents.copy_(given.parents)
         straight = self.experts.straight
+        self.experts.passed.begin()
         self.recorder.run(starts, straight)
-        if straight:
-            self.experts.passed(self.recorder.ops.passed())
+        self.experts.passed.report()
         return self.result.clone()
 
 
@@ -155,34 +156,57 @@ class RecordedExperts:
         self._backend, self._recorder = backend, recorder
         self._issued = backend if isinstance(backend, IssuedExperts) else None
         self._cut = CutBackend(backend, recorder.cut)
-        # By the number of its gate: a layer, and its route in the recording's buffers.
-        self._routes: dict[int, tuple[int, Route]] = {}
+        self.passed = PassedGates(recorder.ops, self._issued)
         self.drafts = backend.drafts
 
     def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        backend, issued = self._backend, self._issued
+        # No reference to this object, which the recording holds: that would be a cycle.
+        backend, issued, passed = self._backend, self._issued, self.passed
         if issued is None or not route.topk_ids.is_contiguous():  # a gate reads them as they lie
             return self._cut(layer, hidden_states, route)
         self._recorder.keep(route.topk_ids)
         self._recorder.keep(route.topk_weights)
+
+        def serve() -> Tensor:
+            passed.report()
+            return backend(layer, hidden_states, again(route))
+
         output, gate = self._recorder.cut_or_issue(
-            lambda: backend(layer, hidden_states, again(route)),
+            serve,
             lambda: issued.issue(layer, hidden_states, route),
             route.topk_ids,
             issued.slot_table(layer),
         )
-        self._routes[gate] = layer, route
+        passed.routes[gate] = layer, route
         return output
 
     @property
     def straight(self) -> bool:
         return self._issued is not None and self._issued.straight
 
-    def passed(self, gates: list[tuple[int, float, float]]) -> None:
-        """Report the layers of a run that passed these gates."""
+
+class PassedGates:
+    """Reports the layers that a run passes without the host, before the host serves another.
+
+    routes  by the number of its gate: a layer, and its route in the recording's buffers
+    """
+
+    def __init__(self, ops: OpList, issued: IssuedExperts | None) -> None:
+        self._ops, self._issued = ops, issued
+        self.routes: dict[int, tuple[int, Route]] = {}
+        self._reported = 0
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._reported = 0
+
+    def report(self) -> None:
+        """Report the layers that were passed since the last report."""
+        gates = self._ops.passed(self._reported)
         if self._issued is None or not gates:
             return
-        found = [self._routes[gate] for gate, _, _ in gates]
+        self._reported += len(gates)
+        found = [self.routes[gate] for gate, _, _ in gates]
         ids = torch.stack([route.topk_ids for _, route in found]).unbind()
         weights = torch.stack([route.topk_weights for _, route in found]).unbind()
         self._issued.passed(

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from speq.engine.resident_slots import ResidentSlots
+from speq.layers.cut_backend import PassedLayer
 from speq.models.decoder_recordings import (
     IDLE_PASSES,
     MAX_IN_ALL,
@@ -28,6 +30,9 @@ from speq.models.tree import Tree
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, demand_of
 from speq.planning.model_spec import ModelSpec
+from speq.scheduler.expert_key import ExpertKey
+from speq.scheduler.read_queue import ReaderThreads
+from speq.scheduler.transfer import Priority, State, TransferTicket
 from tests.helpers.cells import Cell
 from tests.helpers.cells import loaded as cell_loaded
 from tests.helpers.often import often
@@ -321,3 +326,50 @@ def test_runs_by_recordings_are_runs_without(
         found.append((tokens, counted, hits))
         generator.close()
     assert found[0] == found[1]
+
+
+def read_at_once(
+    self: ReaderThreads, key: ExpertKey, slot: int, priority: Priority
+) -> TransferTicket:
+    """What has arrived when it is asked for depends on the disk otherwise."""
+    ticket = TransferTicket(key, slot, priority)
+    ticket.state = State.RUNNING
+    self._queue.running[id(ticket)] = ticket
+    self._queue.read(ticket, reader=0)
+    return ticket
+
+
+@pytest.mark.parametrize("prefetch", ["none", "three-phase"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lookahead"])
+def test_layers_of_residents_pass_without_the_host(
+    policy: str, prefetch: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over slots that experts leave: its tokens, and on demand its hits and its bytes, are
+    those of a run whose layers are all served.
+    """
+    passed: list[int] = []
+    note = ResidentSlots.passed
+
+    def noted(self: ResidentSlots, layers: Sequence[PassedLayer]) -> None:
+        passed.extend(each.layer for each in layers)
+        note(self, layers)
+
+    monkeypatch.setattr(ResidentSlots, "passed", noted)
+    monkeypatch.setattr(ReaderThreads, "submit", read_at_once)
+    found = []
+    for graphs in ("none", "auto"):
+        cell = Cell(0, "half", "own", readers=1, cache_policy=policy, graphs=graphs)
+        cell = replace(cell, prefetch=prefetch)
+        generator, _ = cell_loaded(cell, tiny("qwen3_moe"), "auto", "float32", 96)
+        told = []
+        for start in (5, 90):
+            result = generator.generate([start, 6, 7], max_new_tokens=60, ignore_eos=True)
+            counted = ("hit_rate", "moved_bytes") if prefetch == "none" else ()
+            told.append((result.token_ids, {name: result.stats[name] for name in counted}))
+        assert generator.runtime.engine.offload.loader.cache.policy.keeps_all is False
+        generator.close()
+        assert bool(passed) == (graphs == "auto")
+        found.append(told)
+    assert found[0] == found[1]
+    layers = generator.runtime.opened.store.num_layers
+    assert 0 < len(passed) < 2 * 60 * layers

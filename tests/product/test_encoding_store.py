@@ -287,7 +287,7 @@ def test_runs_without_a_copy_write_the_tokens_of_the_model_too(
     options = {"codec": codec, "draft": "auto" if codec == "residual" else "none"}
     generator = loaded(folder, budget, context_length=96, **options)
     store, resident = generator.runtime.opened.store, generator.runtime.engine.offload.resident
-    assert isinstance(store, EncodingStore) and (resident is not None) == (budget == "64MiB")
+    assert isinstance(store, EncodingStore) and resident.keeps_all == (budget == "64MiB")
     loading = len(reads)
     for prompt in (PROMPT, LONG_PROMPT):
         result = generator.generate(prompt, max_new_tokens=24, ignore_eos=True)
