@@ -36,7 +36,7 @@ from speq.kernels import library
 from speq.layers.draft_experts import DraftExperts
 from speq.layers.expert_budget import BudgetRules, rules_of
 from speq.loading.dense import DraftMatrices, dense_records
-from speq.loading.experts import encoding_store, host_tier, int4_copy
+from speq.loading.experts import encoding_store, host_tier, int4_copy, with_copy
 from speq.loading.peer_slots import PeerSlots, held_experts
 from speq.models import moe_model
 from speq.models.layer_range import RemoteStages
@@ -156,7 +156,7 @@ def load(
         gc.collect()
     experts = config.group(ExpertOptions)
     opened = read_copy(opened, experts, device)
-    copy = copy_to_write(opened, experts, device)
+    copy = copy_to_write(opened, experts)
     sums = sums_on(device, config.sums)
     peers = find_peers(device, len(config.peer_budget))
     memory, compute = config.group(MemoryOptions), config.group(ComputeOptions)
@@ -179,7 +179,7 @@ def load(
         secondary = secondary_drafter(drafts, limits is not None)
         budget = run_budget(memory, drafts, device, readers, graphs, secondary)
         budget = replace(budget, context=context)
-        if copy is not None:
+        if copy is not None and budget.on_cpu:
             spec = replace(spec, copying_bytes=copy.writing_bytes)
             published = open_candidates(spec, drafts, opened.store.codec.name, budget.on_cpu)
             drafting = [way for way in published if way.drafts] if asks_for_draft(drafts) else []
@@ -210,6 +210,9 @@ def load(
         decision = replace(chooser, model_spec=spec).choose(profile, survey)
         check_free_memory(decision.memory, memory.memory_budget, device)
         check_peers(peers, config.peer_budget, beside, used, decision.residency_plan)
+        if not budget.on_cpu:
+            opened, plan, copy = with_copy(opened, experts, decision.residency_plan, copy)
+            decision = decision.replan(spec, plan, budget)
         encoding = encoding_store(opened.store, decision.residency_plan, copy)
         opened = replace(opened, store=encoding or opened.store)
         library.report_backends(device.torch.type)

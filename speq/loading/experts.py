@@ -1,7 +1,10 @@
 """Experts as they are held: the INT4 copy, and exact ones in the host's memory of a device."""
 
+from dataclasses import replace
+
 import torch
 
+from speq.config import ExpertOptions
 from speq.devices.device import Accelerator
 from speq.errors import present
 from speq.experts.codec import codec_of
@@ -10,8 +13,9 @@ from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
-from speq.experts.packed_copy import PackedCopy
+from speq.experts.packed_copy import CODEC, PackedCopy
 from speq.models.opened import Opened
+from speq.models.packed_copies import whole_copy
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.host_memory import host_plan
@@ -32,6 +36,23 @@ def encoding_store(
     codec = codec_of(plan.codec, store.codec.shape).with_slot_bytes(plan.slot_bytes)
     same = copy is not None and copy.codec.name == plan.codec
     return EncodingStore(store, codec, copy if same else None)
+
+
+def with_copy(
+    opened: Opened, options: ExpertOptions, plan: ResidencyPlan, copy: PackedCopy | None
+) -> tuple[Opened, ResidencyPlan, PackedCopy | None]:
+    """What fills the host's memory of a GPU whose run has this plan: the records of a packed copy,
+    if they are planned and the copy is whole. Last the copy that the run makes, if any.
+
+    copy  that the run may make
+    """
+    if not plan.encoded or plan.codec != CODEC:
+        return opened, plan, None
+    whole = whole_copy(opened, options)
+    if whole is None:
+        return opened, plan, copy
+    plan = replace(plan, encoded=False, estimated=False, slot_bytes=whole.codec.slot_bytes)
+    return replace(opened, store=whole), plan, None
 
 
 def int4_copy(

@@ -184,23 +184,25 @@ def test_no_copy_where_none_is_wanted_or_needed(
     assert not kept_at(model).exists()
 
 
-def test_a_gpu_neither_makes_nor_reads_one(model: Path) -> None:
-    """Its host's memory gets every expert once, as it is loaded."""
+@pytest.mark.parametrize("budget", ["64MiB", "1400KiB"], ids=["all", "some"])
+def test_a_gpu_fills_its_hosts_memory_from_one(budget: str, model: Path) -> None:
+    """The first run makes it, where records are what that memory holds; later ones read it."""
+    expected = greedy_tokens(load_plain(model, torch.float32), PROMPT, 12)
     options = {"device": "cuda", "dtype": "float32"}
     with host_device():
-        generator = loaded(model, "64MiB", **options)
-        first, copy = tokens(generator), generator.runtime._loaded.copy
+        generator = loaded(model, budget, **options)
+        plan = generator.runtime.residency_plan
+        assert (plan.codec, plan.encoded) == ("lossless", True)
+        assert tokens(generator) == expected
+        finish(generator)
+        assert (kept_at(model) / EXPERTS_MANIFEST).exists()
+        generator = loaded(model, budget, **options)
+        assert isinstance(generator.runtime.opened.store, CopiedExperts)
+        assert generator.runtime._loaded.copy is None
+        assert tokens(generator) == expected
         generator.close()
-    assert copy is None and not kept_at(model).exists()
-    made(model)
-    with host_device():
-        generator = loaded(model, "64MiB", **options)
+        generator = loaded(model, budget, packed_copy="none", **options)
         assert not isinstance(generator.runtime.opened.store, CopiedExperts)
-        assert (
-            tokens(generator)
-            == first
-            == greedy_tokens(load_plain(model, torch.float32), PROMPT, 12)
-        )
         generator.close()
 
 
