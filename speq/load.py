@@ -192,6 +192,8 @@ def load(
                 spec = replace(spec, copied_slot_bytes=copied_bytes)
         ways = partial(open_candidates, drafts=drafts, codec=codec, on_cpu=budget.on_cpu)
         room = MemoryContext(budget, ways, asks_for_draft(drafts))
+        if budget.on_cpu and spec.has_table and not room.holds_all(spec):
+            spec = spec.with_table_on_disk()
         machine = machine_survey(opened, device, spec, budget)
         survey = cache(machine.survey)
         prefetches, on_host = transfer.prefetch != "none", transfer.host_compute == "auto"
@@ -229,6 +231,7 @@ def load(
             opened.part,
             graphs,
             sums == "canonical" and isinstance(device, Processor),
+            spec.table_on_disk,
         )
         sizes = tuple(model.dense_sizes)
         if sizes != spec.dense.sizes:

@@ -170,6 +170,8 @@ class PlannedModel:
             beside = DeviceOverhead(host_bytes_of(settings), overhead_bytes)
             budget = replace(budget, beside=beside, graphs=True)
         room = MemoryContext(budget, partial(candidates_of, on_cpu=on_cpu))
+        if on_cpu and model_spec.has_table and not room.holds_all(model_spec):
+            model_spec = model_spec.with_table_on_disk()
         trial = self.dense_trial or (UNTRIED if on_cpu else None)
 
         def planned(form: ModelSpec) -> BudgetPlan:

@@ -84,6 +84,10 @@ class DenseForm:
     def nbytes(self) -> int:
         return sum(self.sizes)
 
+    def without_table(self) -> Self:
+        """The same form of a model whose embedding, the first matrix, stays on disk."""
+        return replace(self, sizes=(0, *self.sizes[1:]), words_bytes=(0, *self.words_bytes[1:]))
+
     def known(self, sizes: Sequence[int]) -> Self:
         """The same form with the sizes of its encoded matrices."""
         return replace(self, sizes=tuple(sizes))

@@ -57,6 +57,7 @@ from speq.models.packed_batch import (
     spans_of,
 )
 from speq.models.resident import MappedWeights, make_resident
+from speq.models.table_on_disk import close_table, leave_table
 from speq.units import Progress, no_progress
 
 # Parts of a pass: the routed experts, and what belongs to no module below the model.
@@ -150,6 +151,7 @@ class MoEModel:
     def close(self) -> None:
         """Give back the files of tables that stay on disk."""
         close_tables(self._hf_model)
+        close_table(self._hf_model)
 
     @property
     def nbytes(self) -> int:
@@ -496,10 +498,12 @@ def load(
     part: LayerRange | None = None,
     recorded: bool = True,
     in_order: bool = False,
+    table_on_disk: bool = False,
 ) -> MoEModel:
     """Load a model, or a part of it, without its experts.
 
     records   packs its matrices; None: they stay plain weights
+    table_on_disk  read the embedding's rows from its file as tokens ask for them
     recorded, in_order  as MoEModel has them
     progress  called with (what, done, total)
 
@@ -554,8 +558,10 @@ def load(
         if family.is_on_disk(name) or (part is not None and not part.holds(name)):
             check.leave(file, stored.offset)
     mapped = MappedWeights(checkpoint, check)
+    held: dict[str, ExactMatrix] = {**leave_table(model, mapped)} if table_on_disk else {}
     plain = packable_modules(model, family.routers(model))
-    held = {} if records is None else records(plain, mapped)
+    if records is not None:
+        held.update(records((each for each in plain if each[0] not in held), mapped))
     if isinstance(device, Processor):
         make_resident(model, mapped, progress)
     check.finish(partial(progress, "comparing weights with their checksums"))

@@ -50,6 +50,14 @@ class Opened:
         )
         return sum(kind.itemsize * count for kind, count in stored if kind != dtype)
 
+    @property
+    def table_dtype(self) -> torch.dtype | None:
+        """Dtype of the embedding on disk; None for codes, and for a part without one."""
+        names, checkpoint = self.shape.dense_names, self.checkpoint
+        if not names or names[0] not in checkpoint.tensors or checkpoint.coded.is_coded(names[0]):
+            return None
+        return checkpoint.tensors[names[0]][1].dtype
+
     def packed_dense(self, dtype: torch.dtype) -> tuple[int | None, ...]:
         """Bytes of each matrix of `shape.dense` that the pack has in the form for `dtype`; None for
         others. Empty if the pack has none.

@@ -19,7 +19,7 @@ from speq.files.alignment import allocate_aligned, prefer_huge_pages
 from speq.files.checkpoint import Checkpoint
 from speq.files.checksums import TensorCheck
 from speq.files.range_file import ENDS_BYTES, bytes_of
-from speq.files.safetensors_file import SafetensorsFile
+from speq.files.safetensors_file import SafetensorsFile, TensorInfo
 from speq.units import Progress, no_progress, track
 
 MAPS = Path("/proc/self/maps")
@@ -91,6 +91,13 @@ class MappedWeights:
         stored = file.tensors[name]
         same = stored.dtype == tensor.dtype and tuple(stored.shape) == tuple(tensor.shape)
         return name if same else None
+
+    def whole(self, tensor: Tensor) -> tuple[SafetensorsFile, TensorInfo] | None:
+        """The file that a tensor maps whole and unchanged, and its place there; None: there is
+        none.
+        """
+        name, place = self.name(tensor), self._place(tensor)
+        return None if name is None or place is None else (place[0], place[0].tensors[name])
 
     def leave(self, tensor: Tensor) -> None:
         """Exclude a tensor from reading and comparing, since something replaces it."""

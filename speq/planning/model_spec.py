@@ -30,6 +30,8 @@ USUAL_GROUP = 128
 CODE_BITS = {FP8: 8, INT4: 4}
 # Of an expert's record a draft's codes of it take this at most.
 DRAFT_SHARE = 3 / 4
+# A smaller embedding is not worth a read for each token.
+LEAST_TABLE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class ModelSpec:
     head_acceptance     by depth, acceptance of its tokens in training; empty: not measured
     codes_bytes    of an expert that is decoded to words as it is read; 0: none is
     dense_byte_cost     the time of a byte of `dense` over that of a byte of words; 1: not measured
+    has_table      whether the embedding may stay on disk: see `may_leave_table`
+    table_on_disk  whether its rows are read from there as tokens ask for them
     """
 
     name: str
@@ -74,6 +78,8 @@ class ModelSpec:
     head_acceptance: tuple[float, ...] = ()
     draft_parts: tuple[DraftPart, ...] = (WHOLE,)
     dense_byte_cost: float = 1.0
+    has_table: bool = False
+    table_on_disk: bool = False
 
     @classmethod
     def of_config(cls, name: str, path: Path, dtype: str) -> "ModelSpec":
@@ -112,6 +118,7 @@ class ModelSpec:
             converted_bytes=0 if computed == words else stored_bytes,
             dense=DenseForm.raw(shape.dense, computed.itemsize),
             codes_bytes=stored.weights * CODE_BITS[published.name] // 8 if published.decoded else 0,
+            has_table=may_leave_table(shape, words, computed),
         )
 
     @classmethod
@@ -153,6 +160,7 @@ class ModelSpec:
             dense=DenseForm.raw(opened.shape.dense, computed.itemsize),
             packed_dense=opened.packed_dense(computed),
             codes_bytes=store.codes_bytes if isinstance(store, SafetensorsExpertStore) else 0,
+            has_table=may_leave_table(opened.shape, opened.table_dtype, computed),
         )
 
     def published_as(self, published: str) -> "ModelSpec":
@@ -189,7 +197,13 @@ class ModelSpec:
     def non_expert_bytes(self) -> int:
         """Weights outside the experts, as they are held."""
         saved_bytes = sum(self.dense.words_bytes) - self.dense.nbytes
+        if self.table_on_disk:
+            saved_bytes += table_bytes(self.shape, self.dtype)
         return self.shape.resident_bytes(self.dtype) - saved_bytes
+
+    def with_table_on_disk(self) -> "ModelSpec":
+        """The same, its embedding left on disk, and other matrices in the form that they have."""
+        return replace(self, table_on_disk=True, dense=self.dense.without_table())
 
     def with_dense(
         self, name: str, usual: bool = False, kernels: Kernels = KERNELS["cpu"]
@@ -202,7 +216,8 @@ class ModelSpec:
         """
         shapes, itemsize = self.shape.dense, self.dtype.itemsize
         if name == "raw":
-            return replace(self, dense=DenseForm.raw(shapes, itemsize))
+            form = DenseForm.raw(shapes, itemsize)
+            return replace(self, dense=form.without_table() if self.table_on_disk else form)
         sized = DenseForm.usual if usual else DenseForm.least
         form = sized(name, shapes, itemsize, kernels)
         if name == "lossless" and self.packed_dense:
@@ -214,6 +229,7 @@ class ModelSpec:
                     )
                 ]
             )
+        form = form.without_table() if self.table_on_disk else form
         return replace(self, dense=form, dense_byte_cost=1.0)
 
     @property
@@ -241,8 +257,9 @@ class ModelSpec:
         """Bytes that a pass reads: of slower records, as many as words have in their time."""
         shape, codes = self.shape, self.dense_draft
         token_experts = self.num_layers * shape.top_k
-        # The first matrix is the embedding.
+        # The first matrix is the embedding, the last one the head.
         unread_bytes = 0 if shape.tied else self.dense.sizes[0]
+        said_bytes = self.dense.sizes[0 if shape.tied else -1]
         records_bytes = self.dense.nbytes - unread_bytes
         fixed_bytes = self.non_expert_bytes - unread_bytes
         fixed_bytes += int((self.dense_byte_cost - 1) * records_bytes)
@@ -259,8 +276,23 @@ class ModelSpec:
             draft_token_bytes=token_experts * self.base_bytes // self.count,
             token_experts=token_experts,
             # Tokens are said by a matrix of the embedding's shape.
-            head_bytes=self.head.nbytes(self.dtype) + self.dense.sizes[0] if self.head else 0,
+            head_bytes=self.head.nbytes(self.dtype) + said_bytes if self.head else 0,
         )
+
+
+def may_leave_table(shape: ModelShape, stored: torch.dtype | None, computed: torch.dtype) -> bool:
+    """True if a model's embedding may stay on disk: it is not the head as well, it is stored in the
+    dtype that is computed with, and its memory is worth a read for each token.
+    """
+    return (
+        not shape.tied and stored == computed and table_bytes(shape, computed) >= LEAST_TABLE_BYTES
+    )
+
+
+def table_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes of the embedding in memory."""
+    rows, columns = shape.dense[0]
+    return rows * columns * dtype.itemsize
 
 
 def useful_draft(draft: Int4Layout, codec: ExpertCodec) -> Int4Layout | None:
