@@ -33,7 +33,7 @@ class ResidentSlots:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether experts never leave their slots: until slots are given back."""
+        """True if experts never leave their slots: until slots are given back."""
         return self._loader.cache.policy.keeps_all and not self._loader.unsettled
 
     @property
