@@ -40,7 +40,7 @@ TEXTS = "TEXTS"
 REQUESTS = "requests.jsonl"
 SMALL = ("--hidden-size", "512", "--expert-width", "128")
 QUICK_BENCHES = ("widen", "bench.lab.step")
-SLOW = ("bench", "quantize", "train-head", "tune", "check")
+SLOW = ("bench", "quantize", "train-head", "tune", "prove")
 # They serve until an interrupt, or ask what serves.
 ENDLESS = ("dashboard", "serve")
 ASKING = ("bench", "serve")

@@ -12,7 +12,6 @@ from speq.cli.batch import batch
 from speq.cli.bench import bench_app
 from speq.cli.cache import cache_app
 from speq.cli.chat import chat
-from speq.cli.check import check
 from speq.cli.dashboard import dashboard
 from speq.cli.demo import demo
 from speq.cli.doctor import doctor
@@ -31,8 +30,9 @@ from speq.cli.train_head import train_head
 from speq.cli.tune import tune
 from speq.errors import Broken, SpeqError
 
-# What other programs have as commands of their own.
+# What other programs, or earlier versions, have as commands of their own.
 ELSEWHERE = {
+    "check": "`speq prove --minutes 0` compares a model with transformers, a pack with checksums",
     "pull": "a command that is given a hub id downloads the model",
     "list": "`speq cache list` shows what speq keeps on the disk",
     "rm": "`speq cache clear` removes what speq keeps on the disk",
@@ -65,7 +65,7 @@ MEASURE, FILES = "Measure", "Model files"
 PANELS = {
     "Begin": (demo, plan, doctor),
     "Generate text": (generate, chat, serve, batch, stage),
-    "Compare with the full model": (check, prove),
+    "Compare with the full model": (prove,),
     MEASURE: (tune, profile, report, dashboard),
     FILES: (pack, quantize, train_head),
 }

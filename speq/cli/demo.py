@@ -22,7 +22,7 @@ PROMPT = "Once upon a time there was a little dog named"
 NEXT = (
     ("chat", "--memory-budget 32MiB --stop '###'"),
     ("generate", "--memory-budget 32MiB --prompt 'def main(argv):' --stats"),
-    ("check", "--memory-budget 32MiB --dtype float32"),
+    ("prove", "--memory-budget 32MiB"),
     ("bench tpot", "--budgets 20MiB,26MiB,32MiB"),
 )
 

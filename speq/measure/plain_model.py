@@ -137,7 +137,7 @@ def fits(opened: Opened, dtype: torch.dtype, device: torch.device) -> bool:
         raise NoRoom(
             f"plain transformers needs {format_bytes(streamed)} for one layer's experts and all "
             f"else in {str(dtype).removeprefix('torch.')}, and {format_bytes(free)} of memory are "
-            "left; check a model that fits, or in a smaller dtype"
+            "left; give a model that fits, or a smaller dtype"
         )
     return whole <= free
 

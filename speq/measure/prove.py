@@ -1,5 +1,5 @@
 """`speq prove`: tokens of a model in many settings on this machine, compared with one another, and
-its agreement with transformers.
+its agreement with transformers, or a pack's with its checksums.
 
 The tokens of plain decoding under the budget are those that all other settings must give: under
 other budgets, with drafts, as a batch, out of other codecs, on other devices.
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from speq.config import RunConfig
-from speq.errors import SpeqError, present
+from speq.errors import NoRoom, SpeqError, present
 from speq.experts.codec import codecs_for
 from speq.generator import Generator
-from speq.measure import check
+from speq.measure import agreement
+from speq.measure.agreement import MAX_TOKENS, Agreement
 from speq.measure.report import Column, Report, cell_text, read_prompts
 from speq.measure.settings import ProveSettings
 from speq.models.opened import open_model
@@ -68,17 +69,23 @@ class Proof:
     """What was found.
 
     report    a row of figures for each setting
-    agreement `speq check`'s, and its sentence; None: it was not compared
+    agreement with transformers or checksums; None: it was not compared
     sentence  the verdict
     weights   names the files that were read
     """
 
     report: Report
-    agreement: Report | None
+    agreement: Agreement | None
     passed: bool
     sentence: str
     notes: tuple[str, ...]
     weights: str
+
+    @property
+    def tables(self) -> list[tuple[dict[str, Column], list[dict[str, Any]]]]:
+        """Columns and rows of settings and of the agreement, of those that were compared."""
+        found = [(COLUMNS, self.report.rows)] if self.report.rows else []
+        return found + ([(self.agreement.columns, self.agreement.rows)] if self.agreement else [])
 
 
 def prove(
@@ -87,12 +94,49 @@ def prove(
     progress: Progress = no_progress,
     clock: Clock = time.perf_counter,
 ) -> Proof:
-    """Compare settings until the time is up, and then the exact path with transformers.
+    """Compare settings until the time is up, and then the exact path with transformers, or a pack
+    with its checksums.
 
-    Raises SpeqError if not even plain decoding fits the budget.
+    Raises SpeqError if not even plain decoding fits the budget, if a pack is not what was packed,
+    and if nothing can be compared.
     """
-    begun_s, prompts = clock(), read_prompts(settings.prompts, settings.num_prompts)
-    first, *compared = settings_of(model, settings)
+    prompts = read_prompts(settings.prompts, settings.num_prompts)
+    plain = plain_options(model, settings)
+    rows, notes, sentences, passed = list[dict[str, Any]](), list[str](), list[str](), True
+    if settings.minutes:
+        rows, notes = rows_of(model, plain, prompts, settings, progress, clock)
+        others = rows[1:]
+        tokens, same = (sum(row[name] for row in others) for name in ("tokens", "same"))
+        passed = tokens == same and bool(others)
+        sentences.append(
+            f"{same} of {tokens} tokens in {len(others)} settings are those of plain decoding in "
+            f"{settings.dtype}"
+        )
+    found = None
+    try:
+        found = agreement.run(model, prompts, progress, **plain)
+        passed = passed and found.passed
+        sentences.append(found.sentence)
+    except NoRoom as error:
+        if not rows:
+            raise
+        notes.append(f"transformers: not compared ({error})")
+    kept = {"dtype": settings.dtype, "max_new_tokens": settings.max_new_tokens, "seed": SEED}
+    report = Report("prove", model, kept, rows, notes=notes)
+    return Proof(report, found, passed, "; ".join(sentences), tuple(notes), digest_of(model))
+
+
+def rows_of(
+    model: str,
+    plain: dict[str, Any],
+    prompts: list[str],
+    settings: ProveSettings,
+    progress: Progress,
+    clock: Clock,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compare settings until the time is up: rows of those that ran, and notes of the others."""
+    begun_s = clock()
+    first, *compared = settings_of(model, plain, settings)
     wanted = outcome_of(model, first, prompts, settings)
     rows, notes = [row_of(first, wanted, wanted)], list[str]()
     for setting in track("comparing settings", compared, len(compared), progress):
@@ -108,43 +152,22 @@ def prove(
             notes.append(f"{setting.name}: nothing was drafted")
             continue
         rows.append(row_of(setting, found, wanted))
-    others = rows[1:]
-    tokens, same = (sum(row[name] for row in others) for name in ("tokens", "same"))
-    passed = tokens == same and bool(others)
-    sentence = (
-        f"{same} of {tokens} tokens in {len(others)} settings are those of plain decoding in "
-        f"{settings.dtype}"
-    )
-    agreement = None
-    try:
-        agreement, result = check.run(
-            model,
-            settings.memory_budget,
-            prompts=settings.prompts,
-            num_prompts=settings.num_prompts,
-            json_file=None,
-            force=False,
-            progress=progress,
-            **{"dtype": settings.dtype, "draft": "none", "device": settings.device, **ALONE},
-        )
-        passed = passed and result.passed
-        sentence = f"{sentence}; {result.sentence.removeprefix('passed: ')}"
-    except SpeqError as error:
-        notes.append(f"transformers: not compared ({error})")
-    kept = {"dtype": settings.dtype, "max_new_tokens": settings.max_new_tokens, "seed": SEED}
-    report = Report("prove", model, kept, rows, notes=notes)
-    return Proof(report, agreement, passed, sentence, tuple(notes), digest_of(model))
+    return rows, notes
 
 
-def settings_of(model: str, settings: ProveSettings) -> list[Setting]:
+def plain_options(model: str, settings: ProveSettings) -> dict[str, Any]:
+    """Options of plain decoding under the budget."""
+    with closing(open_model(model)) as opened:
+        wanted = MAX_TOKENS + settings.max_new_tokens + MOST_DRAFTED
+        context_length = min(wanted, opened.shape.max_context)
+    own = {"memory_budget": settings.memory_budget, "dtype": settings.dtype, "draft_length": 0}
+    return settings.run | ALONE | own | {"context_length": context_length}
+
+
+def settings_of(model: str, plain: dict[str, Any], settings: ProveSettings) -> list[Setting]:
     """List settings: plain decoding under the budget, and then those that differ most from it."""
-    given: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, **ALONE}
     with closing(open_model(model)) as opened:
         codecs = [name for name in codecs_for(opened.store.codec.shape) if name != "residual"]
-        wanted = check.MAX_TOKENS + settings.max_new_tokens + MOST_DRAFTED
-        context_length = min(wanted, opened.shape.max_context)
-    given |= {"memory_budget": settings.memory_budget, "context_length": context_length}
-    plain = given | {"draft_length": 0}
     least = least_bytes(model, plain)
     # Room for some experts more.
     scarce = {"memory_budget": int(1.25 * least)}
@@ -152,20 +175,20 @@ def settings_of(model: str, settings: ProveSettings) -> list[Setting]:
     made = [
         Setting("plain", plain),
         Setting("least budget", plain | {"memory_budget": least}),
-        Setting("ngram, k = 4", given | ngram),
-        Setting("INT4 draft, k = 3", given | {"drafter": "int4", "draft_length": 3}),
+        Setting("ngram, k = 4", plain | ngram),
+        Setting("INT4 draft, k = 3", plain | {"drafter": "int4", "draft_length": 3}),
         Setting("as a batch", plain | {"max_batch": settings.num_prompts}),
         Setting(
             "scarce, drafts from slots, k = 3",
-            given | scarce | {"drafter": "cached", "draft_length": 3},
+            plain | scarce | {"drafter": "cached", "draft_length": 3},
         ),
         Setting(
             "scarce, ngram, k = 7, policy lfu",
-            given | scarce | ngram | {"draft_length": 7, "cache_policy": "lfu"},
+            plain | scarce | ngram | {"draft_length": 7, "cache_policy": "lfu"},
         ),
     ]
     made += [Setting(f"codec {each}", plain | {"codec": each}) for each in codecs[1:] and codecs]
-    if torch.cuda.is_available() and settings.device == "auto":
+    if torch.cuda.is_available() and plain.get("device", "auto") == "auto":
         made.append(Setting("on the CPU", plain | {"device": "cpu"}))
     return made
 
@@ -224,16 +247,17 @@ def page_of(proof: Proof) -> str:
     machine = ", ".join(f"{name} {value}" for name, value in report.machine.items() if value)
     lines = [
         f"# {Path(report.model).name}: {'exact' if proof.passed else 'NOT exact'}",
-        *("", f"{proof.sentence}.", ""),
-        *markdown(COLUMNS, report.rows),
-        "",
-        f"Each setting generates {report.settings['max_new_tokens']} tokens from each prompt, "
-        f"greedily and drawn with the seed {SEED} at temperature 1. A text counts up to its first "
-        "other token.",
+        *("", f"{proof.sentence}."),
     ]
-    if proof.agreement is not None:
-        lines += ["", "Beside transformers, by teacher forcing:", ""]
-        lines += markdown(check.columns_of(proof.agreement), proof.agreement.rows)
+    for columns, rows in proof.tables:
+        lines += ["", *markdown(columns, rows)]
+    if report.rows:
+        lines += [
+            "",
+            f"Each setting generates {report.settings['max_new_tokens']} tokens from each prompt, "
+            f"greedily and drawn with the seed {SEED} at temperature 1. A text counts up to its "
+            "first other token.",
+        ]
     lines += ["", *(f"- {note}" for note in proof.notes)] if proof.notes else []
     lines += ["", f"speq {report.version}, commit {report.commit}; {machine}."]
     lines += [f"Weights: {proof.weights}.", ""]

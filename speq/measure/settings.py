@@ -12,7 +12,9 @@ from speq.config import (
     Device,
     DraftCounts,
     DraftExperts,
+    DraftOptions,
     Dtype,
+    ExpertBudgetOptions,
     Head,
     HostBudget,
     MaxBatch,
@@ -21,7 +23,7 @@ from speq.config import (
     Profile,
     RunConfig,
 )
-from speq.options.declared import Nested, Option, Options
+from speq.options.declared import Nested, Option, Options, option_names
 from speq.options.kinds import Choice, File, Number, Rate, Text, Whole
 from speq.planning.cost.locality import CURVES
 
@@ -37,23 +39,23 @@ CHOSEN = (
     *("drafter", "head", "profile"),
     *("tpot_slo_ms", "latency_slo_ms"),
 )
+# Options of a run that `prove` sets itself, or that would keep what another setting reads.
+PROVED = (
+    *("memory_budget", "dtype", "context_length", "max_batch", "profile", "packed_copy"),
+    *("prefix_reuse", "prefix_cache", "prefix_cache_limit"),
+    *(name for name in option_names(DraftOptions) if name != "draft"),
+    *option_names(ExpertBudgetOptions),
+)
 Rounds = Annotated[int, Option("Times each setting is measured.", Whole(1))]
 
 
 @dataclass(frozen=True, slots=True)
-class CheckSettings(Options):
-    """Prompts on which the exact path is compared with plain transformers."""
-
-    prompts: Prompts = None
-    num_prompts: NumPrompts = 4
-
-
-@dataclass(frozen=True, slots=True)
 class ProveSettings(Options):
-    """Options of `prove`: what is compared, for how long, and in which dtype."""
+    """Options of `prove`: what is compared, for how long, and in which dtype. run: options of a
+    run that all settings have
+    """
 
     memory_budget: MemoryBudget = AUTO
-    device: Device = "auto"
     dtype: Annotated[
         str,
         Option(
@@ -64,10 +66,18 @@ class ProveSettings(Options):
     prompts: Prompts = None
     num_prompts: NumPrompts = 3
     max_new_tokens: MaxNewTokens = 32
-    minutes: Annotated[float, Option("Begin no setting later than that.", Number(24 * 60.0))] = 10.0
+    minutes: Annotated[
+        float,
+        Option(
+            "Begin no setting later than that; 0: only compare with transformers, or a pack with "
+            "its checksums.",
+            Number(24 * 60.0),
+        ),
+    ] = 10.0
     page: Annotated[
         Path | None, Option("Write the result as a page in Markdown, to be published.", File())
     ] = None
+    run: Annotated[dict[str, Any], Nested(RunConfig, without=PROVED)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

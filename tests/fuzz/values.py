@@ -279,7 +279,7 @@ def bracketed(rng: random.Random, sound: Sound, room: Path) -> Case:
                 48,
             ),
             generate(f"./{name}"),
-            speq("check", f"./{name}", *MEMORY, "--num-prompts", 1),
+            speq("prove", f"./{name}", *MEMORY, "--minutes", 0, "--num-prompts", 1),
         )
     )
     return Case(f"{command.arguments[0]} of a folder named {name}", (command,), Expect.ANY)

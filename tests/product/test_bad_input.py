@@ -781,10 +781,10 @@ def test_results_that_cannot_be_written_after_all(
     assert not [*tmp_path.rglob("*.partial")]
 
 
-def test_results_of_check_are_not_replaced(tiny: Folder, tmp_path: Path, command: Command) -> None:
-    target = tmp_path / "check.json"
+def test_a_proof_is_not_replaced(tiny: Folder, tmp_path: Path, command: Command) -> None:
+    target = tmp_path / "proof.json"
     target.write_text("old")
-    given = ["check", tiny("qwen2_moe"), "--memory-budget", BUDGET, "--json", target]
+    given = ["prove", tiny("qwen2_moe"), "--memory-budget", BUDGET, "--json", target]
     assert "exists already" in check_one_sentence(command(*given))
     assert target.read_text() == "old"
 

@@ -20,17 +20,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import speq
 from speq.config import SamplingParams
 from speq.control_groups import processors
 from speq.errors import Broken
-from speq.files.checkpoint import Checkpoint
 from speq.generator import Generator
-from speq.measure import check as bench_check
-from speq.measure import plain_model
 from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
 from tests.helpers.command import PATIENCE_S, Command, Ended, arguments_of
@@ -123,7 +119,7 @@ def test_version_and_help(command: Command) -> None:
     for option in ("--help", "-h"):
         shown = command(option)
         assert shown.code == 0
-        for name in ("generate", "chat", "check", "bench"):
+        for name in ("generate", "chat", "prove", "bench"):
             assert f" {name} " in shown.out
     shown = command("generate", "--help")
     assert shown.code == 0
@@ -645,89 +641,6 @@ def test_force_replaces_results(
     )  # fmt: skip
     assert ended.code == 0, ended.err
     assert json.loads(target.read_text())["bench"] == "tpot"
-
-
-def check_arguments(model: Path, *more: object) -> list[object]:
-    options = ["--memory-budget", "2MiB", "--dtype", "float32", "--num-prompts", 1]
-    return ["check", model, *options, *more]
-
-
-def test_check_passes_on_a_sound_model(command: Command, tiny: Folder, tmp_path: Path) -> None:
-    target, prompts = tmp_path / "check.json", tmp_path / "long.jsonl"
-    prompts.write_text(json.dumps({"prompt": "".join(chr(32 + i * i % 90) for i in range(300))}))
-    ended = command(*check_arguments(tiny("qwen2_moe"), "--prompts", prompts, "--json", target))
-    assert ended.code == 0, ended.err
-    assert "passed: the exact path and transformers choose the same token at 100.00%" in ended.out
-    report = json.loads(target.read_text())
-    assert report["bench"] == "check"
-    (row,) = report["rows"]
-    assert row["tokens"] == bench_check.MAX_TOKENS
-    assert row["agreement"] == 1
-    assert 0 <= row["max_logit_difference"] < 1e-3 * row["max_logit"]
-    assert 0.2 < row["draft_agreement"] < 1
-    assert 0.5 < row["route_recall"] <= 1
-
-
-def test_check_fails_where_the_two_disagree(
-    command: Command, tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compared with plain transformers on another checkpoint of the same shape."""
-    other = write_model(tmp_path / "other", "qwen2_moe", seed=1)
-
-    def elsewhere(checkpoint: Checkpoint, wanted: Callable[[str], bool], **options: Any) -> Any:
-        assert checkpoint.path == tiny("qwen2_moe")
-        return AutoModelForCausalLM.from_pretrained(other, **options)
-
-    monkeypatch.setattr(plain_model, "load_dequantized", elsewhere)
-    ended = command(*check_arguments(tiny("qwen2_moe")))
-    assert ended.code == 1
-    assert "FAILED: the exact path and transformers choose the same token at " in ended.out
-    assert "(100% required)" in ended.out
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "phimoe", "gemma4"])
-def test_check_knows_what_rounding_does(command: Command, tmp_path: Path, family: str) -> None:
-    """In 16 bits near-ties turn, of tokens and of experts, in transformers as well."""
-    model = write_model(tmp_path / family, family, torch.bfloat16, vocab_size=2000)
-    arguments = check_arguments(model)
-    arguments[arguments.index("float32")] = "bfloat16"
-    arguments[arguments.index("2MiB")] = "64MiB"
-    ended = command(*arguments)
-    assert ended.code == 0, ended.out
-    assert "so rounding explains what differs" in ended.out
-
-
-def test_check_finds_a_lost_expert_in_sixteen_bits(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compared with plain transformers on the checkpoint before an expert was lost."""
-    sound = write_model(tmp_path / "sound", "qwen3_moe", torch.bfloat16)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(sound, damaged)
-    tensors = load_file(damaged / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.6.down_proj.weight"].zero_()  # which all tokens use
-    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(
-        plain_model,
-        "load_dequantized",
-        lambda checkpoint, wanted, **options: AutoModelForCausalLM.from_pretrained(
-            sound, **options
-        ),
-    )
-    prompts = tmp_path / "long.jsonl"
-    prompts.write_text(json.dumps({"prompt": "".join(chr(32 + i * i % 90) for i in range(300))}))
-    arguments = check_arguments(damaged, "--prompts", prompts)
-    arguments[arguments.index("float32")] = "bfloat16"
-    ended = command(*arguments)
-    assert ended.code == 1, ended.out
-    assert "FAILED: " in ended.out and "rounding does not explain what differs" in ended.out
-
-
-def test_check_of_a_model_with_a_short_context(command: Command, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "short", "qwen3_moe", max_position_embeddings=48)
-    ended = command(*check_arguments(model))
-    assert ended.code == 0, ended.err
-    assert "the same token at 100.00% of 48 positions" in ended.out
 
 
 def test_figures_that_do_not_exist_are_dashes(command: Command, tiny: Folder) -> None:

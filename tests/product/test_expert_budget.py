@@ -568,6 +568,6 @@ def test_the_command_says_that_it_is_not_exact(tiny: Folder, tmp_path: Path) -> 
     exact = CliRunner().invoke(app, run)
     assert exact.exit_code == 0
     assert "APPROXIMATE" not in exact.stderr
-    refused = CliRunner().invoke(app, ["check", *run[1:4], "--expert-budget", "2"])
+    refused = CliRunner().invoke(app, ["prove", *run[1:4], "--expert-budget", "2"])
     assert refused.exit_code == 2
     assert "No such option" in refused.stderr

@@ -27,7 +27,7 @@ from speq.experts.codec import ExpertShape, own_codec
 from speq.experts.expert_store import expert_slot, mean_moved_bytes, read_matrices
 from speq.experts.int4 import Int4Layout
 from speq.files.checkpoint import Checkpoint
-from speq.measure import check
+from speq.measure import agreement
 from speq.measure.plan import plan
 from speq.models.dequantised import state_of
 from speq.models.opened import open_model
@@ -189,23 +189,14 @@ def test_words_are_those_of_transformers_where_blocks_are_whole(tmp_path: Path) 
         assert torch.equal(state[name].view(torch.int16), theirs.view(torch.int16))
 
 
-def test_check_compares_with_the_words_and_says_so(
-    made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+def test_a_proof_compares_with_the_words_and_says_so(
+    made: Callable[[str], tuple[Path, Path]],
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "Once upon a time there was a dog"}) + "\n")
-    report, verdict = check.run(
-        str(made("qwen3_moe")[0]),
-        "64MiB",
-        prompts=prompts,
-        num_prompts=1,
-        json_file=None,
-        force=False,
-        dtype="float32",
-    )
-    assert verdict.passed
-    assert report.rows[0]["max_logit_difference"] < 1e-3 * report.rows[0]["max_logit"]
-    assert verdict.sentence.endswith(
+    model, texts = str(made("qwen3_moe")[0]), ["Once upon a time there was a dog"]
+    found = agreement.run(model, texts, memory_budget="64MiB", dtype="float32")
+    assert found.passed
+    assert found.rows[0]["max_logit_difference"] < 1e-3 * found.rows[0]["max_logit"]
+    assert found.sentence.endswith(
         "of both, weights are bfloat16 words, each the FP8 code times its scale, rounded "
         "once; activations are not quantised"
     )

@@ -171,9 +171,9 @@ def test_a_mirror_that_was_cut_short_is_written_anew(
         pack(model, folder, codec="raw", mirror=folder)
 
 
-def test_check_compares_the_mirror(packed: tuple[Path, Path, Path], command: Command) -> None:
+def test_a_proof_compares_the_mirror(packed: tuple[Path, Path, Path], command: Command) -> None:
     _, folder, other = packed
     flip_byte(other / RECORDS_FILE, 4096)
-    checked = command("check", folder, "--memory-budget", "64MiB", "--num-prompts", "1")
+    checked = command("prove", folder, "--memory-budget", "64MiB", "--minutes", "0")
     assert checked.code == 1 and str(other / RECORDS_FILE) in checked.err
     assert "is not what was packed" in checked.err

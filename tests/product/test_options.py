@@ -320,7 +320,7 @@ def test_the_model_is_given_by_its_place_or_by_name() -> None:
         done = CliRunner().invoke(made, arguments)
         assert done.exit_code == 2 and sentence in done.output
     with_model = [each for _, each in ALL if "model" in options_of(each)]
-    assert len(with_model) == 14 + 3  # all but doctor, and benches of machines, servers and several
+    assert len(with_model) == 13 + 3  # all but doctor, and benches of machines, servers and several
 
 
 def test_run_is_chat() -> None:

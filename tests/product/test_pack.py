@@ -627,13 +627,15 @@ def test_results_come_in_turn_and_few_at_a_time(threads: int) -> None:
     assert most <= results_in_flight(threads)
 
 
-def checked_by_command(model: Path) -> tuple[int, str, str]:
-    """Exit code, what was printed, and the error of `speq check`."""
-    ended = CliRunner().invoke(app, ["check", str(model), "--memory-budget", "64MiB"])
+def proven_by_command(model: Path) -> tuple[int, str, str]:
+    """Exit code, what was printed, and the error of `speq prove`."""
+    ended = CliRunner().invoke(
+        app, ["prove", str(model), "--memory-budget", "64MiB", "--minutes", "0"]
+    )
     return ended.exit_code, ended.stdout, str(ended.exception)
 
 
-def test_check_compares_all_of_a_pack(tiny_bfloat16: Folder, tmp_path: Path) -> None:
+def test_a_proof_compares_all_of_a_pack(tiny_bfloat16: Folder, tmp_path: Path) -> None:
     """Plain transformers would make up the experts it does not find; checksums are there."""
     packed = tmp_path / "packed"
     pack_to(tiny_bfloat16("olmoe"), packed, codec="residual").close()
@@ -642,12 +644,12 @@ def test_check_compares_all_of_a_pack(tiny_bfloat16: Folder, tmp_path: Path) -> 
     assert counts["tensors"] > 20
     records = [entry for entry in manifest["dense"].values() if entry is not None]
     assert len(records) > 5
-    code, out, _ = checked_by_command(packed)
+    code, out, _ = proven_by_command(packed)
     assert code == 0
     assert (
         f"passed: 24 experts are what was packed, and {len(records)} dense records, "
         f"{counts['tensors']} other tensors and {counts['files']} files; to compare with "
-        "transformers, check the model that it was packed from"
+        "transformers, give the model that it was packed from"
     ) in out
     for name, message in (
         ("experts.bin", "the record of expert . in MoE layer"),
@@ -658,11 +660,11 @@ def test_check_compares_all_of_a_pack(tiny_bfloat16: Folder, tmp_path: Path) -> 
     ):
         sound = (packed / name).read_bytes()
         flip(name, 0.5)(packed)
-        code, out, error = checked_by_command(packed)
+        code, out, error = proven_by_command(packed)
         assert (code, out) == (1, "")
         assert re.search(message, error), error
         (packed / name).write_bytes(sound)
     without_checksums(packed)
-    code, out, _ = checked_by_command(packed)
+    code, out, _ = proven_by_command(packed)
     assert code == 0
     assert "and nothing else, which this pack has no checksums of: pack the model again" in out

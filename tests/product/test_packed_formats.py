@@ -20,7 +20,7 @@ from speq import Generator, SpeqError
 from speq.cli.plan import findings
 from speq.experts.expert_store import expert_slot, read_matrices
 from speq.files.published_format import DECODED, format_of
-from speq.measure import check
+from speq.measure import agreement
 from speq.measure.plan import plan
 from speq.models.dequantised import load_dequantized
 from speq.models.opened import open_model
@@ -128,11 +128,9 @@ def test_plans_and_checks_tell_of_decoding(made: Made, tmp_path: Path) -> None:
         taken = weights // 2 + scales * (2 * groups + groups // 2 + inputs)
         assert planned.model_spec.published_bytes == taken
         assert planned.model_spec.codec.shape.nbytes == 2 * weights
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "Once upon a time there was a dog"}) + "\n")
-    given = {"prompts": prompts, "num_prompts": 1, "json_file": None, "force": False}
-    _, verdict = check.run(str(made.model), "64MiB", dtype="float32", **given)
-    assert verdict.passed and verdict.sentence.endswith(DECODED)
+    texts = ["Once upon a time there was a dog"]
+    found = agreement.run(str(made.model), texts, memory_budget="64MiB", dtype="float32")
+    assert found.passed and found.sentence.endswith(DECODED)
 
 
 @pytest.mark.parametrize("groups", [[-1, 2], [0, 9]])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from speq import SpeqError
-from speq.measure import check, plain_model
+from speq.measure import agreement, plain_model
+from speq.measure.report import read_prompts
 from speq.models.opened import open_model
 from tests.helpers.cells import Folder
 from tests.helpers.packed_files import Nvfp4Kind, write_packed
@@ -68,7 +69,7 @@ def test_logits_of_experts_in_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_check_of_a_model_that_memory_does_not_hold(
+def test_a_model_that_memory_does_not_hold(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_model(tmp_path / "model", "qwen3_moe", torch.bfloat16)
@@ -78,9 +79,8 @@ def test_check_of_a_model_that_memory_does_not_hold(
 
     def run(free: int) -> bool:
         monkeypatch.setattr(plain_model, "available_bytes", lambda: free)
-        settings = {"prompts": None, "num_prompts": 3, "json_file": None, "force": False}
-        _, verdict = check.run(str(model), "64MiB", dtype=dtype, **settings)
-        return verdict.passed
+        texts = read_prompts(None, 3)
+        return agreement.run(str(model), texts, memory_budget="64MiB", dtype=dtype).passed
 
     made: list[bool] = []
     load = plain_model.load_plain
@@ -90,7 +90,7 @@ def test_check_of_a_model_that_memory_does_not_hold(
         made.append(loaded.streamed)
         return loaded
 
-    monkeypatch.setattr(check, "load_plain", watched)
+    monkeypatch.setattr(agreement, "load_plain", watched)
     assert run(whole) and run(whole - 1) and run(least)
     assert made == [False, True, True]
     with pytest.raises(SpeqError, match="for one layer's experts and all else in"):

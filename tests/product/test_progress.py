@@ -19,7 +19,8 @@ import speq
 from speq import Generator
 from speq.cli import options
 from speq.cli.options import SHOWN_AFTER_S, progress_bar
-from speq.measure import check
+from speq.measure import agreement
+from speq.measure.report import read_prompts
 from speq.units import track
 from tests.helpers.command import PATIENCE_S, Command, arguments_of
 from tests.helpers.paths import ROOT
@@ -209,15 +210,7 @@ ROUNDING = "rounding experts to INT4"
 
 
 def checked_on(model: str, num_prompts: int, told: Told) -> None:
-    check.run(
-        model,
-        "1GiB",
-        prompts=None,
-        num_prompts=num_prompts,
-        json_file=None,
-        force=False,
-        progress=told,
-    )
+    agreement.run(model, read_prompts(None, num_prompts), told, memory_budget="1GiB")
 
 
 def test_what_takes_long_is_told_to_its_end(

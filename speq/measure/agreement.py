@@ -1,14 +1,12 @@
-"""Compares the exact path with plain transformers, and the draft with both, by teacher forcing.
+"""Compares the exact path with plain transformers by teacher forcing, or a pack with its checksums.
 
-All models run the same given sequences. No model sees another's output, so one difference does not
-cause the next.
+Both models run the same given sequences. Neither sees the other's output, so one difference does
+not cause the next.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +14,16 @@ from torch import Tensor, nn
 
 from speq.config import RunConfig
 from speq.devices.named import find_device
-from speq.errors import FileError, SpeqError
 from speq.experts.packed_store import PackedExpertStore
-from speq.files.atomic_file import check_target
-from speq.files.checkpoint import EXPERTS_MANIFEST, locate
 from speq.files.published_format import DECODED, MEANINGS, WORDS
 from speq.generator import Generator
 from speq.measure import pack_check
 from speq.measure.plain_model import ROUNDED, PlainModel, fits, load_plain
-from speq.measure.report import Column, Report, read_prompts
+from speq.measure.report import Column
 from speq.measure.teacher_forced import forced_passes
-from speq.models.opened import open_model
+from speq.models.opened import Opened, open_model
 from speq.models.shape import DTYPES
 from speq.options.declared import build
-from speq.scheduler.lookahead import LookaheadBuffer
 from speq.units import Progress, format_bytes, no_progress, track
 
 # Tokens verified at a time: the shape of a verification with four drafted tokens.
@@ -53,9 +47,6 @@ COLUMNS: dict[str, Column] = {
     "transformers'": ("plain_far", "{}"),
     "largest logit": ("max_logit", "{:.1f}"),
     "largest difference": ("max_logit_difference", "{:.1e}"),
-    "draft: same token": ("draft_agreement", "{:.1%}"),
-    "route recall": ("route_recall", "{:.1%}"),
-    "same experts": ("same_route_sets", "{:.1%}"),
 }
 
 PACK_COLUMNS: dict[str, Column] = {
@@ -69,21 +60,22 @@ PACK_COLUMNS: dict[str, Column] = {
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
+class Agreement:
+    """What was found. rows: one for each sequence, or one for a pack"""
+
+    rows: list[dict[str, Any]]
     passed: bool
     sentence: str
 
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Our models' logits [T, V] for a sequence, and how the draft's routes compare."""
-
-    exact: Tensor
-    draft: Tensor | None
-    named: int
-    same_sets: int
-    choices: int
-    sets: int
+    @property
+    def columns(self) -> dict[str, Column]:
+        if "experts" in self.rows[0]:
+            return PACK_COLUMNS
+        return {
+            title: column
+            for title, column in COLUMNS.items()
+            if self.rows[0][column[0]] is not None
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,125 +91,66 @@ class SequenceComparison:
 
 
 def run(
-    model: str,
-    memory_budget: str | int,
-    *,
-    prompts: Path | None,
-    num_prompts: int,
-    json_file: Path | None,
-    force: bool,
-    progress: Progress = no_progress,
-    **options: Any,
-) -> tuple[Report, CheckResult]:
-    """Compare on the first MAX_TOKENS tokens of each prompt, or a pack with its checksums."""
-    check_target(json_file, force)
-    texts = read_prompts(prompts, num_prompts)
-    if os.path.exists(locate(model) / EXPERTS_MANIFEST):
-        report, result = run_on_pack(model, progress)
-        if json_file is not None:
-            report.write(json_file)
-        return report, result
-    # The draft is compared too, even if it would not pay.
-    drafter = {} if options.get("draft") == "none" else {"drafter": "int4"}
-    config = build(RunConfig, {"memory_budget": memory_budget, **drafter, **options})
-    opened = open_model(model, config.verify_reads)
-    if config.context_length is None:  # memory is planned for this context and a draft together
-        context = min(MAX_TOKENS + VERIFY_ROWS, opened.shape.max_context)
-        config = replace(config, context_length=context)
-    dtype = DTYPES.get(config.dtype, opened.store.codec.shape.dtype)
+    model: str, texts: list[str], progress: Progress = no_progress, **options: Any
+) -> Agreement:
+    """Compare on the first MAX_TOKENS tokens of each text, or all of a pack with its checksums.
+
+    options: of a run, with a memory budget. Raises SpeqError for the first difference of a pack,
+    and NoRoom where not even one layer of transformers' experts fits in memory.
+    """
+    config = build(RunConfig, options)
     device = find_device(config.device).torch
-    try:
+    with closing(open_model(model)) as opened:
+        if isinstance(opened.store, PackedExpertStore):
+            return of_pack(opened, opened.store, progress)
+        dtype = DTYPES.get(config.dtype, opened.store.codec.shape.dtype)
         fits(opened, dtype, device)
-    except SpeqError:
-        opened.close()
-        raise
-    generator = Generator.of_opened(opened, config, progress=progress)
-    try:
+    with closing(Generator.load(model, config, progress=progress)) as generator:
         limit = min(MAX_TOKENS, generator.max_context)
         encoded = [generator.encode(text)[:limit] for text in texts]
         generator.reserve(min(max(map(len, encoded)) + VERIFY_ROWS, generator.max_context))
         turns = track("running prompts", encoded, len(encoded), progress)
-        traces = [trace(generator, ids) for ids in turns]
-    finally:
-        generator.close()
+        ours = [logits_of(generator, ids) for ids in turns]
     del generator
 
     progress(PLAIN, 0, 1)
     with closing(open_model(model)) as opened:
         plain, coded = load_plain(opened, dtype, device), opened.checkpoint.coded
         progress(PLAIN, 1, 1)
-        pairs = list(zip(encoded, traces, strict=True))
+        pairs = list(zip(encoded, ours, strict=True))
         chunks = [pairs[at : at + plain.together] for at in range(0, len(pairs), plain.together)]
         done = track("comparing prompts", chunks, len(chunks), progress)
         compared = [each for chunk in done for each in compare(plain, chunk)]
-    rows = [each.figures for each in compared]
     if dtype in ROUNDED:
         far = FAR * torch.cat([each.plain_errors for each in compared]).quantile(USUAL)
         for each in compared:
             each.figures["far"] = int((each.errors > far).sum())
             each.figures["plain_far"] = int((each.plain_errors > far).sum())
-    report = Report("check", model, {"dtype": str(dtype), **options}, rows)
-    if json_file is not None:
-        report.write(json_file)
-    return report, verdict(rows, dtype, coded.format, coded.format != coded.held)
+    rows = [each.figures for each in compared]
+    return verdict(rows, dtype, coded.format, coded.format != coded.held)
 
 
-def run_on_pack(model: str, progress: Progress) -> tuple[Report, CheckResult]:
+def of_pack(opened: Opened, store: PackedExpertStore, progress: Progress) -> Agreement:
     """Compare all of a pack with its checksums, since plain transformers cannot read packs.
 
     Raises SpeqError for the first difference.
     """
-    opened = open_model(model)
-    try:
-        if not isinstance(opened.store, PackedExpertStore):
-            raise FileError(f"{model} is not a pack; give a folder that `speq pack` wrote")
-        row = pack_check.compare(opened, opened.store, progress)
-    finally:
-        opened.close()
+    row = pack_check.compare(opened, store, progress)
     dense = f"{row['dense']} dense records, " if row["dense"] else ""
     others = f"{dense}{row['tensors']} other tensors and {row['files']} files"
     if not row["tensors"]:
         others = "nothing else, which this pack has no checksums of: pack the model again"
     sentence = (
-        f"passed: {row['experts']} experts are what was packed, and {others}; to compare with "
-        "transformers, check the model that it was packed from"
+        f"{row['experts']} experts are what was packed, and {others}; to compare with "
+        "transformers, give the model that it was packed from"
     )
-    return Report("check", model, {}, [row]), CheckResult(True, sentence)
+    return Agreement([row], True, sentence)
 
 
-def columns_of(report: Report) -> dict[str, Column]:
-    """Return the columns for a report of `run`."""
-    if "experts" in report.rows[0]:
-        return PACK_COLUMNS
-    known = [title for title, (name, _) in COLUMNS.items() if report.rows[0][name] is not None]
-    return {title: COLUMNS[title] for title in known}
-
-
-def trace(generator: Generator, ids: list[int]) -> Trace:
-    """Run a sequence as verification would, and token by token as the draft would."""
-    exact, drafted = [], []
-    named = same = choices = sets = 0
-    for forced in forced_passes(generator.runtime, ids, VERIFY_ROWS):
-        exact.append(forced.exact.cpu())
-        if forced.draft is not None:
-            drafted.append(forced.draft.cpu())
-        step_named, step_choices = forced.lookahead.recall(list(range(forced.tokens)))
-        named, choices = named + step_named, choices + step_choices
-        step_same, step_sets = equal_sets(forced.lookahead, forced.tokens)
-        same, sets = same + step_same, sets + step_sets
-    draft = torch.cat(drafted) if drafted else None
-    return Trace(torch.cat(exact), draft, named, same, choices, sets)
-
-
-def equal_sets(lookahead: LookaheadBuffer, tokens: int) -> tuple[int, int]:
-    """Count (equal, all) layers and tokens: equal if the draft named exactly the used experts."""
-    pairs = [
-        (set(lookahead.expert_ids(token, layer)), set(route.ids[token]))
-        for layer, route in lookahead.used.items()
-        for token in range(tokens)
-        if (token, layer) in lookahead.predicted
-    ]
-    return sum(predicted == used for predicted, used in pairs), len(pairs)
+def logits_of(generator: Generator, ids: list[int]) -> Tensor:
+    """Run a sequence as verification would; return its logits, [T, V] on the CPU."""
+    passes = forced_passes(generator.runtime, ids, VERIFY_ROWS)
+    return torch.cat([forced.exact.cpu() for forced in passes])
 
 
 @contextmanager
@@ -262,22 +195,22 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.dtype in ROUNDED]
 
 
-def compare(plain: PlainModel, chunk: list[tuple[list[int], Trace]]) -> list[SequenceComparison]:
+def compare(plain: PlainModel, chunk: list[tuple[list[int], Tensor]]) -> list[SequenceComparison]:
     """Compare our logits of sequences with transformers'."""
-    sequences, ours = [ids for ids, _ in chunk], [trace for _, trace in chunk]
+    sequences, ours = [ids for ids, _ in chunk], [logits for _, logits in chunk]
     theirs = plain.logits(sequences)
     wide: list[Tensor | None] = [None] * len(chunk)
-    if ours[0].exact.dtype in ROUNDED:
+    if ours[0].dtype in ROUNDED:
         with in_float32(plain.hf_model):
             wide = [*plain.logits(sequences)]
     return list(map(compare_sequence, sequences, ours, theirs, wide))
 
 
 def compare_sequence(
-    ids: list[int], ours: Trace, theirs: Tensor, wide: Tensor | None
+    ids: list[int], ours: Tensor, theirs: Tensor, wide: Tensor | None
 ) -> SequenceComparison:
     """Compare our logits of a sequence. wide: transformers' own in float32, of a run in 16 bits"""
-    exact = ours.exact.float()
+    exact = ours.float()
     errors = plain_errors = torch.empty(0)
     if wide is not None:
         errors, plain_errors = (
@@ -290,21 +223,13 @@ def compare_sequence(
         "plain_far": None,
         "max_logit_difference": (exact - theirs).abs().max().item(),
         "max_logit": theirs.abs().max().item(),
-        "draft_agreement": None,
-        "route_recall": None,
-        "same_route_sets": None,
     }
-    if ours.draft is not None:
-        drafted = ours.draft.float().argmax(-1) == exact.argmax(-1)
-        row["draft_agreement"] = drafted.double().mean().item()
-        row["route_recall"] = ours.named / ours.choices
-        row["same_route_sets"] = ours.same_sets / ours.sets
     return SequenceComparison(row, errors, plain_errors)
 
 
 def verdict(
     rows: list[dict[str, Any]], dtype: torch.dtype, published: str = WORDS, decoded: bool = False
-) -> CheckResult:
+) -> Agreement:
     """Judge the rows.
 
     published  format of the checkpoint's weights
@@ -324,8 +249,9 @@ def verdict(
         passed, wanted = agreement == 1, " (100% required)"
     meaning = "" if published == WORDS else f"; of both, {MEANINGS[published]}"
     meaning += f"; {DECODED}" if decoded else ""
-    return CheckResult(
+    return Agreement(
+        rows,
         passed,
-        f"{'passed' if passed else 'FAILED'}: the exact path and transformers choose the same "
-        f"token at {agreement:.2%} of {tokens} positions in {name}{wanted}{meaning}",
+        "the exact path and transformers choose the same token at "
+        f"{agreement:.2%} of {tokens} positions in {name}{wanted}{meaning}",
     )
