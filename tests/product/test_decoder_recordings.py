@@ -36,8 +36,8 @@ from speq.scheduler.transfer import Priority, State, TransferTicket
 from tests.helpers.cells import Cell
 from tests.helpers.cells import loaded as cell_loaded
 from tests.helpers.often import often
+from tests.helpers.some_experts import PROMPT, SomeExperts, loaded
 from tests.helpers.tiny_models import BY_WALKED, INDEXED, WALKED
-from tests.product.test_fused_decoder import PROMPT, SomeExperts, loaded
 
 PASSES = REPEATS + 3
 # Families whose rows attend to a choice of 16 tokens.

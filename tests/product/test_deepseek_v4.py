@@ -22,8 +22,8 @@ from speq.quantizing.models import quantize
 from tests.helpers.fp8_files import SETTINGS
 from tests.helpers.fp8_files import coded as fp8_codes
 from tests.helpers.mxfp4_files import coded as mxfp4_codes
+from tests.helpers.some_experts import SomeExperts, loaded
 from tests.helpers.tiny_models import FAMILIES, greedy_tokens, load_plain, write_model
-from tests.product.test_fused_decoder import SomeExperts, loaded
 from tools.tensors import tensors_of
 
 pytestmark = pytest.mark.skipif("deepseek_v4" not in FAMILIES, reason="transformers lacks it")

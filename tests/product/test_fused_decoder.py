@@ -10,41 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.devices.device import Processor
 from speq.kernels import many_rows
 from speq.layers.fused_attention import FusedAttention
 from speq.layers.fused_modules import FusedNorm, FusedRouter
-from speq.models import moe_model
 from speq.models.fused_decoder import POSITIONS, FusedDecoder, RotaryTable
 from speq.models.kv_cache import KVCache
 from speq.models.moe_model import MoEModel
-from speq.models.opened import open_model
 from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
-from speq.routing import Route
+from tests.helpers.some_experts import PROMPT, SomeExperts, loaded
 from tests.helpers.tiny_models import BY_WALKED, FAMILIES, WALKED, write_model
 
-PROMPT, MORE = 29, 9
-
-
-class SomeExperts:
-    """Experts that are no experts, but differ from row to row and with the route."""
-
-    drafts = False
-
-    def __call__(self, layer: int, hidden_states: Tensor, route: Route) -> Tensor:
-        weighed = (route.topk_ids + 1) * route.topk_weights.to(hidden_states.dtype)
-        return hidden_states * weighed.sum(1, keepdim=True).sin() + layer
-
-
-def loaded(path: Path, dtype: torch.dtype) -> tuple[MoEModel, KVCache]:
-    opened = open_model(path)
-    model = moe_model.load(opened.family, opened.checkpoint, dtype, Processor())
-    shape = opened.shape
-    device = torch.device("cpu")
-    cache = shape.cache(64, dtype, device)
-    opened.close()
-    return model, cache
+MORE = 9
 
 
 @torch.inference_mode()

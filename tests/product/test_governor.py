@@ -20,48 +20,7 @@ from speq.governor.prior import Prior
 from speq.governor.profile import Profile, ProfileKey
 from speq.governor.step_model import StepModel
 from speq.stats import Forecast, StepStats
-
-
-class Machine:
-    """A machine of known costs: a draft token, a verified row beyond the first and a plain pass
-    take fixed times, and of each draft a fixed share of tokens stands.
-    """
-
-    def __init__(
-        self, draft_s: float, row_s: float, share: float, plain_s: float = 1.0, seed: int = 5
-    ) -> None:
-        self.draft_s, self.row_s, self.share, self.plain_s = draft_s, row_s, share, plain_s
-        self._rng = random.Random(seed)
-        self._now_s = 0.0
-
-    def step_s(self, draft_length: int) -> float:
-        return self.plain_s + draft_length * (self.draft_s + self.row_s)
-
-    def token_s(self, draft_length: int) -> float:
-        tokens = sum(self.share**i for i in range(draft_length + 1))
-        return self.step_s(draft_length) / tokens
-
-    def step(self, decision: Decision) -> StepStats:
-        k = decision.draft_length
-        accepted = 0
-        while accepted < k and self._rng.random() < self.share:
-            accepted += 1
-        start_s, self._now_s = self._now_s, self._now_s + self.step_s(k)
-        return StepStats(
-            "decode",
-            draft_length=k,
-            accepted=accepted,
-            emitted=accepted + 1,
-            requests=8 * (k + 1),
-            hits=8 * (k + 1),
-            draft_s=k * self.draft_s,
-            verify_s=self.plain_s + k * self.row_s,
-            start_s=start_s,
-            end_s=self._now_s,
-            ground=decision.ground,
-            reason=decision.reason,
-            forecast=decision.forecast,
-        )
+from tests.helpers.draft_machine import Machine, run
 
 
 class Branching(Machine):
@@ -119,14 +78,6 @@ class Asides(Machine):
         step = self._aside.step(decision)
         step.drafter = decision.drafter
         return step
-
-
-def run(governor: AdaptiveDraftLength, machine: Machine, count: int) -> list[StepStats]:
-    steps = []
-    for _ in range(count):
-        steps.append(machine.step(governor.decide()))
-        governor.observe(steps[-1])
-    return steps
 
 
 def test_acceptance_of_a_censored_draft() -> None:

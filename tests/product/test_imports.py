@@ -42,7 +42,7 @@ LEAVES = (
 )
 REFERENCES = (
     *("reference", "reference_compact", "reference_decoder", "reference_dense"),
-    "reference_scaled",
+    *("reference_recurrent", "reference_scaled"),
 )
 BELOW_MODELS = (
     *("leaves", "devices", "reference", "kernels", "files", "experts", "expert counts", "layers"),
@@ -198,7 +198,7 @@ ONLY_BY = {
     | {f"speq.kernels.reference_{name}" for name in ("compact", "decoder", "dense", "scaled")},
     "speq.kernels.reference_compact": OPS | {"speq.kernels.reference_dense"},
     "speq.kernels.reference_decoder": OPS,
-    "speq.kernels.reference_delta": OPS,
+    "speq.kernels.reference_recurrent": OPS,
     "speq.kernels.reference_scaled": OPS,
     "speq.kernels.reference_dense": OPS,
 }
@@ -431,3 +431,15 @@ def test_references_share_no_code_with_what_they_judge() -> None:
             name for name in found if not any(f"{name}.".startswith(f"{each}.") for each in allowed)
         }
         assert strange == set(), path.name
+
+
+def test_no_test_imports_another() -> None:
+    """What several use is in `tests/helpers`."""
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    found = {
+        f"{path}: {name}"
+        for path, source in sources.items()
+        for name in imported("tests", ast.parse(source), frozenset())
+        if ".test_" in name
+    }
+    assert len(sources) > 100 and found == set()

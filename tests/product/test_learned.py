@@ -16,7 +16,7 @@ from speq.governor.draft_length import FixedDraftLength
 from speq.governor.learned import LEAST_STEPS, LearnedSteps
 from speq.governor.profile import ProfileKey
 from speq.planning import profiles
-from tests.product.test_governor import Machine, run
+from tests.helpers.draft_machine import Machine, run
 
 KEY = ProfileKey("model", "cpu", 1 << 30, "1")
 

@@ -16,7 +16,7 @@ from speq.models.moe_model import MoEModel
 from speq.models.opened import open_model
 from speq.models.packed_batch import SequenceTokens
 from speq.models.tree import Tree
-from speq.routing import Route
+from tests.helpers.some_experts import SomeExperts
 from tests.helpers.tiny_models import BY_FAMILY, write_model
 
 # Texts of different lengths, and what each has in a pass: tokens, and parents of a tree.
@@ -26,20 +26,6 @@ LENGTHS = (29, 3, 51, 12)
 WALKED_WHOLE = ("qwen3_moe", "olmoe", "mixtral")
 CHAINS = (1, 4, 2, 1)
 TREES: tuple[tuple[int, ...] | None, ...] = ((0, 0, 1, 1, 2), None, (0, 1, 0, 3, 2, 2), (0,))
-
-
-class SomeExperts:
-    """Experts that are no experts, but differ from row to row and with the route. Keeps routes."""
-
-    drafts = False
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-
-    def __call__(self, layer: int, hidden_states: torch.Tensor, route: Route) -> torch.Tensor:
-        self.rows.append(len(route.topk_ids))
-        weighed = (route.topk_ids + 1) * route.topk_weights.to(hidden_states.dtype)
-        return hidden_states * weighed.sum(1, keepdim=True).sin() + layer
 
 
 def loaded(path: Path, dtype: torch.dtype) -> tuple[MoEModel, list[KVCache]]:

@@ -15,6 +15,7 @@ import pytest
 from speq import Generator, RunConfig, SpeqError
 from speq.config import DEFAULT_READER_THREADS
 from speq.experts.expert_store import Buffers
+from speq.governor.profile import Profile, ProfileKey
 from speq.measure.plan import PlannedModel
 from speq.measure.settings import PlanSettings
 from speq.models.opened import open_model
@@ -22,7 +23,6 @@ from speq.planning import profiles, reader_survey
 from speq.planning.cost import presets
 from speq.planning.reader_survey import ROUNDS, SURVEY_S, fewest_that_do, reader_threads, survey
 from tests.helpers.command import Command
-from tests.product.test_plan import profile
 
 Folder = Callable[[str], Path]
 MIB = 1 << 20
@@ -257,7 +257,8 @@ def test_a_plan_counts_them(bundled: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("speq.measure.plan.reader_threads", seven)
     settings = PlanSettings(26 * MIB, context_length=256)
     assert PlannedModel.of(bundled, settings).readers == 7
-    made, file = profile(), tmp_path / "profile.json"
+    key, file = ProfileKey("model", "cpu", 1 << 20, "1"), tmp_path / "profile.json"
+    made = Profile(key, ((1000.0, 1e6),), 0.0, 0.0, 1000, 0.0, 0.0, ((1.0, 0.01),))
     profiles.write(made, file)
     with monkeypatch.context() as patch:
         patch.setattr(profiles, "read_kept", lambda _: made)

@@ -10,8 +10,8 @@ import pytest
 from speq import Generator
 from speq.server.access import Keys
 from tests.helpers.api_server import NAME, Rig, api_server
+from tests.helpers.chat_templates import THINKING_TEMPLATE, TOOLS_TEMPLATE
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces, with_template
-from tests.server.test_requests import THINKING_TEMPLATE, TOOLS_TEMPLATE
 
 PATH = "/v1/messages"
 ASKED: Any = [{"role": "user", "content": "Hello"}]

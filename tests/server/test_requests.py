@@ -10,6 +10,7 @@ import pytest
 from speq.engine.logprobs import TokenLogprobs
 from speq.generator import Token
 from tests.helpers.api_server import NAME, QUESTION, Rig, api_server
+from tests.helpers.chat_templates import THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces, with_template
 
 TEXTS = ("Once", " upon", " a", " time")
@@ -439,22 +440,6 @@ def test_the_page_that_describes_the_routes(rig: Rig) -> None:
     assert chat["required"] == ["messages"]
 
 
-# As Qwen2.5's, in short.
-TOOLS_TEMPLATE = """
-{%- if tools %}{{ "Tools:" }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
-{{- "Answer with <tool_call>{...}</tool_call>" }}{% endif %}
-{%- for message in messages %}{{ message.role }}: {{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}
-{%- endfor %}{% endfor %}
-"""
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tells the weather.",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
-    },
-}
 CALL_TEXTS = ("Let me", " look.", "\n<tool", '_call>{"name": "weather", "arg', 'uments": {"place"')
 CALL_TEXTS += (': "Oslo"}}', "</tool_call>", "\n")
 
@@ -635,14 +620,6 @@ def test_one_call_where_more_are_not_wanted(tmp_path: Path) -> None:
             message = rig.chat(tools=[strict], **fields).json["choices"][0]["message"]
             found = [call["function"]["arguments"] for call in message["tool_calls"]]
             assert found == ['{"place": "Oslo"}'] * count
-
-
-THINKING_TEMPLATE = """
-{%- for message in messages %}{{ message.role }}: {{ message.reasoning_content }}
-{{- message.content.split("</think>")[-1] }}{% endfor %}
-{{- "assistant: " }}{% if enable_thinking is defined and enable_thinking %}{{ "<think>\n" }}
-{%- elif reasoning_effort is defined %}{{ "effort " + reasoning_effort }}{% endif %}
-"""
 
 
 def test_thoughts_come_apart_from_the_answer(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from speq import Generator
 from tests.helpers.api_server import NAME, QUESTION, Rig, api_server
+from tests.helpers.chat_templates import THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER
 from tests.helpers.scripted_engine import ScriptedEngine, ScriptedModel, pieces, with_template
-from tests.server.test_requests import THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER
 
 PATH = "/v1/responses"
 TOOL: Any = {"type": "function", "strict": True} | WEATHER["function"]
