@@ -4,7 +4,7 @@ and other activations with a limit: on every instruction set, and as CUDA kernel
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from speq.kernels import ops, reference
 from speq.kernels.grouping import Grouping
 from speq.kernels.ops import CLAMPED, SILU_BEFORE_LIMIT, Activation, ExpertBiases
 from tests.helpers.backends import CPU_BACKENDS, backend_named, cuda_kernels_on_host, need_backend
+from tests.helpers.coded_records import random_ids
 
 SEED = 13
 HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 96, 5, 3
@@ -33,6 +34,7 @@ ON_HOST = "cuda_on_host"
 # Rows that fused kernels take, and more than those of a GPU do.
 ROWS = (1, 3, 9, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+route = partial(random_ids, experts=EXPERTS, top_k=TOP_K)
 # One rounding of the dtype may fall the other way where sums are added up in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 CPU = torch.device("cpu")
@@ -102,11 +104,6 @@ def theirs(words: list[Matrices], dtype: torch.dtype) -> GptOssExperts:
     experts.gate_up_proj_bias.data[:, 1::2] = biases.gate_up[:, WIDTH:]
     experts.down_proj_bias.data.copy_(biases.down)
     return experts
-
-
-def route(rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(SEED)
-    return torch.rand(rows, EXPERTS, generator=generator).argsort(dim=1)[:, :TOP_K].contiguous()
 
 
 @torch.no_grad()

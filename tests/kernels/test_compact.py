@@ -12,6 +12,7 @@ from speq.errors import SpeqError
 from speq.kernels import compact_ops, library, ops, reference_compact
 from speq.kernels.compact_layout import CompactLayout
 from speq.kernels.ops import Int4Slots, quantize_int4
+from tests.helpers.coded_records import random_ids
 from tests.helpers.expert_problems import SILU
 from tests.helpers.pairwise import covering
 
@@ -226,11 +227,6 @@ def experts_of(hidden: int, width: int, group: int | None) -> Experts:
     return Experts(hidden, width, group)
 
 
-def route(rows: int, experts: int = Experts.count, top_k: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(SEED)
-    return torch.rand(rows, experts, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
-
-
 def inputs(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(SEED)
     return torch.randn(rows, hidden, generator=generator).to(dtype)
@@ -259,7 +255,7 @@ def test_products_are_those_of_plain_words(
 ) -> None:
     hidden = shape[0]
     experts = experts_of(*shape)
-    hidden_states, topk_ids = inputs(rows, hidden, dtype), route(rows)
+    hidden_states, topk_ids = inputs(rows, hidden, dtype), random_ids(rows, Experts.count)
     found = experts.run(codec, hidden_states, topk_ids)
     assert torch.equal(found, experts.run("raw", hidden_states, topk_ids))
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
@@ -296,7 +292,7 @@ def test_products_of_weights_without_a_class(isa: str, escapes: int, rows: int) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_inputs_come_in_the_order_of_the_codes(dtype: torch.dtype) -> None:
     experts = Experts(128, 64, 64, perm=True)
-    hidden_states, topk_ids = inputs(4, 128, dtype), route(4)
+    hidden_states, topk_ids = inputs(4, 128, dtype), random_ids(4, Experts.count)
     found = experts.run("residual", hidden_states, topk_ids)
     assert experts.perm is not None
     for row, ids in enumerate(topk_ids.tolist()):

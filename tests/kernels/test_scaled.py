@@ -18,6 +18,7 @@ from speq.kernels import ops, reference_scaled, scaled_ops
 from speq.kernels.scaled_layout import Fp8Layout, Mxfp4Layout, ScaledLayout
 from speq.kernels.scaled_words import fp8_codes, fp8_words, mxfp4_codes, mxfp4_words, part_of
 from tests.helpers.backends import CUDA_BACKENDS, Backend, backend_named
+from tests.helpers.coded_records import random_ids
 from tests.helpers.expert_problems import SILU
 from tests.helpers.fp8_files import words_of
 from tests.helpers.pairwise import covering
@@ -259,11 +260,6 @@ def test_words_of_records_of_all_shapes(
         assert same_words(ours, exact)
 
 
-def route(rows: int, top_k: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(SEED)
-    return torch.rand(rows, EXPERTS, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
-
-
 # Few rows of an expert pass over words as they are rebuilt, many over rows rebuilt before.
 ROWS = (1, 3, 8, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -280,7 +276,7 @@ def test_products_are_those_of_plain_words(
     experts = experts_of(format, hidden, width, gap=gap)
     generator = torch.Generator().manual_seed(SEED)
     hidden_states = torch.randn(rows, hidden, generator=generator).to(dtype)
-    topk_ids = route(rows)
+    topk_ids = random_ids(rows, EXPERTS)
     found = experts.run(format, hidden_states, topk_ids, device)
     assert torch.equal(found, experts.run("words", hidden_states, topk_ids, device))
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
@@ -297,8 +293,8 @@ def test_products_under_scales_far_from_one(
     """Where words of an octave are not those of another, shifted."""
     experts = experts_of(format, 256, 192, times)
     hidden_states = torch.randn(2, 256, generator=torch.Generator().manual_seed(SEED)) / times
-    found = experts.run(format, hidden_states, route(2), device)
-    assert torch.equal(found, experts.run("words", hidden_states, route(2), device))
+    found = experts.run(format, hidden_states, random_ids(2, EXPERTS), device)
+    assert torch.equal(found, experts.run("words", hidden_states, random_ids(2, EXPERTS), device))
     assert bool(found.isfinite().all()) and bool(found.any(2).all())
 
 
@@ -307,7 +303,7 @@ def test_rows_of_float64_and_experts_in_no_slot(format: str) -> None:
     """float64 runs through the reference; rows whose expert is in no slot are left as they are."""
     experts = experts_of(format, 64, 64)
     hidden_states = torch.randn(4, 64, generator=torch.Generator().manual_seed(3)).double()
-    topk_ids = route(4)
+    topk_ids = random_ids(4, EXPERTS)
     absent = int(topk_ids[0, 0])
     table = experts.order.clone()
     table[absent] = -1
