@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from bench.lab.command import main
 from bench.lab.options import BudgetText, FixedLengths
+from bench.lab.speedup_fit import Measurement, fit_speedup, modelled_speedup
 from speq.bench.kinds import texts_of
 from speq.bench.neighbours import beside_neighbours
 from speq.bench.rotation import rotate
@@ -23,13 +24,7 @@ from speq.engine.request import Request
 from speq.errors import OptionError, SpeqError
 from speq.generator import Generator
 from speq.governor.batches import longest_draft
-from speq.governor.speedup_model import (
-    Measurement,
-    activated_experts,
-    fit_speedup,
-    modelled_speedup,
-    target_efficiency,
-)
+from speq.governor.speedup_model import activated_experts, target_efficiency
 from speq.kernels.ops import MAX_LINEAR_ROWS
 from speq.measure.picture import Axis, Picture
 from speq.measure.report import Column, Report, medians_of
