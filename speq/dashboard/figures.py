@@ -13,7 +13,6 @@ Layout = dict[str, Any]
 Values = Sequence[float | int | str | None]
 
 PATTERNS = ("", "/", "\\", "x", "-", "|", "+", ".")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = (
     "circle",
     "square",

@@ -4,7 +4,6 @@ from collections import Counter
 
 from speq.errors import FileError
 from speq.governor.roofline import Points
-from speq.governor.speedup_model import distinct_of_routes
 from speq.layers.expert_counts import ExpertCounts
 from speq.measure.route_trace import RouteTrace
 from speq.planning.cost.locality import RouteCurve
@@ -33,14 +32,21 @@ def accepted_routes(trace: RouteTrace) -> list[list[list[int]]]:
 
 def distinct_points(routes: list[list[list[int]]], num_experts: int) -> Points:
     """Compute D(t) of routes (expert ids by layer and token) for all t with enough windows."""
-    longest = len(routes[0]) // WINDOWS_OF_A_POINT
-    if not longest:
-        return ()
-    counted = dict(distinct_of_routes(routes, num_experts, min(longest, TOKENS[-1])).measured)
-    points = [(float(tokens), counted[tokens]) for tokens in TOKENS if tokens in counted]
+    known = [tokens for tokens in TOKENS if tokens <= len(routes[0]) // WINDOWS_OF_A_POINT]
+    points = [(float(tokens), distinct_experts(routes, tokens)) for tokens in known]
     # Windows of different sizes cover different tokens, so D(t) may fail to grow: drop such points.
     grown = [at for at, (_, y) in enumerate(points) if all(y > low for _, low in points[:at])]
     return tuple(points[at] for at in grown if points[at][1] < num_experts)
+
+
+def distinct_experts(routes: list[list[list[int]]], tokens: int) -> float:
+    """Mean over windows of so many tokens, which do not overlap, and layers."""
+    counts = [
+        len({expert for chosen in layer[at : at + tokens] for expert in chosen})
+        for layer in routes
+        for at in range(0, len(layer) - tokens + 1, tokens)
+    ]
+    return sum(counts) / len(counts)
 
 
 def expert_counts(model: str, routes: list[list[list[int]]], num_experts: int) -> ExpertCounts:

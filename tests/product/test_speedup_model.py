@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from speq import SpeqError
-from speq.governor.speedup_model import activated_experts, distinct_of_routes, target_efficiency
+from speq.governor.speedup_model import activated_experts, target_efficiency
+from speq.measure.routes import distinct_experts
 
 
 def test_activated_experts_by_hand() -> None:
@@ -30,9 +30,9 @@ def test_target_efficiency_by_hand() -> None:
 
 
 def test_measured_routes_replace_independence() -> None:
-    # Two layers, four tokens, one expert each.
-    found = distinct_of_routes([[[0], [0], [1], [1]], [[0], [1], [2], [3]]], 4, 2)
-    assert found.measured == ((1, 1.0), (2, 1.5))
-    assert found.independent(2) == 1.75
-    with pytest.raises(SpeqError, match="windows of 5 tokens were asked for and there are 4"):
-        distinct_of_routes([[[0]] * 4], 4, 5)
+    routes = [
+        [[0], [0], [1], [1]],
+        [[0], [1], [2], [3]],
+    ]  # two layers, four tokens, one expert each
+    assert [distinct_experts(routes, tokens) for tokens in (1, 2)] == [1.0, 1.5]
+    assert activated_experts(4, 1, 2) == 1.75

@@ -6,9 +6,5 @@ NAMES = {"disk": "the disk", "PCIe": "PCIe"}
 ACTS = {"disk": "reading from the disk", "PCIe": "copying over PCIe"}
 
 
-def name_of(run: RunRecord) -> str:
-    return NAMES[run.link]
-
-
 def act_of(run: RunRecord) -> str:
     return ACTS[run.link]
