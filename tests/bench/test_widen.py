@@ -1,10 +1,9 @@
 """A widened model computes what its source does, and its weights are not mere copies."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from speq import Generator
 from speq.bench.widen import Settings, run
 from speq.bench.widen_words import shared_out
 from speq.errors import SpeqError
+from tests.helpers.full_disk import room_is
 from tests.helpers.tiny_models import greedy_tokens, load_plain, write_model
 
 Folder = Callable[[str], Path]
@@ -115,12 +115,6 @@ def test_copies_without_noise_are_equal() -> None:
     assert torch.equal(parts, (weight / 4).unsqueeze(2).expand(-1, -1, 4))
 
 
-class Usage(NamedTuple):
-    total: int = 1 << 40
-    used: int = 1 << 40
-    free: int = 1 << 20
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -150,6 +144,6 @@ def test_what_cannot_be_written_is_said(
     (tmp_path / "full" / "something").touch()
     with pytest.raises(SpeqError, match="full exists already; give a folder that is empty"):
         run(str(bundled), tmp_path / "full", Settings())
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage())
+    room_is(monkeypatch, 1 << 20)
     with pytest.raises(SpeqError, match=r"takes .* GiB and 1 MiB of disk are left at"):
         run(str(bundled), tmp_path / "wide", Settings())

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import shutil
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from speq.experts.mirrored_records import MIRROR_FILE, DiskLoads
 from speq.experts.packed_store import RECORDS_FILE, Manifest
 from tests.helpers.command import Command
 from tests.helpers.damage import flip_byte
+from tests.helpers.full_disk import room_is
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
 PROMPT = [5, 6, 7, 8]
@@ -151,9 +151,8 @@ def test_a_mirror_that_was_cut_short_is_written_anew(
     before = os.stat(folder / RECORDS_FILE).st_mtime_ns
     shutil.rmtree(other)
     (folder / MIRROR_FILE).unlink()
-    Usage = namedtuple("Usage", "free")
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda path: Usage(len(whole) - 1))
+        room_is(patch, len(whole) - 1)
         with pytest.raises(SpeqError, match=r"the mirror takes .* are free at"):
             pack(model, folder, codec="raw", mirror=other)
     assert not (folder / MIRROR_FILE).exists()

@@ -1,6 +1,5 @@
 """Packed models: the same experts, whole or refused, whenever packing was interrupted."""
 
-import errno
 import json
 import os
 import re
@@ -32,6 +31,7 @@ from speq.files.safetensors_file import SafetensorsFile
 from speq.models import moe_model
 from speq.models.opened import open_model
 from tests.helpers.damage import flip, last, line_of, lines, resized
+from tests.helpers.full_disk import full_at_flush, room_is
 from tests.helpers.killed import killed_at
 from tests.helpers.packing import MOMENTS, pack_to, records_of, same, without_checksums
 from tests.helpers.tiny_models import BY_FAMILY, greedy_tokens, load_plain, write_model
@@ -414,31 +414,15 @@ def test_a_pack_of_an_earlier_version_opens_and_says_so(
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     source = write_model(tmp_path / "source", "olmoe")
     monkeypatch.setattr(record_writer, "BATCH_BYTES", 20_000)
-    calls = 0
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
+    full_at_flush(monkeypatch, at)
     with pytest.raises(SpeqError, match="cannot be written: No space left on device; packed"):
         pack_to(source, tmp_path / "packed")
     pack_to(source, tmp_path / "packed").close()
     assert same(source, tmp_path / "packed")
 
 
-class Usage(NamedTuple):
-    total: int = 1 << 40
-    used: int = 1 << 40
-    free: int = 1 << 10
-
-
 def test_a_disk_without_room(tiny: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage())
+    room_is(monkeypatch, 1 << 10)
     with pytest.raises(SpeqError, match=r"packing takes .* and 1 KiB of disk are left at"):
         pack_to(tiny("olmoe"), tmp_path / "packed")
 

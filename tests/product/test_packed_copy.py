@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from speq.files.safetensors_file import SafetensorsFile
 from speq.models.opened import open_model
 from tests.helpers.copies import first_runs_hold
 from tests.helpers.fp8_files import PUBLISHERS, write_fp8
+from tests.helpers.full_disk import room_is
 from tests.helpers.host_device import host_device
 from tests.helpers.tiny_models import greedy_tokens, load_plain
 
@@ -152,16 +153,10 @@ def test_damaged_copy_is_said_and_made_anew(model: Path, caplog: pytest.LogCaptu
     assert records.read_bytes() == whole
 
 
-class Usage(NamedTuple):
-    total: int = 1 << 40
-    used: int = 1 << 40
-    free: int = 1 << 10
-
-
 def test_full_disk_is_said(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage())
+    room_is(monkeypatch, 1 << 10)
     generator = loaded(model)
     assert generator.runtime._loaded.copy is None  # nor was it planned for one
     assert generator.runtime.residency_plan.copied_share == 0
@@ -522,9 +517,9 @@ def test_a_copy_needs_room_for_its_rest(model: Path, monkeypatch: pytest.MonkeyP
     copy = packed_copy.PackedCopy(opened.checkpoint, opened.store, folder)
     rest = copy.usual_bytes - there
     assert 0 < rest < copy.usual_bytes
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=rest - 1))
+    room_is(monkeypatch, rest - 1)
     assert not copy._has_room()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=rest))
+    room_is(monkeypatch, rest)
     copy.begin()
     copy.wait()
     assert (folder / EXPERTS_MANIFEST).exists()

@@ -1,6 +1,5 @@
 """Quantised folders: what others read out of them, what was calibrated on, and what interrupts."""
 
-import errno
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +36,7 @@ from speq.quantizing.lanes import Lanes
 from speq.quantizing.settings import QuantizeSettings
 from speq.units import parse_bytes
 from tests.helpers.damage import flip, last, lines, resized
+from tests.helpers.full_disk import full_at_flush, room_is
 from tests.helpers.killed import killed_at
 from tests.helpers.often import often
 from tests.helpers.paths import ROOT
@@ -536,31 +536,15 @@ def test_a_disk_that_fills_up(
     monkeypatch: pytest.MonkeyPatch,
     at: int,
 ) -> None:
-    calls = 0
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
+    full_at_flush(monkeypatch, at)
     with pytest.raises(SpeqError, match="cannot be written: No space left on device; finished"):
         quantise_to(tmp_path / "out", small)
     quantise_to(tmp_path / "out", small)
     assert contents(tmp_path / "out") == whole
 
 
-class Usage(NamedTuple):
-    total: int = 1 << 40
-    used: int = 1 << 40
-    free: int = 1 << 10
-
-
 def test_a_disk_without_room(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage())
+    room_is(monkeypatch, 1 << 10)
     with pytest.raises(SpeqError, match=r"takes up to .* of disk and 1 KiB are left at"):
         quantise_to(tmp_path / "out", small)
 
