@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 
-def same_words(found: Tensor, wanted: np.ndarray) -> bool:
+def same_words(found: Tensor, wanted: np.ndarray | Tensor) -> bool:
     """Equal with signs of zeros; NaNs, whose bits processors choose, where there are NaNs."""
-    bits = torch.from_numpy(wanted.view(np.int16))
+    bits = torch.as_tensor(wanted).view(torch.int16)
     nan = bits.view(torch.bfloat16).isnan()
     same = (found.view(torch.int16) == bits) | nan
     return bool((same & (found.isnan() == nan)).all())

@@ -6,13 +6,19 @@ import pytest
 import torch
 
 from speq.kernels import library
-from tests.helpers.backends import CPU_BACKENDS, CUDA_BACKENDS, ISAS, backend_named, cuda_device
+from tests.helpers.backends import (
+    CPU_BACKENDS,
+    CUDA_BACKENDS,
+    ISAS,
+    backend_named,
+    cuda_device,
+    need_backend,
+)
 
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in library.supported_isas():
-        pytest.skip(f"this processor has no {request.param}")
+    need_backend(request, "cpu", request.param)
     before = library.isa()
     library.limit_isa(request.param)
     yield request.param

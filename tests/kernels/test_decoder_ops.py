@@ -1,6 +1,5 @@
 """What decoder layers do between their products: every instruction set against plain torch."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -11,17 +10,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from speq.kernels import decoder_ops, reference_decoder
 from speq.kernels.decoder_ops import Heads, Positions, RMSNorm, RouterRule
-from tests.helpers.backends import CPU_BACKENDS, Backend, backend_named
 from tests.helpers.threads import by_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sums are added up in another order; one rounding of the dtype may then fall the other way.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-@pytest.fixture(params=CPU_BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    yield from backend_named(request)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

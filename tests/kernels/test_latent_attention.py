@@ -1,6 +1,5 @@
 """Absorbed latent attention: every instruction set against plain attention of expanded latents."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,18 +8,13 @@ from torch import Tensor
 
 from speq.kernels import decoder_ops, reference_decoder
 from speq.kernels.decoder_ops import Latents, Positions, RMSNorm
-from tests.helpers.backends import CPU_BACKENDS, Backend, backend_named
 from tests.helpers.threads import by_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of results of about one; keys, values and queries are rounded in other places.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 HALVES, PARTED, NEIGHBOURS = "halves", "parted", "neighbours"
-
-
-@pytest.fixture(params=CPU_BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    yield from backend_named(request)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Attention under a mask: every instruction set against numpy in float64."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +9,12 @@ import torch
 from torch import Tensor
 
 from speq.kernels import decoder_ops
-from tests.helpers.backends import CPU_BACKENDS, Backend, backend_named
 from tests.helpers.threads import by_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of results of about one: weights are rounded to 16 bits, and so is the result.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-
-
-@pytest.fixture(params=CPU_BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    yield from backend_named(request)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from speq.kernels import reference_recurrent
 from speq.kernels.recurrent import NORM_EPSILON, RecurrentSizes, delta_steps, selective_scan
-from tests.helpers.backends import CPU_BACKENDS, Backend, backend_named
 
 # Whole vectors of columns and parts of them, one head, and heads that share keys.
 SIZES = [
@@ -27,11 +26,7 @@ SIZES = [
 ]
 # So many that regions of even one token have threads.
 MANY = RecurrentSizes(6, 12, 64, 130, 4)
-
-
-@pytest.fixture(params=CPU_BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    yield from backend_named(request)
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 class Tokens(NamedTuple):

@@ -22,6 +22,7 @@ from tests.helpers.coded_records import random_ids
 from tests.helpers.expert_problems import SILU
 from tests.helpers.fp8_files import words_of
 from tests.helpers.pairwise import covering
+from tests.helpers.words import same_words
 
 SEED = 11
 EXPERTS = 5
@@ -68,13 +69,6 @@ def run(format: str, *given: Any) -> None:
 def random_bytes(*shape: int, seed: int = SEED) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, shape, generator=generator).byte()
-
-
-def same_words(found: Tensor, wanted: Tensor) -> bool:
-    """Equal with signs of zeros; NaNs, whose bits processors choose, where there are NaNs."""
-    nan = wanted.isnan()
-    same = (found.view(torch.int16) == wanted.view(torch.int16)) | nan
-    return bool((same & (found.isnan() == nan)).all())
 
 
 def record_of(layout: ScaledLayout, codes: list[Tensor], scales: list[Tensor]) -> Tensor:
