@@ -121,7 +121,10 @@ def prove(
         if not rows:
             raise
         notes.append(f"transformers: not compared ({error})")
-    kept = {"dtype": settings.dtype, "max_new_tokens": settings.max_new_tokens, "seed": SEED}
+    kept = {
+        **{"dtype": settings.dtype, "max_new_tokens": settings.max_new_tokens, "seed": SEED},
+        "run": {name: str(value) for name, value in settings.run.items()},
+    }
     report = Report("prove", model, kept, rows, notes=notes)
     return Proof(report, found, passed, "; ".join(sentences), tuple(notes), digest_of(model))
 

@@ -232,7 +232,8 @@ def test_options_of_a_run_are_those_of_all_settings(
 
     monkeypatch.setattr(Generator, "load", watched)
     settings = replace(SETTINGS, run={"reader_threads": 3}, num_prompts=1, max_new_tokens=2)
-    assert prove.prove(str(tiny("qwen3_moe")), settings).passed
+    proof = prove.prove(str(tiny("qwen3_moe")), settings)
+    assert proof.passed and proof.report.settings["run"] == {"reader_threads": "3"}
     assert len(seen) > 8 and {config.reader_threads for config in seen} == {3}
 
 
