@@ -9,15 +9,27 @@ namespace {
 using namespace speq;
 using namespace speq::cpu;
 
-void encode_lossless_out(Tensor gate_up_proj, Tensor down_proj, Tensor record, Tensor nbytes) {
+// nbytes: of the record with the matrices before `first`, if there are any.
+RecordPart record_part(const CompactLayout &layout, std::int64_t first, std::int64_t end,
+                       Tensor &nbytes) {
+  const std::int64_t before = first == 0 ? 0 : number_in(nbytes) - layout.fixed_bytes();
+  STD_TORCH_CHECK(0 <= first && first < end && end <= layout.matrices && before >= 0, "matrices ",
+                  first, " to ", end, " must be of ", layout.matrices,
+                  ", and nbytes of a record with those before");
+  return {first, end, before};
+}
+
+void encode_lossless_out(Tensor gate_up_proj, Tensor down_proj, Tensor record, Tensor nbytes,
+                         std::int64_t first, std::int64_t end) {
   const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
-  LosslessEncoder encoder(compact_layout(expert.shape, true), expert.words());
+  const CompactLayout layout = compact_layout(expert.shape, true);
+  LosslessEncoder encoder(layout, expert.words(), record_part(layout, first, end, nbytes));
   encode(encoder, record, nbytes);
 }
 
 void encode_residual_out(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_qweight,
                          Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales,
-                         Tensor record, Tensor nbytes) {
+                         Tensor record, Tensor nbytes, std::int64_t first, std::int64_t end) {
   const ExactExpert expert = exact_expert(gate_up_proj, down_proj);
   const auto &[hidden_size, width, gated] = expert.shape;
   const std::int64_t gate_up_rows = expert.shape.gate_up_rows();
@@ -31,7 +43,9 @@ void encode_residual_out(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_q
   const std::int64_t gate_rows = expert.shape.rows(int(Projection::gate));
   up.qweight += gate_rows * gate.row_bytes();
   up.scales += gate_rows * gate.row_groups();
-  ResidualEncoder encoder(compact_layout(expert.shape, false), expert.words(), {gate, up, down});
+  const CompactLayout layout = compact_layout(expert.shape, false);
+  ResidualEncoder encoder(layout, expert.words(), {gate, up, down},
+                          record_part(layout, first, end, nbytes));
   encode(encoder, record, nbytes);
 }
 

@@ -41,7 +41,7 @@ const BFloat16 *words_of(const Tensor &weight) {
 
 void encode_dense_lossless_out(Tensor weight, Tensor record, Tensor nbytes) {
   const BFloat16 *words = words_of(weight);
-  LosslessEncoder encoder(layout_of(weight.size(0), weight.size(1), true), {words});
+  LosslessEncoder encoder(layout_of(weight.size(0), weight.size(1), true), {words}, kOnlyMatrix);
   encode(encoder, record, nbytes);
 }
 
@@ -50,7 +50,7 @@ void encode_dense_residual_out(Tensor weight, Tensor qweight, Tensor scales, Ten
   const BFloat16 *words = words_of(weight);
   const std::int64_t rows = weight.size(0), columns = weight.size(1);
   const Int4Slots codes = int4_slots(qweight, scales, rows, columns, "dense");
-  ResidualEncoder encoder(layout_of(rows, columns, false), {words}, {codes.matrix(0)});
+  ResidualEncoder encoder(layout_of(rows, columns, false), {words}, {codes.matrix(0)}, kOnlyMatrix);
   encode(encoder, record, nbytes);
 }
 

@@ -49,9 +49,13 @@ void append(std::vector<std::uint8_t> &bytes, const FilledStreams &streams,
 
 } // namespace
 
-WordQuad CompactEncoder::quad(int matrix, std::int64_t row) const {
+WordQuad CompactEncoder::quad(std::int64_t matrix, std::int64_t row) const {
   const std::int64_t columns = layout_.columns[matrix];
   return {words_[matrix] + row * columns, std::min(kQuadRows, layout_.rows[matrix] - row), columns};
+}
+
+std::uint8_t *CompactEncoder::first_entry(std::uint8_t *record) const {
+  return record + layout_.index + layout_.first_quad[part_.first] * sizeof(std::uint32_t);
 }
 
 void CompactEncoder::clear_gaps(std::uint8_t *record) const {
@@ -59,7 +63,7 @@ void CompactEncoder::clear_gaps(std::uint8_t *record) const {
     std::memset(record + section + bytes, 0, whole_lines(bytes) - bytes);
   };
   clear_behind(layout_.index, (layout_.quads() + 1) * std::int64_t(sizeof(std::uint32_t)));
-  for (int m = 0; m < layout_.matrices; ++m) {
+  for (std::int64_t m = part_.first; m < part_.end; ++m) {
     if (layout_.classes[m] != 0) {
       clear_behind(layout_.classes[m], layout_.rows[m] * class_stride(layout_.columns[m]));
     }
@@ -68,9 +72,10 @@ void CompactEncoder::clear_gaps(std::uint8_t *record) const {
   std::memset(record + layout_.streams + stream_bytes_, 0, kSlackBytes);
 }
 
-LosslessEncoder::LosslessEncoder(const CompactLayout &layout, const ExactWords &words)
-    : CompactEncoder(layout, words) {
-  for (int m = 0; m < layout_.matrices; ++m) {
+LosslessEncoder::LosslessEncoder(const CompactLayout &layout, const ExactWords &words,
+                                 const RecordPart &part)
+    : CompactEncoder(layout, words, part) {
+  for (std::int64_t m = part.first; m < part.end; ++m) {
     const auto counts = count_high_bytes(words[m], layout_.rows[m] * layout_.columns[m]);
     // The most frequent, the lower ones first among equals.
     std::array<int, 256> order;
@@ -88,15 +93,17 @@ LosslessEncoder::LosslessEncoder(const CompactLayout &layout, const ExactWords &
 
 void LosslessEncoder::write(std::uint8_t *record) const {
   const SplitQuad split = micro_kernels().split_quad;
-  std::memset(record, 0, layout_.index);
-  std::uint8_t *index = record + layout_.index, *streams = record + layout_.streams;
-  std::uint8_t *stream = streams;
+  if (part_.first == 0) {
+    std::memset(record, 0, layout_.index);
+  }
+  std::uint8_t *index = first_entry(record), *streams = record + layout_.streams;
+  std::uint8_t *stream = streams + part_.stream_start;
   const auto add_entry = [&] {
     const auto entry = std::uint32_t(stream - streams);
     std::memcpy(index, &entry, sizeof entry);
     index += sizeof entry;
   };
-  for (int m = 0; m < layout_.matrices; ++m) {
+  for (std::int64_t m = part_.first; m < part_.end; ++m) {
     std::memcpy(record + m * kClasses, tables_[m].high_bytes, kClasses);
     const std::int64_t columns = layout_.columns[m], stride = class_stride(columns);
     for (std::int64_t row = 0; row < layout_.rows[m]; row += kQuadRows) {
@@ -110,37 +117,38 @@ void LosslessEncoder::write(std::uint8_t *record) const {
 }
 
 ResidualEncoder::ResidualEncoder(const CompactLayout &layout, const ExactWords &words,
-                                 const RecordCodes &codes)
-    : CompactEncoder(layout, words) {
+                                 const RecordCodes &codes, const RecordPart &part)
+    : CompactEncoder(layout, words, part) {
   const FillStreams fill = micro_kernels().fill_streams;
   const std::int64_t columns = std::max(layout_.columns[0], layout_.columns[2]);
   const std::int64_t rows = kQuadRows * ((columns + kBlockColumns - 1) / kBlockColumns);
   const std::int64_t most = rows * (class_bytes(kBlockColumns) + kBlockColumns) + kSlackBytes;
   Buffer<std::uint8_t> room(most);
   Buffer<FilledStreams::BlockRow> block_rows(rows);
-  index_.reserve(layout_.quads() + 1);
-  for (int m = 0; m < layout_.matrices; ++m) {
+  index_.reserve(layout_.first_quad[part.end] - layout_.first_quad[part.first] + 1);
+  const auto stream_end = [&] { return part.stream_start + std::int64_t(streams_.size()); };
+  for (std::int64_t m = part.first; m < part.end; ++m) {
     for (std::int64_t row = 0; row < layout_.rows[m]; row += kQuadRows) {
       FilledStreams streams{room.data(), room.data() + most, block_rows.data(), 0};
       fill(quad(m, row), codes[m].from(row), streams);
-      index_.push_back(std::uint32_t(streams_.size()) |
+      index_.push_back(std::uint32_t(stream_end()) |
                        (streams.exceptions != 0 ? kHasExceptions : 0));
       append(streams_, streams, room.data(), block_rows.data(), room.data() + most);
     }
   }
-  index_.push_back(std::uint32_t(streams_.size()));
-  stream_bytes_ = std::int64_t(streams_.size());
+  stream_bytes_ = stream_end();
+  index_.push_back(std::uint32_t(stream_bytes_));
 }
 
 void ResidualEncoder::write(std::uint8_t *record) const {
-  std::memcpy(record + layout_.index, index_.data(), index_.size() * sizeof index_[0]);
-  for (int m = 0; m < layout_.matrices; ++m) {
+  std::memcpy(first_entry(record), index_.data(), index_.size() * sizeof index_[0]);
+  for (std::int64_t m = part_.first; m < part_.end; ++m) {
     std::uint8_t *bytes = record + layout_.bytes[m];
     for (std::int64_t k = 0; k < layout_.rows[m] * layout_.columns[m]; ++k) {
       bytes[k] = std::uint8_t(words_[m][k].bits);
     }
   }
-  std::copy(streams_.begin(), streams_.end(), record + layout_.streams);
+  std::copy(streams_.begin(), streams_.end(), record + layout_.streams + part_.stream_start);
   clear_gaps(record);
 }
 

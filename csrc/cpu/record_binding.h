@@ -12,13 +12,18 @@ namespace speq::cpu {
 constexpr std::int64_t kGrainQuads = 16;
 constexpr std::int64_t kEntryBytes = alignof(std::uint32_t);
 
-// Makes a record, where it has room for it, and says how large that is. In the calling thread
-// alone: whoever has many matrices encodes several at a time, and many do so while others compute.
-inline void encode(const CompactEncoder &encoder, Tensor &record, Tensor &nbytes) {
-  check(record, "record", 1, ScalarType::Byte);
+inline std::int64_t &number_in(Tensor &nbytes) {
   check(nbytes, "nbytes", 1, ScalarType::Long);
   STD_TORCH_CHECK(nbytes.numel() == 1, "nbytes must hold one number");
-  *static_cast<std::int64_t *>(nbytes.mutable_data_ptr()) = encoder.nbytes();
+  return *static_cast<std::int64_t *>(nbytes.mutable_data_ptr());
+}
+
+// Encodes matrices into a record, where it has room for them, and says how large it is with them.
+// In the calling thread alone: whoever has many matrices encodes several at a time, and many do so
+// while others compute.
+inline void encode(const CompactEncoder &encoder, Tensor &record, Tensor &nbytes) {
+  check(record, "record", 1, ScalarType::Byte);
+  number_in(nbytes) = encoder.nbytes();
   if (encoder.nbytes() <= record.numel() && encoder.can_write()) {
     encoder.write(static_cast<std::uint8_t *>(record.mutable_data_ptr()));
   }

@@ -27,6 +27,7 @@ from speq.files.packing import Int4Groups
 from speq.files.published_format import WORDS
 from speq.kernels import compact_ops, ops
 from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.compact_ops import WHOLE, Part
 from speq.kernels.ops import PlainExpert
 from speq.registries import CODECS
 
@@ -216,6 +217,14 @@ class CompactCodec:
     shape: ExpertShape
     largest_bytes: int | None = None
 
+    def encode(
+        self, exact: Matrices, base: Int4Expert | None, slot: Tensor, part: Part = WHOLE
+    ) -> int:
+        """Encode an expert as `ExpertCodec.encode` does, or a part of it, see
+        `compact_ops.encode_into`.
+        """
+        raise NotImplementedError
+
     @classmethod
     def codes(cls, shape: ExpertShape) -> bool:
         """True if the codec can code such experts. FP16 would save 11 % of its 16 bits."""
@@ -252,8 +261,10 @@ class LosslessCodec(CompactCodec):
     usual_bits: ClassVar[float | None] = 11.4
     op: ClassVar[str] = "moe_grouped_lossless"
 
-    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
-        return compact_ops.encode_into(*exact, slot)
+    def encode(
+        self, exact: Matrices, base: Int4Expert | None, slot: Tensor, part: Part = WHOLE
+    ) -> int:
+        return compact_ops.encode_into(*exact, slot, part=part)
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
         matrices = self.shape.empty()
@@ -276,10 +287,15 @@ class ResidualCodec(CompactCodec):
     usual_bits: ClassVar[float | None] = 8.9
     op: ClassVar[str] = "moe_grouped_residual"
 
-    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+    def encode(
+        self, exact: Matrices, base: Int4Expert | None, slot: Tensor, part: Part = WHOLE
+    ) -> int:
         base = require_base(base)
-        ordered = base.in_order(*exact)
-        return compact_ops.encode_into(*ordered, slot, base.gate_up, base.down)
+        if base.reorders:  # which takes all matrices
+            if part.end < WHOLE.end:
+                return 0
+            exact, part = base.in_order(*exact), WHOLE
+        return compact_ops.encode_into(*exact, slot, base.gate_up, base.down, part=part)
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
         base = require_base(base)

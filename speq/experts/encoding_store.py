@@ -1,7 +1,8 @@
 """Published experts, encoded as they are read: packed in slots, plain weights on disk.
 
-Slots hold more experts, but each read still moves all weights and encodes them. A packed model has
-packed experts on disk. An expert whose record is in a packed copy in the making is read from there.
+Slots hold more experts, but each read still moves all weights and encodes them, each matrix while
+the next one is read. A packed model has packed experts on disk. An expert whose record is in a
+packed copy in the making is read from there.
 
 On the CPU slots are made for the largest of some experts that are encoded at load, and a little
 more. An expert that turns out larger comes into no slot: its weights are read whenever it is
@@ -10,14 +11,15 @@ computed.
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from torch import Tensor
 
 from speq.errors import NoRoom
-from speq.experts.codec import ExpertCodec, usual_bytes
-from speq.experts.expert_store import ExpertStore, expert_slot
+from speq.experts.codec import CompactCodec, ExpertCodec, usual_bytes
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
 from speq.experts.packed_draft import TiedDraft
@@ -25,6 +27,7 @@ from speq.experts.packed_store import VerifiedBytes
 from speq.experts.passes import for_each_key
 from speq.experts.slots import PlainWords, SlotExperts, WideBesideSlots
 from speq.files.alignment import ALIGNMENT, align, allocate_aligned
+from speq.kernels.compact_ops import WHOLE, Part
 from speq.kernels.ops import PlainExpert
 from speq.stats import Recorder, TimeSpan
 from speq.units import Done
@@ -80,7 +83,10 @@ class EncodingStore:
     published = False
 
     def __init__(
-        self, words: ExpertStore, codec: ExpertCodec, copy: PackedCopy | None = None
+        self,
+        words: SafetensorsExpertStore,
+        codec: CompactCodec,
+        copy: PackedCopy | None = None,
     ) -> None:
         self.num_layers = words.num_layers
         self.num_experts = words.num_experts
@@ -98,6 +104,7 @@ class EncodingStore:
         self._fits_all = False
         self._wide_words: Tensor | None = None
         self._scratch: SimpleQueue[Tensor] = SimpleQueue()
+        self._encoders = ThreadPoolExecutor(thread_name_prefix="speq-encode")
 
     @property
     def usual_bytes(self) -> int:
@@ -185,15 +192,31 @@ class EncodingStore:
             words = self._scratch.get_nowait()
         except Empty:  # as many buffers as threads that read at a time
             words = expert_slot(self.words)
+        exact = self.words.codec.decode(words)
+        base = None if self._base is None else self._base.expert(at)
+        shape, ahead = self.codec.shape, list[tuple[int, Future[int]]]()
+        matrix_bytes = shape.nbytes // (WHOLE.end if shape.gated else WHOLE.end - 1)
+
+        def part_to(end: int) -> Part:
+            """The matrices before `end` that are not encoded, once all others are."""
+            first, encoded = ahead[-1] if ahead else (0, None)
+            return Part(first, end, 0 if encoded is None else encoded.result())
+
+        def arrived(nbytes: int) -> None:
+            end = WHOLE.end - (shape.nbytes - nbytes) // matrix_bytes
+            if end < WHOLE.end:  # the last one has no reading beside it
+                encoding = self._encoders.submit(self.codec.encode, exact, base, slot, part_to(end))
+                ahead.append((end, encoding))
+
         try:
-            read_bytes = self.words.read(*divmod(at, self.num_experts), words)
-            base = None if self._base is None else self._base.expert(at)
-            return self.codec.encode(self.words.codec.decode(words), base, slot), read_bytes
+            read_bytes = self.words.read(*divmod(at, self.num_experts), words, arrived)
+            return self.codec.encode(exact, base, slot, part_to(WHOLE.end)), read_bytes
         except NoRoom:
             if self._fits_all:  # the files have changed since
                 raise
             return 0, read_bytes
         finally:
+            wait([encoding for _, encoding in ahead])
             self._scratch.put(words)
 
     def _set_wide(self, layer: int, expert: int) -> None:
@@ -237,4 +260,5 @@ class EncodingStore:
         return PlainExpert(*self.words.codec.decode(self._wide_words))
 
     def close(self) -> None:
+        self._encoders.shutdown()
         self.words.close()

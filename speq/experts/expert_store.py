@@ -1,6 +1,6 @@
 """Stores of exact experts on disk, which are read one at a time."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -309,7 +309,17 @@ class SafetensorsExpertStore:
     def moved_bytes(self, layer: int, expert: int) -> int:
         return self._codec.record_range[0]
 
-    def read(self, layer: int, expert: int, slot: Tensor) -> int:
+    def read(
+        self,
+        layer: int,
+        expert: int,
+        slot: Tensor,
+        arrived: Callable[[int], None] = lambda nbytes: None,
+    ) -> int:
+        """Read one expert into `slot`, as `ExpertStore.read` does.
+
+        arrived  called after each matrix of plain weights: so many bytes of the slot are filled
+        """
         try:
             buffers = self._buffers.get_nowait()
         except Empty:  # as many as threads ever read at a time
@@ -321,6 +331,7 @@ class SafetensorsExpertStore:
                     words = decode(self._coded, part.codes).flatten().view(torch.uint8)
                     slot[part.at : part.at + words.nbytes].copy_(words)
                     read_bytes += stored_bytes(self._coded, part.codes)
+                    arrived(part.at + words.nbytes)
                     continue
                 file, offset, nbytes = part.range
                 in_turns = isinstance(part.turned, InTurns)
@@ -332,6 +343,7 @@ class SafetensorsExpertStore:
                 if part.widened is not None:
                     values = room.view(part.widened).float().view(torch.uint8)
                     slot[part.at : part.at + values.nbytes].copy_(values)
+                arrived(part.at + nbytes)
         finally:
             self._buffers.put(buffers)
         return read_bytes

@@ -101,6 +101,11 @@ class Int4Expert:
     def down(self) -> tuple[Tensor, Tensor]:
         return self.parts["down_qweight"], self.parts["down_scales"]
 
+    @property
+    def reorders(self) -> bool:
+        """True if rows or columns of an exact expert are in another order than the codes."""
+        return "input_perm" in self.parts or self.inner_perm is not None
+
     def in_order(self, gate_up_proj: Tensor, down_proj: Tensor) -> tuple[Tensor, Tensor]:
         """Reorder an exact expert's rows and columns as the codes are."""
         if "input_perm" in self.parts:

@@ -3,6 +3,8 @@
 `speq.kernels.reference_compact` defines what they compute.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,21 @@ from speq.kernels.ops import (
 from speq.kernels.records import check_records, encode_whole
 
 
+class Part(NamedTuple):
+    """Which of gate, up and down are encoded, where they come one after another.
+
+    first, end  the first of them, and the one behind the last
+    nbytes      what was returned for those before
+    """
+
+    first: int = 0
+    end: int = 3
+    nbytes: int = 0
+
+
+WHOLE = Part()
+
+
 def encode(gate_up_proj: Tensor, down_proj: Tensor, *codes: Int4Pair) -> Tensor:
     """Encode one expert losslessly, or its residual over codes, into a record [R] uint8.
 
@@ -37,14 +54,25 @@ def encode(gate_up_proj: Tensor, down_proj: Tensor, *codes: Int4Pair) -> Tensor:
     return encode_whole(op, layout, *parts)
 
 
-def encode_into(gate_up_proj: Tensor, down_proj: Tensor, slot: Tensor, *codes: Int4Pair) -> int:
+def encode_into(
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    slot: Tensor,
+    *codes: Int4Pair,
+    part: Part = WHOLE,
+) -> int:
     """Encode into a slot [slot_bytes] uint8 and return the record's bytes.
 
-    Raises SpeqError if the slot is too small. Nothing is then written to it.
+    part  whose weights alone are read; the bytes are the record's, and the slot has it, once the
+          last is encoded
+
+    Raises SpeqError if the slot is too small, with the last part. What has no room is not written.
     """
     op, layout, parts = _encoding(gate_up_proj, down_proj, codes)
-    nbytes = records.encode_into(op, layout, slot, *parts)
-    if nbytes > len(slot):
+    nbytes = records.encode_into(
+        op, layout, slot, *parts, matrices=part[:2], nbytes_before=part.nbytes
+    )
+    if part.end == WHOLE.end and nbytes > len(slot):
         raise NoRoom(
             f"an expert takes {nbytes} bytes encoded, and slots were made for {len(slot)}; pack "
             "the model with `speq pack`, which measures every expert"

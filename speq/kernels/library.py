@@ -59,6 +59,8 @@ def _with_activation_number(
 _ACTIVATION = "int activation, float limit"
 # Biases of experts, if any: [E, 2F], gate before up, and [E, H].
 _BIASES = "Tensor? gate_up_bias=None, Tensor? down_bias=None"
+# Matrices of an expert that are encoded: of gate, up and down.
+_MATRICES = "int first=0, int end=3"
 
 
 # Schema and reference of every op, by name.
@@ -83,7 +85,8 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
         _with_activation_number(reference.moe_grouped_out),
     ),
     "encode_lossless": (
-        "(Tensor gate_up_proj, Tensor down_proj, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
+        "(Tensor gate_up_proj, Tensor down_proj, Tensor(a!) record, Tensor(b!) nbytes, "
+        f"{_MATRICES}) -> ()",
         reference_compact.encode_lossless_out,
     ),
     "decode_lossless": (
@@ -97,7 +100,8 @@ OPS: dict[str, tuple[str, Callable[..., None]]] = {
     ),
     "encode_residual": (
         "(Tensor gate_up_proj, Tensor down_proj, Tensor gate_up_qweight, Tensor gate_up_scales, "
-        "Tensor down_qweight, Tensor down_scales, Tensor(a!) record, Tensor(b!) nbytes) -> ()",
+        "Tensor down_qweight, Tensor down_scales, Tensor(a!) record, Tensor(b!) nbytes, "
+        f"{_MATRICES}) -> ()",
         reference_compact.encode_residual_out,
     ),
     "decode_residual": (

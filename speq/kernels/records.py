@@ -34,13 +34,23 @@ def encode_whole(
     return record
 
 
-def encode_into(op: str, layout: CompactLayout, record: Tensor, *parts: Tensor) -> int:
+def encode_into(
+    op: str,
+    layout: CompactLayout,
+    record: Tensor,
+    *parts: Tensor,
+    matrices: tuple[int, ...] = (),
+    nbytes_before: int = 0,
+) -> int:
     """Encode parts with an op into `record`, if it has room. Return the bytes needed.
+
+    matrices  which of them, as the op takes it; empty: all
+    nbytes_before  of the record with those before
 
     Raises SpeqError for a record that no index can describe.
     """
-    nbytes = torch.empty(1, dtype=torch.int64)
-    library.call(op, *parts, record, nbytes)
+    nbytes = torch.tensor([nbytes_before])
+    library.call(op, *parts, record, nbytes, *matrices)
     streams = int(nbytes) - layout.fixed_bytes
     if streams >= STREAMS_END:
         sizes = " and ".join(f"[{rows}, {columns}]" for rows, columns in layout.matrices)

@@ -32,13 +32,22 @@ HAS_EXCEPTIONS = 1 << 31
 
 
 def encode_lossless_out(
-    gate_up_proj: Tensor, down_proj: Tensor, record: Tensor, nbytes: Tensor
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    record: Tensor,
+    nbytes: Tensor,
+    first: int = 0,
+    end: int = 3,
 ) -> None:
-    """Encode one expert losslessly into `record`, if it has room.
+    """Encode matrices of one expert losslessly into `record`, if it has room.
 
     gate_up_proj  [2F, H], gate over up, or [F, H] without a gate, and down_proj [H, F], bfloat16
     record        [R] uint8; nbytes [1] int64: bytes of the record, whether it fits or not
+    first, end    which of gate, up and down are encoded; those before were, into the same record
+                  and nbytes. Both are known once the last is encoded, here with all the others.
     """
+    if end < 3:
+        return
     matrices = matrices_of(gate_up_proj, down_proj)
     encode_lossless_matrices(
         _layout(gate_up_proj, down_proj, lossless=True), matrices, record, nbytes
@@ -106,12 +115,16 @@ def encode_residual_out(
     down_scales: Tensor,
     record: Tensor,
     nbytes: Tensor,
+    first: int = 0,
+    end: int = 3,
 ) -> None:
-    """Encode an expert's residual over INT4 codes into `record`, if it has room.
+    """Encode residuals of an expert's matrices over INT4 codes into `record`, if it has room.
 
     gate_up_*, down_*  qweight and scales of the same matrices, see `linear_int4`
     For the rest see `encode_lossless_out`.
     """
+    if end < 3:
+        return
     matrices = matrices_of(gate_up_proj, down_proj)
     width = down_proj.shape[1]
     codes = [*_parts(gate_up_qweight, gate_up_scales, width), (down_qweight, down_scales)]

@@ -6,11 +6,11 @@ import torch
 
 from speq.config import ExpertOptions
 from speq.devices.device import Accelerator
-from speq.errors import present
-from speq.experts.codec import codec_of
+from speq.errors import Broken, present
+from speq.experts.codec import CompactCodec, codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.encoding_store import EncodingStore
-from speq.experts.expert_store import ExpertStore
+from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import CODEC, PackedCopy
@@ -34,6 +34,8 @@ def encoding_store(
     if not plan.encoded:
         return None
     codec = codec_of(plan.codec, store.codec.shape).with_slot_bytes(plan.slot_bytes)
+    if not isinstance(store, SafetensorsExpertStore) or not isinstance(codec, CompactCodec):
+        raise Broken(f"experts in {store.codec.name} are not encoded as {codec.name} while read")
     same = copy is not None and copy.codec.name == plan.codec
     return EncodingStore(store, codec, copy if same else None)
 

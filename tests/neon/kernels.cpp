@@ -194,7 +194,7 @@ void check_compact(const char *isa, const MicroKernels &kernels, bool lossless) 
     encoder.write(record.data());
   };
   if (lossless) {
-    encode(LosslessEncoder(layout, {words.data()}));
+    encode(LosslessEncoder(layout, {words.data()}, kOnlyMatrix));
     const LosslessRows matrix =
         lossless_rows(layout, {record.data(), std::int64_t(record.size())}, 0);
     std::vector<BFloat16> again(quads_of(rows) * kQuadRows * columns);

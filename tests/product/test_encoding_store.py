@@ -279,9 +279,11 @@ def test_runs_without_a_copy_write_the_tokens_of_the_model_too(
     reads: list[int] = []
     read = SafetensorsExpertStore.read
 
-    def counted(self: SafetensorsExpertStore, layer: int, expert: int, slot: torch.Tensor) -> int:
+    def counted(
+        self: SafetensorsExpertStore, layer: int, expert: int, slot: torch.Tensor, *arrived: Any
+    ) -> int:
         reads.append(expert)
-        return read(self, layer, expert, slot)
+        return read(self, layer, expert, slot, *arrived)
 
     monkeypatch.setattr(SafetensorsExpertStore, "read", counted)
     options = {"codec": codec, "draft": "auto" if codec == "residual" else "none"}
@@ -315,8 +317,10 @@ def test_every_read_counts_those_of_experts_that_fit_no_slot_too(
     assert isinstance(store, EncodingStore)
     read = SafetensorsExpertStore.read
 
-    def counted(self: SafetensorsExpertStore, layer: int, expert: int, slot: torch.Tensor) -> int:
-        reads.append((expert, read(self, layer, expert, slot)))
+    def counted(
+        self: SafetensorsExpertStore, layer: int, expert: int, slot: torch.Tensor, *arrived: Any
+    ) -> int:
+        reads.append((expert, read(self, layer, expert, slot, *arrived)))
         return reads[-1][1]
 
     monkeypatch.setattr(SafetensorsExpertStore, "read", counted)

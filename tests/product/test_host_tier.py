@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Lock
+from typing import Any
 
 import pytest
 import torch
@@ -66,12 +67,12 @@ class Counting:
     def __getattr__(self, name: str) -> object:
         return getattr(self.store, name)
 
-    def read(self, layer: int, expert: int, slot: Tensor) -> int:
+    def read(self, layer: int, expert: int, slot: Tensor, *arrived: Any) -> int:
         with self.lock:
             self.reads[layer, expert] += 1
         if (layer, expert) == self.failing:
             raise self.error("the disk is gone")
-        read_bytes = self.store.read(layer, expert, slot)
+        read_bytes = self.store.read(layer, expert, slot, *arrived)
         if self.noise and expert % 2:
             generator = torch.Generator().manual_seed(100 * layer + expert)
             slot.random_(0, 256, generator=generator)
@@ -82,7 +83,7 @@ def room(limit_bytes: int, device: Locking | None = None) -> HostRoom:
     return HostRoom(device or Locking(), limit_bytes, READERS, CHUNK)
 
 
-def encoding(store: ExpertStore) -> EncodingStore:
+def encoding(store: Any) -> EncodingStore:
     return EncodingStore(store, codec_of("lossless", store.codec.shape))
 
 
