@@ -271,6 +271,15 @@ def spec_without_draft(model: Path) -> ModelSpec:
         return ModelSpec.of_draft("model", opened, "float32", None)
 
 
+def encoding_s(words_bytes: int, encodes: float = 1e6, reads: float = 1e9) -> float:
+    """What encoding adds to reading where one thread reads three matrices, and one encodes them."""
+    read_s = encoded_s = 0.0
+    for _ in range(3):
+        read_s += words_bytes / 3 / reads
+        encoded_s = max(encoded_s, read_s) + words_bytes / 3 / encodes
+    return encoded_s - read_s
+
+
 def test_a_miss_of_a_first_run_is_half_of_words_and_half_of_a_record(model: Path) -> None:
     made = profile(model, encode_bytes_per_s={"lossless": 1e6})
     model_spec = replace(spec_without_draft(model), copied_slot_bytes=16384)
@@ -282,7 +291,7 @@ def test_a_miss_of_a_first_run_is_half_of_words_and_half_of_a_record(model: Path
     assert (raw.codec, raw.encoded, raw.moved_bytes) == ("raw", False, raw.slot_bytes)
     assert (records.codec, records.encoded, records.slot_bytes) == ("lossless", True, 16384)
     assert records.moved_bytes == (words_bytes + 16384) // 2
-    assert records.encode_s == words_bytes / 1e6 / 2
+    assert records.encode_s == pytest.approx(encoding_s(words_bytes) / 2)
 
 
 def test_residuals_are_planned_beside_a_draft(
@@ -665,7 +674,13 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     }
     assert set(candidates) == {("raw", False), ("lossless", False), ("lossless", True)}
     encoded, packed = candidates["lossless", True], candidates["lossless", False]
-    assert (encoded.moved_bytes, encoded.encode_s) == (words_bytes, words_bytes / 1e6)
+    added_s = pytest.approx(encoding_s(words_bytes))
+    assert (encoded.moved_bytes, encoded.encode_s) == (words_bytes, added_s)
+    for encodes in (1e8, 1e9, 3e9):  # slower than the disk, as fast, and faster
+        rates = {"lossless": encodes}
+        other = Assumptions.of_profile(replace(made, encode_bytes_per_s=rates), model_spec.shape)
+        timed = other.with_encoding_cost(encoded, words_bytes, True)
+        assert timed.encode_s == pytest.approx(encoding_s(words_bytes, encodes))
     assert (packed.moved_bytes, packed.encode_s) == (packed.read_bytes, 0)
     assert encoded.read_bytes == packed.read_bytes < words_bytes
     # In host memory they lie encoded, whatever the disk has.
@@ -679,7 +694,7 @@ def test_a_miss_of_published_experts_moves_words_and_is_encoded(model: Path) -> 
     assert missed > 0
     assert step.new_s == pytest.approx(missed * words_bytes / 1e9)
     resident_s = outlook.step_estimate(replace(encoded, encode_s=0.0), 0).verify_s
-    assert step.verify_s == pytest.approx(resident_s + missed * words_bytes / 1e6)
+    assert step.verify_s == pytest.approx(resident_s + missed * encoding_s(words_bytes))
     assert encoded.name == "lossless encoded as read, without a draft"
 
 

@@ -72,8 +72,9 @@ class Counting:
             self.reads[layer, expert] += 1
         if (layer, expert) == self.failing:
             raise self.error("the disk is gone")
-        read_bytes = self.store.read(layer, expert, slot, *arrived)
-        if self.noise and expert % 2:
+        noisy = self.noise and expert % 2  # which comes after all matrices
+        read_bytes = self.store.read(layer, expert, slot, *(() if noisy else arrived))
+        if noisy:
             generator = torch.Generator().manual_seed(100 * layer + expert)
             slot.random_(0, 256, generator=generator)
         return read_bytes

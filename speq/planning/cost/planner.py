@@ -335,8 +335,8 @@ class Outlook:
     def step_estimate(self, plan: ResidencyPlan, draft_length: int) -> StepEstimate:
         """The time and the yield of a step with so many drafted tokens.
 
-        Experts of rejected tokens are moved and read like all others. Encoding takes the processor
-        that the pass runs on, so that nothing hides it.
+        Experts of rejected tokens are moved and read like all others. What encoding adds to a miss
+        takes the processor that the pass runs on, so that nothing hides it.
         """
         rows, speeds = draft_length + 1, self.speeds
         missed, copied = self.missed(plan, rows), self.copied_share(plan)

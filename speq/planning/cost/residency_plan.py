@@ -27,7 +27,7 @@ class ResidencyPlan:
     encoded      whether experts are encoded from published words as they are read
     estimated    whether slot_bytes is what such experts usually take, not what these do
     copied_share  of encoded experts' misses, those that are to find a record in a packed copy
-    encode_s     added to a miss by encoding; 0 where records are moved
+    encode_s     added to a miss by encoding, beyond its reading; 0 where records are moved
     slots        for exact experts, of all layers together; 0: not planned yet
     peers        exact experts of each layer on each further GPU; empty: there is none
     expected     a step at the best draft length; None: not weighed yet
