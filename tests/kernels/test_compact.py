@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from speq.errors import SpeqError
+from speq.errors import NoRoom, SpeqError
 from speq.kernels import compact_ops, library, ops, reference_compact
 from speq.kernels.compact_layout import CompactLayout
+from speq.kernels.compact_ops import Part
 from speq.kernels.ops import Int4Slots, quantize_int4
 from tests.helpers.coded_records import random_ids
 from tests.helpers.expert_problems import SILU
@@ -357,6 +358,84 @@ def test_too_small_a_slot_is_refused_untouched() -> None:
     slot = torch.zeros(len(record), dtype=torch.uint8)
     assert compact_ops.encode_into(gate_up, down, slot) == len(record)
     assert torch.equal(slot, record)
+
+
+# Ends of what is encoded at a time, with a gate and without one.
+SPLITS = (((1, 2, 3), True), ((2, 3), True), ((1, 3), True), ((2, 3), False))
+
+
+def parts_of(ends: tuple[int, ...], width: int) -> list[tuple[int, int, int]]:
+    """First and last matrix of each part, and rows of gate and up that have come with it."""
+    firsts = (0, *ends[:-1])
+    return [(first, end, min(end, 2) * width) for first, end in zip(firsts, ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "split", "codec"), covering(SHAPES, KINDS, SPLITS, ("lossless", "residual"))
+)
+def test_matrices_make_the_record_of_the_whole_as_they_come(
+    shape: tuple[int, int], kind: str, split: tuple[tuple[int, ...], bool], codec: str
+) -> None:
+    (hidden, width), (ends, gated) = shape, split
+    rows = 2 * width if gated else width
+    make = any_bits if kind == "any bits" else normal
+    exact = make(rows, hidden), make(hidden, width)
+    codes: tuple[Pair, ...] = ()
+    if codec == "residual" and kind == "rounded":
+        codes = tuple(quantize_int4(matrix, matrix.shape[1]) for matrix in exact)
+    elif codec == "residual":
+        codes = any_codes(rows, hidden, hidden), any_codes(hidden, width, width)
+    library_of = {"lossless": "encode_lossless_out", "residual": "encode_residual_out"}
+    reference = getattr(reference_compact, library_of[codec])
+    layout = CompactLayout.of_expert(hidden, width, codec == "lossless", gated)
+    wanted = of_reference(reference, layout, *exact, *(part for pair in codes for part in pair))
+    for _ in on_every_isa():
+        came = any_bits(rows, hidden, seed=3), any_bits(hidden, width, seed=3)
+        room = torch.full((len(wanted) + 64,), 0xA5, dtype=torch.uint8)
+        slot, nbytes = room[:-64], 0
+        for first, end, above in parts_of(ends, width):
+            came[0][: above if gated else rows] = exact[0][: above if gated else rows]
+            if end == 3:
+                came[1].copy_(exact[1])
+            part = Part(first, end, nbytes)
+            nbytes = compact_ops.encode_into(*came, slot, *codes, part=part)
+        assert nbytes == len(wanted) and torch.equal(slot, wanted)
+        assert bool((room[-64:] == 0xA5).all())
+
+
+@pytest.mark.parametrize("codec", ["lossless", "residual"])
+@pytest.mark.parametrize("matrix", [0, 1, 2])
+def test_matrices_that_have_no_room_are_not_written(isa: str, matrix: int, codec: str) -> None:
+    """Nor those behind them; the last says what all take."""
+    exact = any_bits(2 * 70, 130), any_bits(130, 70)
+    codes = (any_codes(2 * 70, 130, 130), any_codes(130, 70, 70)) if codec == "residual" else ()
+    whole = compact_ops.encode(*exact, *codes)
+
+    def encode(slot: Tensor) -> Iterator[int]:
+        nbytes = 0
+        for end in (1, 2, 3):
+            part = Part(end - 1, end, nbytes)
+            nbytes = compact_ops.encode_into(*exact, slot, *codes, part=part)
+            yield nbytes
+
+    sizes = [*encode(torch.zeros_like(whole))]
+    assert sizes[-1] == len(whole)
+    slot = torch.full((sizes[matrix] - 1,), 0xA5, dtype=torch.uint8)
+    encoding, written = encode(slot), slot.clone()
+    for end, nbytes in zip((1, 2), encoding, strict=False):
+        assert nbytes == sizes[end - 1]
+        assert torch.equal(slot, written) == (end > matrix)
+        written = slot.clone()
+    with pytest.raises(NoRoom, match=f"takes {len(whole)} bytes .* made for {len(slot)}"):
+        next(encoding)
+    assert torch.equal(slot, written)
+
+
+@pytest.mark.parametrize("part", [(0, 4, 0), (-1, 2, 0), (2, 2, 1 << 20), (1, 2, 64)])
+def test_parts_that_are_none_are_refused(part: tuple[int, int, int]) -> None:
+    exact = normal(128, 64), normal(64, 64)
+    with pytest.raises(RuntimeError, match="must be of 3, and nbytes of a record with those"):
+        compact_ops.encode_into(*exact, torch.zeros(1 << 16).byte(), part=Part(*part))
 
 
 @pytest.mark.parametrize(
