@@ -127,10 +127,14 @@ class ExpertCodec(Protocol):
     def with_slot_bytes(self, largest_bytes: int) -> Self:
         """The same codec, with slots for packed experts of at most `largest_bytes`."""
 
-    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+    def encode(
+        self, exact: Matrices, base: Int4Expert | None, slot: Tensor, part: Part = WHOLE
+    ) -> int:
         """Encode an expert, in the checkpoint's order, into a slot. Return the bytes written.
 
         slot  [slot_bytes] uint8 on the CPU. Raises SpeqError if it is too small.
+        part  of an expert whose matrices come one by one, see `compact_ops.encode_into`; a codec
+              may leave all to the last
         """
 
     def decode(self, slot: Tensor, base: Int4Expert | None = None) -> Matrices:
@@ -176,7 +180,9 @@ class RawCodec:
     def with_slot_bytes(self, largest_bytes: int) -> "RawCodec":
         return self
 
-    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+    def encode(
+        self, exact: Matrices, base: Int4Expert | None, slot: Tensor, part: Part = WHOLE
+    ) -> int:
         for matrix, words in zip(exact, self.decode(slot), strict=True):
             words.copy_(matrix)
         return self.record_bytes
@@ -216,14 +222,6 @@ class CompactCodec:
     takes: ClassVar[str] = "bfloat16"
     shape: ExpertShape
     largest_bytes: int | None = None
-
-    def encode(
-        self, exact: Matrices, base: Int4Expert | None, slot: Tensor, part: Part = WHOLE
-    ) -> int:
-        """Encode an expert as `ExpertCodec.encode` does, or a part of it, see
-        `compact_ops.encode_into`.
-        """
-        raise NotImplementedError
 
     @classmethod
     def codes(cls, shape: ExpertShape) -> bool:

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from torch import Tensor
 
 from speq.errors import NoRoom
-from speq.experts.codec import CompactCodec, ExpertCodec, usual_bytes
+from speq.experts.codec import ExpertCodec, usual_bytes
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import PackedCopy
@@ -83,10 +83,7 @@ class EncodingStore:
     published = False
 
     def __init__(
-        self,
-        words: SafetensorsExpertStore,
-        codec: CompactCodec,
-        copy: PackedCopy | None = None,
+        self, words: SafetensorsExpertStore, codec: ExpertCodec, copy: PackedCopy | None = None
     ) -> None:
         self.num_layers = words.num_layers
         self.num_experts = words.num_experts

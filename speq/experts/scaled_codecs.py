@@ -24,6 +24,7 @@ from speq.files.alignment import align
 from speq.files.fp8_settings import Fp8Blocks
 from speq.files.packing import Int4Groups
 from speq.kernels import scaled_ops
+from speq.kernels.compact_ops import WHOLE, Part
 from speq.kernels.ops import matrices_of
 from speq.kernels.scaled_layout import ScaledLayout
 from speq.kernels.scaled_words import fp8_codes, int4_codes, mxfp4_codes, nvfp4_codes, tensor_of
@@ -86,12 +87,16 @@ class ScaledCodec:
     def with_slot_bytes(self, largest_bytes: int) -> Self:
         return self
 
-    def encode(self, exact: Matrices, base: Int4Expert | None, slot: Tensor) -> int:
+    def encode(
+        self, exact: Matrices, base: Int4Expert | None, slot: Tensor, part: Part = WHOLE
+    ) -> int:
         """Encode weights that are codes times powers of 2. Raises SpeqError for others."""
+        if part.end < WHOLE.end:
+            return 0
         layout = self.layout
         for parts, sections in zip(self.quantize(exact), layout.parts, strict=True):
-            for part, section in zip(parts, sections, strict=True):
-                tensor_of(slot, section).copy_(part.view(section.dtype).view(section.shape))
+            for values, section in zip(parts, sections, strict=True):
+                tensor_of(slot, section).copy_(values.view(section.dtype).view(section.shape))
         found = self.decode(slot)
         same = (
             torch.equal(ours.view(torch.int16), words.view(torch.int16))

@@ -7,7 +7,7 @@ import torch
 from speq.config import ExpertOptions
 from speq.devices.device import Accelerator
 from speq.errors import Broken, present
-from speq.experts.codec import CompactCodec, codec_of
+from speq.experts.codec import codec_of
 from speq.experts.draft_codes import DraftSource
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
@@ -33,9 +33,9 @@ def encoding_store(
     """
     if not plan.encoded:
         return None
+    if not isinstance(store, SafetensorsExpertStore):
+        raise Broken("experts of a pack are planned to be encoded as they are read")
     codec = codec_of(plan.codec, store.codec.shape).with_slot_bytes(plan.slot_bytes)
-    if not isinstance(store, SafetensorsExpertStore) or not isinstance(codec, CompactCodec):
-        raise Broken(f"experts in {store.codec.name} are not encoded as {codec.name} while read")
     same = copy is not None and copy.codec.name == plan.codec
     return EncodingStore(store, codec, copy if same else None)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speq import SpeqError
-from speq.experts.codec import CompactCodec, LosslessCodec, ResidualCodec, codec_of
+from speq.experts.codec import LosslessCodec, ResidualCodec, codec_of
 from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import SafetensorsExpertStore, expert_slot
 from speq.experts.int4 import Int4Arena, Int4Layout
@@ -82,7 +82,6 @@ class Published:
         words = opened.store
         assert isinstance(words, SafetensorsExpertStore)
         codec = codec_of(codec_name, words.codec.shape)
-        assert isinstance(codec, CompactCodec)
         made = cls(opened, words, EncodingStore(words, codec))
         if codec.needs_draft:
             shape = words.codec.shape
