@@ -191,16 +191,15 @@ class EncodingStore:
             words = expert_slot(self.words)
         exact = self.words.codec.decode(words)
         base = None if self._base is None else self._base.expert(at)
-        shape, ahead = self.codec.shape, list[tuple[int, Future[int]]]()
-        matrix_bytes = shape.nbytes // (WHOLE.end if shape.gated else WHOLE.end - 1)
+        down_bytes = exact[1].nbytes  # as many as of each other matrix
+        ahead: list[tuple[int, Future[int]]] = []
 
         def part_to(end: int) -> Part:
             """The matrices before `end` that are not encoded, once all others are."""
-            first, encoded = ahead[-1] if ahead else (0, None)
-            return Part(first, end, 0 if encoded is None else encoded.result())
+            return Part(ahead[-1][0], end, ahead[-1][1].result()) if ahead else Part(end=end)
 
         def arrived(nbytes: int) -> None:
-            end = WHOLE.end - (shape.nbytes - nbytes) // matrix_bytes
+            end = WHOLE.end - (self.codec.shape.nbytes - nbytes) // down_bytes
             if end < WHOLE.end:  # the last one has no reading beside it
                 encoding = self._encoders.submit(self.codec.encode, exact, base, slot, part_to(end))
                 ahead.append((end, encoding))

@@ -63,15 +63,13 @@ def encode_into(
 ) -> int:
     """Encode into a slot [slot_bytes] uint8 and return the record's bytes.
 
-    part  whose weights alone are read; the bytes are the record's, and the slot has it, once the
-          last is encoded
+    part  of an expert whose later matrices have not come; the slot has the record, of so many
+          bytes, once the last is encoded
 
     Raises SpeqError if the slot is too small, with the last part. What has no room is not written.
     """
     op, layout, parts = _encoding(gate_up_proj, down_proj, codes)
-    nbytes = records.encode_into(
-        op, layout, slot, *parts, matrices=part[:2], nbytes_before=part.nbytes
-    )
+    nbytes = records.encode_into(op, layout, slot, *parts, part=part)
     if part.end == WHOLE.end and nbytes > len(slot):
         raise NoRoom(
             f"an expert takes {nbytes} bytes encoded, and slots were made for {len(slot)}; pack "

@@ -1,6 +1,6 @@
 """Encoding into compact records, and checks of records."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,21 +35,16 @@ def encode_whole(
 
 
 def encode_into(
-    op: str,
-    layout: CompactLayout,
-    record: Tensor,
-    *parts: Tensor,
-    matrices: tuple[int, ...] = (),
-    nbytes_before: int = 0,
+    op: str, layout: CompactLayout, record: Tensor, *parts: Tensor, part: Sequence[int] = ()
 ) -> int:
     """Encode parts with an op into `record`, if it has room. Return the bytes needed.
 
-    matrices  which of them, as the op takes it; empty: all
-    nbytes_before  of the record with those before
+    part  see `compact_ops.Part`; empty: all
 
     Raises SpeqError for a record that no index can describe.
     """
-    nbytes = torch.tensor([nbytes_before])
+    *matrices, before = part or (0,)
+    nbytes = torch.tensor([before])
     library.call(op, *parts, record, nbytes, *matrices)
     streams = int(nbytes) - layout.fixed_bytes
     if streams >= STREAMS_END:
