@@ -205,7 +205,7 @@ void check_compact(const char *isa, const MicroKernels &kernels, bool lossless) 
             "lossless: words are not those that were encoded");
     check_coded(isa, kernels, kernels.lossless, portable_kernels.lossless, matrix, "lossless");
   } else {
-    encode(ResidualEncoder(layout, {words.data()}, {codes}));
+    encode(ResidualEncoder(layout, {words.data()}, {codes}, kOnlyMatrix));
     check_coded(isa, kernels, kernels.residual, portable_kernels.residual,
                 residual_rows(layout, {record.data(), std::int64_t(record.size())}, 0, codes),
                 "residual");
