@@ -7,10 +7,12 @@ from functools import cache
 import numpy as np
 import pytest
 
+from speq.scheduler import eviction
 from speq.scheduler.eviction import (
     DARING,
+    JUDGED,
     LEAST,
-    RECENCY,
+    RECENCIES,
     EvictionPolicy,
     LookaheadPolicy,
     LruPolicy,
@@ -135,6 +137,42 @@ def test_without_any_knowledge_every_trace_is_served() -> None:
             assert asked == len(distinct)
 
 
+def texts(rng: random.Random, changing: bool) -> Trace:
+    """Tokens of six texts in four layers: each chooses three of 32 experts at most, nine times of
+    ten one of six that its text prefers, or of six that all texts do.
+    """
+    trace: Trace = []
+    preferred = [rng.sample(range(32), 6) for _ in range(4)]
+    for _ in range(6):
+        if changing:
+            preferred = [rng.sample(range(32), 6) for _ in range(4)]
+        for _ in range(40):
+            for layer in range(4):
+                others = rng.sample(range(32), 3)
+                wanted = [
+                    rng.choice(preferred[layer]) if rng.random() < 0.9 else other
+                    for other in others
+                ]
+                trace.append((layer, sorted(set(wanted))))
+    return trace
+
+
+@pytest.mark.parametrize("changing", [True, False])
+def test_it_forgets_as_fast_as_pays(changing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts with experts of their own and of those that have the same, it misses little more
+    than by the better of the slowest and the fastest mean.
+    """
+    trace = texts(random.Random(6), changing)
+    found = {}
+    for recencies in (RECENCIES, RECENCIES[:1], RECENCIES[-1:]):
+        monkeypatch.setattr(eviction, "RECENCIES", recencies)
+        monkeypatch.setattr(eviction, "KEPT", 1 - np.array(recencies))
+        found[recencies] = loads(LookaheadPolicy(32, 4, 32), 32, trace)
+    slow, fast = found[RECENCIES[:1]], found[RECENCIES[-1:]]
+    assert (fast < 0.8 * slow) if changing else (slow < 0.95 * fast)
+    assert found[RECENCIES] < 1.1 * min(slow, fast)
+
+
 def order(policy: LookaheadPolicy, layer: int | None = None) -> list[tuple[int, int]]:
     return [tuple(key) for key in policy.candidates(layer)]
 
@@ -186,14 +224,16 @@ def test_a_prefetch_evicts_nobody_who_is_wanted_in_this_pass() -> None:
 class Stated:
     """What `_eviction_candidates` says, told step by step from its description: who is resident,
     what the next visit of each layer wants as far as was foretold, how often a row chose each
-    expert, and how many rows this pass and the next ones have.
+    expert, by the mean that would have missed least, and how many rows this pass and the next ones
+    have.
     """
 
-    def __init__(self, layers: int, experts: int) -> None:
-        self.layers = layers
-        self.probability = {
-            ExpertKey(at, e): 1 / experts for at in range(layers) for e in range(experts)
-        }
+    def __init__(self, slots: int, layers: int, experts: int) -> None:
+        self.layers, self.experts = layers, experts
+        self.share = min(max(slots // layers, 1), experts)
+        keys = [ExpertKey(at, e) for at in range(layers) for e in range(experts)]
+        self.means = {recency: dict.fromkeys(keys, 1 / experts) for recency in RECENCIES}
+        self.missed = dict.fromkeys(RECENCIES, 0.0)
         self.resident: set[ExpertKey] = set()
         self.wanted: set[ExpertKey] = set()
         self.known = dict.fromkeys(range(layers), 0.0)
@@ -205,11 +245,20 @@ class Stated:
         self.rows, self.rows_after = len(chosen), rows_after
         self.known[layer] = 0.0
         self.wanted = {key for key in self.wanted if key.layer != layer}
-        old = (1 - RECENCY) ** len(chosen)
-        for key in self.probability:
-            if key.layer == layer:
-                share = sum(key.expert in row for row in chosen) / len(chosen)
-                self.probability[key] = old * self.probability[key] + (1 - old) * share
+        share = {
+            ExpertKey(layer, expert): sum(expert in row for row in chosen) / len(chosen)
+            for expert in range(self.experts)
+        }
+        for recency, mean in self.means.items():
+            likeliest = sorted((mean[key] for key in share), reverse=True)[: self.share]
+            missed = sum(share[key] for key in share if mean[key] < likeliest[-1])
+            self.missed[recency] = (1 - JUDGED) * self.missed[recency] + JUDGED * missed
+            old = (1 - recency) ** len(chosen)
+            mean.update({key: old * mean[key] + (1 - old) * share[key] for key in share})
+
+    @property
+    def probability(self) -> dict[ExpertKey, float]:
+        return self.means[min(RECENCIES, key=self.missed.__getitem__)]
 
     def hint_next_use(self, layer: int, experts: list[int], known: float) -> None:
         self.known[layer] = known
@@ -242,7 +291,7 @@ def test_whom_a_prefetch_may_evict_is_as_stated() -> None:
     some, none, held_back = 0, 0, 0
     for _ in range(60):
         layers, experts = rng.randint(1, 4), rng.randint(2, 6)
-        policy, stated = LookaheadPolicy(9, layers, experts), Stated(layers, experts)
+        policy, stated = LookaheadPolicy(9, layers, experts), Stated(9, layers, experts)
         everyone = sorted(stated.probability)
         at = 0
         for _ in range(60):
