@@ -314,6 +314,8 @@ class ThreePhase:
             route, self._route = self._route, None
             if layer + 1 < len(self._quiet) and self._quiet[layer + 1] < QUIET_VISITS:
                 self._predict(layer + 1, route)
+            else:
+                self._fetching -= RATE * self._fetching
         self._load()
 
     def _predict(self, layer: int, route: Route) -> None:

@@ -179,8 +179,9 @@ def load(
         secondary = secondary_drafter(drafts, limits is not None)
         budget = run_budget(memory, drafts, device, readers, graphs, secondary)
         budget = replace(budget, context=context)
-        if copy is not None and budget.on_cpu:
+        if copy is not None:
             spec = replace(spec, copying_bytes=copy.writing_bytes)
+        if copy is not None and budget.on_cpu:
             published = open_candidates(spec, drafts, opened.store.codec.name, budget.on_cpu)
             drafting = [way for way in published if way.drafts] if asks_for_draft(drafts) else []
             if holds_all(spec, drafting or published, budget):
@@ -214,6 +215,7 @@ def load(
         check_peers(peers, config.peer_budget, beside, used, decision.residency_plan)
         if not budget.on_cpu:
             opened, plan, copy = with_copy(opened, experts, decision.residency_plan, copy)
+            spec = spec if copy is not None else replace(spec, copying_bytes=0)
             decision = decision.replan(spec, plan, budget)
         encoding = encoding_store(opened.store, decision.residency_plan, copy)
         opened = replace(opened, store=encoding or opened.store)

@@ -151,9 +151,20 @@ class RangeFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, out.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def read_kept(self, offset: int, out: Tensor) -> None:
+    def read_kept(self, offset: int, out: memoryview) -> None:
         """Read as `read_into`, and leave the pages where they are."""
-        self._fill(self._fd, offset, [bytes_of(out)], out.nbytes)
+        self._fill(self._fd, offset, [out], len(out))
+
+    def read_cached(self, offset: int, out: memoryview) -> bool:
+        """Read what the page cache holds, without waiting for a disk. False if it lacks a part of
+        it, or the system cannot tell.
+        """
+        if not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            return os.preadv(self._fd, [out], offset, os.RWF_NOWAIT) == len(out)
+        except OSError:  # read again, which says what is wrong
+            return False
 
     def read_aligned(self, offset: int, nbytes: int, out: Tensor) -> int:
         """Read the first `nbytes` of `out` directly. Return the bytes read.

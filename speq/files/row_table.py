@@ -6,7 +6,7 @@ for it, so it takes no memory that others ask for.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speq.errors import Broken
-from speq.files.range_file import RangeFile
+from speq.files.range_file import RangeFile, bytes_of
 
 # Reads in flight: a disk serves so many at a time in little more time than one.
 THREADS = 16
@@ -32,7 +32,7 @@ class TablePart(NamedTuple):
 
 
 class RowTable:
-    """A table [N, width] in parts, one after another."""
+    """A table [N, width] in parts, one after another, whose files others close."""
 
     def __init__(self, parts: Sequence[TablePart], width: int, dtype: torch.dtype) -> None:
         self.width, self.dtype = width, dtype
@@ -48,24 +48,34 @@ class RowTable:
         """Read the rows of ids [...]: [..., width]. Raises SpeqError where a read fails."""
         wanted, places = ids.flatten().unique(return_inverse=True)
         found = torch.empty(len(wanted), self.width, dtype=self.dtype)
-        reads = zip(wanted.tolist(), found.view(torch.uint8), strict=True)
-        if len(wanted) < FEW_ROWS:
-            for row, into in reads:
-                self._read(row, into)
+        row_bytes = self.width * self.dtype.itemsize
+        views, left = bytes_of(found.view(-1).view(torch.uint8)), []
+        for at, row in enumerate(wanted.tolist()):
+            file, offset = self._place(row, row_bytes)
+            into = views[at * row_bytes : (at + 1) * row_bytes]
+            if not file.read_cached(offset, into):
+                left.append((file, offset, into))
+        if len(left) < FEW_ROWS:
+            read_all(left)
         else:
-            for _ in self._threads.map(lambda read: self._read(*read), reads):
+            for _ in self._threads.map(read_all, (left[at::THREADS] for at in range(THREADS))):
                 pass
         return found[places].view(*ids.shape, self.width)
 
     def close(self) -> None:
         self._threads.shutdown()
-        for file in {part.file for part in self._parts}:
-            file.close()
 
-    def _read(self, row: int, into: Tensor) -> None:
+    def _place(self, row: int, row_bytes: int) -> tuple[RangeFile, int]:
+        """The file of a row, and its offset there."""
         if not 0 <= row < self.rows:
             raise Broken(f"row {row} of a table of {self.rows} rows")
         at = bisect.bisect_right(self._ends, row)
         part = self._parts[at]
         first = self._ends[at] - part.rows
-        part.file.read_kept(part.offset + (row - first) * into.nbytes, into)
+        return part.file, part.offset + (row - first) * row_bytes
+
+
+def read_all(reads: Iterable[tuple[RangeFile, int, memoryview]]) -> None:
+    """Read from each file at an offset."""
+    for file, offset, into in reads:
+        file.read_kept(offset, into)

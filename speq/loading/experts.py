@@ -15,7 +15,7 @@ from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
 from speq.experts.packed_copy import CODEC, PackedCopy
 from speq.models.opened import Opened
-from speq.models.packed_copies import whole_copy
+from speq.models.packed_copies import check_verifiable, whole_copy
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
 from speq.planning.host_memory import host_plan
@@ -46,13 +46,13 @@ def with_copy(
     """What fills the host's memory of a GPU whose run has this plan: the records of a packed copy,
     if they are planned and the copy is whole. Last the copy that the run makes, if any.
 
-    copy  that the run may make
+    copy  that the run may make. Raises as `check_verifiable` does
     """
-    if not plan.encoded or plan.codec != CODEC:
-        return opened, plan, None
-    whole = whole_copy(opened, options)
+    copied = plan.encoded and plan.codec == CODEC
+    whole = whole_copy(opened, options) if copied else None
     if whole is None:
-        return opened, plan, copy
+        check_verifiable(opened, options)
+        return opened, plan, copy if copied else None
     plan = replace(plan, encoded=False, estimated=False, slot_bytes=whole.codec.slot_bytes)
     return replace(opened, store=whole), plan, None
 

@@ -149,7 +149,7 @@ class MoEModel:
             self.recordings = DecoderRecordings(decoder, self._switch)
 
     def close(self) -> None:
-        """Give back the files of tables that stay on disk."""
+        """Give back the files of tables that stay on disk, and end what reads them."""
         close_tables(self._hf_model)
         close_table(self._hf_model)
 

@@ -45,6 +45,7 @@ class TableOnDisk(nn.Module):
         super().__init__()
         self.rows, self.width = rows, width
         self._table: RowTable | None = None
+        self._files: list[RangeFile] = []
 
     def open(self, checkpoint: Checkpoint, name: str) -> None:
         """Find the table's tensors: `name`.weight, or parts of it. Raises SpeqError if one is
@@ -80,11 +81,13 @@ class TableOnDisk(nn.Module):
             TablePart(files[tensors[each][0].path], info.offset, info.shape[0])
             for each, info in zip(stored, infos, strict=True)
         ]
-        self._table = RowTable(parts, self.width, infos[0].dtype)
+        self._table, self._files = RowTable(parts, self.width, infos[0].dtype), [*files.values()]
 
     def close(self) -> None:
         if self._table is not None:
             self._table.close()
+        for file in self._files:
+            file.close()
 
     def forward(self, ids: Tensor) -> Tensor:
         table = present(self._table, "an n-gram table was read before it was opened")

@@ -15,19 +15,23 @@ def read_copy(opened: Opened, options: ExpertOptions, device: Processor | Accele
     """A model whose experts are read from their packed copy, where there is one that is whole.
     On a GPU it is planned first what the host's memory holds.
 
-    Raises SpeqError where reads are to be compared with checksums, and there are none.
+    Raises as `check_verifiable` does.
     """
-    store = opened.store
     if isinstance(device, Processor):
         copy = whole_copy(opened, options)
         if copy is not None:
             return replace(opened, store=copy)
-    if options.verify_reads and store.published:
+        check_verifiable(opened, options)
+    return opened
+
+
+def check_verifiable(opened: Opened, options: ExpertOptions) -> None:
+    """Raise SpeqError where reads are to be compared with checksums, and there are none."""
+    if options.verify_reads and opened.store.published:
         raise CheckpointError(
             f"{opened.checkpoint.path} has no checksums to verify reads by, nor a packed copy in "
             "the cache folder, which has some; `speq pack` writes a model that has"
         )
-    return opened
 
 
 def whole_copy(opened: Opened, options: ExpertOptions) -> CopiedExperts | None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from speq.files.range_file import RangeFile
 from speq.files.row_table import RowTable, TablePart
 from speq.layers.dense_linear import DenseEmbedding
 from speq.models.resident import MappedWeights
@@ -46,14 +45,14 @@ def leave_table(model: nn.Module, mapped: MappedWeights) -> dict[str, RowsOnDisk
         return {}
     file, info = place
     rows, width = info.shape
-    table = RowTable([TablePart(RangeFile(file.path), info.offset, rows)], width, info.dtype)
+    table = RowTable([TablePart(file, info.offset, rows)], width, info.dtype)
     embedding.weight.data = embedding.weight.new_empty(0)
     name = next(name for name, module in model.named_modules() if module is embedding)
     return {name: RowsOnDisk(table)}
 
 
 def close_table(model: nn.Module) -> None:
-    """Give back the file of a model's embedding."""
+    """End the threads that read a model's embedding."""
     for module in model.modules():
         if isinstance(module, DenseEmbedding) and isinstance(module.table, RowsOnDisk):
             module.table.close()

@@ -60,9 +60,9 @@ class _RunTune(TypedDict, total=False):
     """
     packed_copy: str
     """A packed copy of published experts in ~/.cache/speq/experts: auto or none. auto writes one
-    during a run on the CPU with codec auto whose experts are in bfloat16, take 1 GiB or more and
-    are not all in slots. That run reads what is written so far, and later ones the complete
-    copy. `speq cache` lists and removes copies.
+    during a run with codec auto whose experts are in bfloat16, take 1 GiB or more and are not
+    all in slots, or are encoded. That run reads what is written so far, and later ones the
+    complete copy. `speq cache` lists and removes copies.
     """
     verify_reads: bool
     """Compare experts with the checksums of a pack or a packed copy at every read, not only at the

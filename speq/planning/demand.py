@@ -145,7 +145,7 @@ def demand_of(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Dem
         reading_bytes=(
             ALIGNMENT
             + readers * reading_bytes_of(model_spec, plan)
-            + model_spec.copying_bytes
+            + model_spec.copying_bytes * budget.on_cpu
             # The weights of an expert that fits no slot, which are read to compute it.
             + model_spec.codec.slot_bytes * (plan.encoded and budget.on_cpu)
         ),

@@ -13,7 +13,8 @@ from speq.units import format_bytes
 class HostPlan:
     """How a host budget is spent.
 
-    budget         bytes; reading_bytes: of it, what threads that read take beside records
+    budget         bytes; reading_bytes: of it, what threads that read take beside records, and one
+                   that writes a packed copy
     records        of `record_bytes` each; experts: of the model, that there could be records for
     """
 
@@ -66,7 +67,7 @@ def host_plan(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Hos
     if budget.beside is None or budget.beside.host_bytes is None:
         return None
     host_bytes = budget.beside.host_bytes
-    reading = budget.readers * reading_bytes_of(model_spec, plan)
+    reading = budget.readers * reading_bytes_of(model_spec, plan) + model_spec.copying_bytes
     fitting = max(host_bytes - reading, 0) // plan.slot_bytes
     fewest = fewest_records(budget.readers, model_spec.count)
     if fitting < fewest:

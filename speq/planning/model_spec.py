@@ -118,7 +118,9 @@ class ModelSpec:
             converted_bytes=0 if computed == words else stored_bytes,
             dense=DenseForm.raw(shape.dense, computed.itemsize),
             codes_bytes=stored.weights * CODE_BITS[published.name] // 8 if published.decoded else 0,
-            has_table=may_leave_table(shape, words, computed),
+            has_table=may_leave_table(
+                shape, words if published.name == WORDS else config.dtype, computed
+            ),
         )
 
     @classmethod

@@ -16,7 +16,7 @@ import torch
 
 import speq
 from speq import Generator
-from speq.errors import SpeqError
+from speq.errors import CheckpointError, SpeqError
 from speq.experts import packed_copy, record_writer
 from speq.experts.copied_store import CopiedExperts
 from speq.experts.encoding_store import EncodingStore
@@ -196,6 +196,11 @@ def test_a_gpu_fills_its_hosts_memory_from_one(budget: str, model: Path) -> None
         assert generator.runtime._loaded.copy is None
         assert tokens(generator) == expected
         generator.close()
+        generator = loaded(model, budget, verify_reads=True, **options)
+        assert tokens(generator) == expected
+        generator.close()
+        with pytest.raises(CheckpointError, match="no checksums to verify reads by"):
+            loaded(model, budget, verify_reads=True, packed_copy="none", **options)
         generator = loaded(model, budget, packed_copy="none", **options)
         assert not isinstance(generator.runtime.opened.store, CopiedExperts)
         generator.close()

@@ -93,7 +93,12 @@ def test_a_run_holds_no_second_copy_of_convolutions(tiny: Folder) -> None:
     generator.close()
 
 
-def test_rows_are_read_over_the_ends_of_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cached", [True, False])
+def test_rows_are_read_over_the_ends_of_parts(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cached:
+        monkeypatch.setattr(RangeFile, "read_cached", lambda *of: False)
     whole = torch.arange(60.0).view(12, 5)
     save_file({"a": whole[:7].clone(), "b": whole[7:].clone()}, tmp_path / FILE)
     with SafetensorsFile(tmp_path / FILE) as file, RangeFile(tmp_path / FILE) as own:
@@ -104,8 +109,11 @@ def test_rows_are_read_over_the_ends_of_parts(tmp_path: Path) -> None:
         ids = torch.tensor([11, 6, 7, 0, 6])
         assert torch.equal(table.read(ids), whole[ids])
         assert torch.equal(table.read(ids[:1]), whole[ids[:1]])
+        every = torch.arange(12).view(3, 4)
+        assert torch.equal(table.read(every), whole[every])
         with pytest.raises(Broken, match="row 12 of a table of 12 rows"):
             table.read(torch.tensor([12]))
+        table.close()
 
 
 def changed(source: Path, to: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -126,10 +127,24 @@ def test_a_spoilt_one_in_a_pack_is_refused(tiny: Folder, tmp_path: Path) -> None
         running(tmp_path / "pack").__enter__()
 
 
-def test_its_file_is_closed_with_the_model(tiny: Folder) -> None:
+def test_rows_are_of_the_file_that_was_opened(tiny: Folder, tmp_path: Path) -> None:
+    """Also where another one has taken its name."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("qwen3_moe"), folder)
+    with running(folder) as generator:
+        table = table_of(generator)
+        assert table is not None
+        before = table.words()
+        for shard in folder.glob("*.safetensors"):
+            shard.with_suffix(".new").write_bytes(bytes(shard.stat().st_size))
+            shard.with_suffix(".new").replace(shard)
+        assert torch.equal(table.words(), before)
+
+
+def test_its_threads_end_with_the_model(tiny: Folder) -> None:
     with running(tiny("qwen3_moe")) as generator:
         table = table_of(generator)
         assert table is not None
-        (part,) = table._table._parts
-        assert part.file._fd >= 0
-    assert part.file._fd < 0
+        table.words()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        table._table._threads.submit(int)
