@@ -55,10 +55,15 @@ class RowTable:
             into = views[at * row_bytes : (at + 1) * row_bytes]
             if not file.read_cached(offset, into):
                 left.append((file, offset, into))
+
+        def read_share(at: int) -> Tensor:
+            read_all(left[at::THREADS])
+            return found  # which must outlive the reads, also if another one fails
+
         if len(left) < FEW_ROWS:
             read_all(left)
         else:
-            for _ in self._threads.map(read_all, (left[at::THREADS] for at in range(THREADS))):
+            for _ in self._threads.map(read_share, range(THREADS)):
                 pass
         return found[places].view(*ids.shape, self.width)
 
