@@ -22,7 +22,7 @@ RECENCIES = (0.03, 0.1, 0.3)
 JUDGED = 1 / 256
 KEPT = 1 - np.array(RECENCIES)
 # Least probability: no expert is expected never.
-LEAST = 1e-6
+LEAST = 1e-12
 # Prefetches may evict this many times the experts that the pass is expected to evict anyway. In
 # replays of recorded routes, 1 moves the bytes of fetching on demand and leaves the link idle while
 # the draft computes; 3 keeps it busy and moves a fifth more.

@@ -12,6 +12,7 @@ computed.
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -49,6 +50,15 @@ def encoding_bytes(words: ExpertCodec, codec: ExpertCodec) -> int:
     codec with a draft, their copy in its order.
     """
     return (2 if codec.needs_draft else 1) * words.slot_bytes + ALIGNMENT
+
+
+def run_into(encoding: Future[int], encode: Callable[[], int]) -> None:
+    """Encode, unless that was cancelled, and give the result to who waits for it."""
+    if encoding.set_running_or_notify_cancel():
+        try:
+            encoding.set_result(encode())
+        except BaseException as error:
+            encoding.set_exception(error)
 
 
 def sampled_slot_bytes(
@@ -200,9 +210,15 @@ class EncodingStore:
 
         def arrived(nbytes: int) -> None:
             end = WHOLE.end - (self.codec.shape.nbytes - nbytes) // down_bytes
-            if end < WHOLE.end:  # the last one has no reading beside it
-                encoding = self._encoders.submit(self.codec.encode, exact, base, slot, part_to(end))
-                ahead.append((end, encoding))
+            if end == WHOLE.end:  # the last one has no reading beside it
+                return
+            encode = partial(self.codec.encode, exact, base, slot, part_to(end))
+            ahead.append((end, Future()))
+            try:
+                self._encoders.submit(run_into, ahead[-1][1], encode)
+            except RuntimeError:  # no thread can begin, or the interpreter ends
+                if ahead[-1][1].cancel():
+                    ahead.pop()  # the next part has these matrices as well
 
         try:
             read_bytes = self.words.read(*divmod(at, self.num_experts), words, arrived)
@@ -212,7 +228,7 @@ class EncodingStore:
                 raise
             return 0, read_bytes
         finally:
-            wait([encoding for _, encoding in ahead])
+            wait([encoding for _, encoding in ahead if not encoding.cancel()])
             self._scratch.put(words)
 
     def _set_wide(self, layer: int, expert: int) -> None:

@@ -63,8 +63,11 @@ class RowTable:
         if len(left) < FEW_ROWS:
             read_all(left)
         else:
-            for _ in self._threads.map(read_share, range(THREADS)):
-                pass
+            try:
+                for _ in self._threads.map(read_share, range(THREADS)):
+                    pass
+            except RuntimeError:  # no thread can begin, or the interpreter ends
+                read_all(left)
         return found[places].view(*ids.shape, self.width)
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ def check_verifiable(opened: Opened, options: ExpertOptions) -> None:
     """Raise SpeqError where reads are to be compared with checksums, and there are none."""
     if options.verify_reads and opened.store.published:
         raise CheckpointError(
-            f"{opened.checkpoint.path} has no checksums to verify reads by, nor a packed copy in "
-            "the cache folder, which has some; `speq pack` writes a model that has"
+            f"{opened.checkpoint.path} has no checksums to verify reads by, and this run reads no "
+            "packed copy, which has some; `speq pack` writes a model that has"
         )
 
 

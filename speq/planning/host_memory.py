@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from speq.experts.host_tier import fewest_records, too_small_error
+from speq.experts.packed_copy import CODEC
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget, reading_bytes_of
 from speq.planning.model_spec import ModelSpec
@@ -67,7 +68,9 @@ def host_plan(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Hos
     if budget.beside is None or budget.beside.host_bytes is None:
         return None
     host_bytes = budget.beside.host_bytes
-    reading = budget.readers * reading_bytes_of(model_spec, plan) + model_spec.copying_bytes
+    copies = plan.encoded and plan.codec == CODEC
+    reading = budget.readers * reading_bytes_of(model_spec, plan)
+    reading += model_spec.copying_bytes * copies
     fitting = max(host_bytes - reading, 0) // plan.slot_bytes
     fewest = fewest_records(budget.readers, model_spec.count)
     if fitting < fewest:

@@ -233,7 +233,7 @@ def test_a_packed_model_is_refused(tmp_path: Path) -> None:
 MEASURED = {
     "tpot-systems": "systems-in-memory-tiny-moe-widened-intel-xeon-2-cores",
     "transfer": "transfer-tiny-moe-widened-amd-epyc-2-cores",
-    "kernels": "kernels-intel-xeon-2-cores",
+    "kernels": "kernels-amd-epyc-2-cores",
 }
 
 

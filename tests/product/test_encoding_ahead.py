@@ -179,15 +179,42 @@ def test_a_read_that_fails_leaves_nobody_writing(
             raise error("the disk is gone")
         return read(*arguments)
 
-    # What precedes the failure is encoded after it.
+    # What precedes the failure is encoded after it, if it had begun.
     encodings.before = lambda part: part.end < matrix or failed.wait(60)
     with monkeypatch.context() as patch:
         patch.setattr(SafetensorsFile, "read_scattered", fail)
         with pytest.raises(error, match="the disk is gone"):
             published.read(0)
-    assert (encodings.running, encodings.parts) == (0, ONE_BY_ONE[:matrix])
+    begun = encodings.parts
+    assert encodings.running == 0 and len(begun) <= matrix
+    assert begun == ONE_BY_ONE[: len(begun)]
     assert published.store._scratch.qsize() == 1
     assert torch.equal(published.read(1), published.whole(1))
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+def test_where_no_thread_can_begin_the_reader_encodes(
+    refused: int, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that was asked of one writes to a slot later."""
+    start, refusals = threading.Thread.start, list[str]()
+
+    def begin(self: threading.Thread) -> None:
+        if self.name.startswith(ENCODERS) and len(refusals) < refused:
+            refusals.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    slot = expert_slot(published.store)
+    published.store.read(0, 0, slot)
+    assert refusals
+    assert torch.equal(slot[: published.store.record_bytes(0, 0)], published.whole(0))
+    slot.copy_(torch.arange(len(slot)).to(torch.uint8))
+    kept = slot.clone()
+    for at in range(1, published.count):
+        assert torch.equal(published.read(at), published.whole(at))
+    assert torch.equal(slot, kept)
 
 
 @pytest.mark.parametrize("end", [1, 2, 3])
