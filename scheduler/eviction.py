@@ -13,9 +13,9 @@ from speq.scheduler.expert_key import ExpertKey
 
 # Of an expert's frequency so much is the last token's.
 RECENCY = 0.03
-# The same of the probability that a token chooses it, by one mean or another: the last, slow to
-# forget, is best where use changes little, as on routes of a fixed law and on recorded ones of one
-# text. Where each text has experts of its own, it misses 2.8 times as often as the fastest.
+# The same of the probability that a token chooses it, by one mean or another. The first is slow to
+# forget: it is best where use changes little, as on routes of a fixed law and of the bundled model.
+# Where each text has experts of its own, it misses 2.8 times as often as the last.
 RECENCIES = (0.03, 0.1, 0.3)
 # Each visit tells which of them is best; of the mean of what they missed, so much is the last
 # visit's.

@@ -13,12 +13,12 @@ from speq.experts.encoding_store import EncodingStore
 from speq.experts.expert_store import ExpertStore, SafetensorsExpertStore
 from speq.experts.host_tier import HostRoom, HostTier
 from speq.experts.int4 import Int4Arena
-from speq.experts.packed_copy import CODEC, PackedCopy
+from speq.experts.packed_copy import PackedCopy
 from speq.models.opened import Opened
 from speq.models.packed_copies import check_verifiable, whole_copy
 from speq.planning.cost.residency_plan import ResidencyPlan
 from speq.planning.demand import Budget
-from speq.planning.host_memory import host_plan
+from speq.planning.host_memory import holds_copied, host_plan
 from speq.planning.model_spec import ModelSpec
 from speq.planning.used_experts import UsedExperts
 from speq.units import Progress, label_progress
@@ -48,7 +48,7 @@ def with_copy(
 
     copy  that the run may make. Raises as `check_verifiable` does
     """
-    copied = plan.encoded and plan.codec == CODEC
+    copied = holds_copied(plan)
     whole = whole_copy(opened, options) if copied else None
     if whole is None:
         check_verifiable(opened, options)

@@ -60,6 +60,11 @@ class HostPlan:
         )
 
 
+def holds_copied(plan: ResidencyPlan) -> bool:
+    """True if host memory holds what a packed copy has: it is filled from one, or one is made."""
+    return plan.encoded and plan.codec == CODEC
+
+
 def host_plan(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> HostPlan | None:
     """The host's part in a run; None where it has none of its own, or no limit is set.
 
@@ -68,9 +73,8 @@ def host_plan(model_spec: ModelSpec, plan: ResidencyPlan, budget: Budget) -> Hos
     if budget.beside is None or budget.beside.host_bytes is None:
         return None
     host_bytes = budget.beside.host_bytes
-    copies = plan.encoded and plan.codec == CODEC
     reading = budget.readers * reading_bytes_of(model_spec, plan)
-    reading += model_spec.copying_bytes * copies
+    reading += model_spec.copying_bytes * holds_copied(plan)
     fitting = max(host_bytes - reading, 0) // plan.slot_bytes
     fewest = fewest_records(budget.readers, model_spec.count)
     if fitting < fewest:
